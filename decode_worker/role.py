@@ -5,6 +5,7 @@ from functools import partial
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
+from engine.settings import graph_sizes
 from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
@@ -22,6 +23,7 @@ def decode_role(settings: DecodeSettings) -> Role:
         settings.max_batch_total_tokens,
         settings.speculation(),
         settings.max_step_stretch,
+        graph_sizes(settings.cuda_graphs, settings.max_rolling_batch_size),
     )
     return Role(WorkerRole.DECODE, limits, partial(_open, settings))
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.source import ModelSource
-from engine.settings import Speculation
+from engine.settings import Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from worker.settings import WorkerSettings, parse_transports, require_not_negative, require_positive, require_protected
@@ -34,6 +34,11 @@ class DecodeSettings(WorkerSettings):
         "least 1.1), while sequences run whose prompts a prefill worker has computed; 0: as long as max_step_tokens "
         "makes it",
     )
+    cuda_graphs: str = setting(
+        "auto",
+        "sizes of batches whose decode steps are captured as CUDA graphs at start, such as 1,2,4,8; auto: up to "
+        "max_rolling_batch_size; 0: none, nor with enforce_eager",
+    )
     kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts: shm, gloo, nccl, grpc")
     speculative: str = setting(
         "auto",
@@ -50,6 +55,7 @@ class DecodeSettings(WorkerSettings):
         require_positive(self, "max_rolling_batch_size", "max_step_tokens")
         require_not_negative(self, "max_batch_total_tokens")
         require_protected(self, self.transports)
+        graph_sizes(self.cuda_graphs, self.max_rolling_batch_size)
         if self.max_step_stretch != 0 and not 1.1 <= self.max_step_stretch < float("inf"):
             raise ConfigurationError(f"max_step_stretch must be 0 or at least 1.1, got {self.max_step_stretch:g}")
         if self.speculative not in SPECULATIONS:

@@ -19,12 +19,20 @@ def is_finite(values: Tensor) -> bool:
     return math.isfinite(values.sum().item()) or bool(torch.isfinite(values).all())
 
 
-def items_not_finite(hidden: Tensor, starts: Sequence[int]) -> frozenset[int]:
-    """Indices of the items whose hidden states are not finite; item i has rows [starts[i], starts[i + 1])."""
-    if is_finite(hidden):
+def items_not_finite(hidden: Tensor, starts: Sequence[int], total: float) -> frozenset[int]:
+    """Indices of the items whose hidden states are not finite; item i has rows [starts[i], starts[i + 1]).
+
+    `total` is `sum_of(hidden)`, read with other results of the step. The rows are read only if it is not finite.
+    """
+    if math.isfinite(total):
         return _NONE
     finite = torch.isfinite(hidden).all(1).tolist()
     return frozenset(item for item, (start, stop) in enumerate(pairwise(starts)) if not all(finite[start:stop]))
+
+
+def sum_of(hidden: Tensor) -> Tensor:
+    """The sum of all values, on their device: finite only if all of them are."""
+    return hidden.sum(dtype=torch.float32)
 
 
 def scores_are_finite(scored: Sequence[SampledToken] | Sequence[PromptLogprob]) -> bool:

@@ -31,7 +31,8 @@ class KVCache:
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
-    processes see; by default the cache allocates its own.
+    processes see; by default the cache allocates its own. `num_spare` blocks follow the others; nobody can read or
+    write them but the model.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class KVCache:
         span: KVSpan | None = None,
         reservation: KVReservation | None = None,
         memory: Bytes | None = None,
+        num_spare: int = 0,
     ) -> None:
         self.layout = layout
         self.span = span or layout.whole
@@ -49,15 +51,16 @@ class KVCache:
         self.reservation = reservation  # keeps the memory reserved as long as the cache lives
         layers, heads = self.span.layers.count, self.span.heads.count
         dtype: torch.dtype = getattr(torch, layout.dtype)
-        shape = (layers, 2, num_blocks, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
+        num_all = num_blocks + num_spare
+        shape = (layers, 2, num_all, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
         if memory is None:
-            flat = _zeros(self.payload_bytes(num_blocks, self.span), device)
+            flat = _zeros(self.payload_bytes(num_all, self.span), device)
         else:
-            flat = torch.from_numpy(memory[: self.payload_bytes(num_blocks, self.span)])
+            flat = torch.from_numpy(memory[: self.payload_bytes(num_all, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
-        # [layers, 2, num_blocks, units, heads, bytes of a unit]
-        self._units = self._tensor.view(torch.uint8).view(layers, 2, num_blocks, layout.block_units, heads, -1)
+        # [layers, 2, num_blocks + num_spare, units, heads, bytes of a unit]
+        self._units = self._tensor.view(torch.uint8).view(layers, 2, num_all, layout.block_units, heads, -1)
 
     @property
     def tensor(self) -> Tensor:
@@ -138,7 +141,7 @@ class KVCache:
         num_bytes = units[0, 0, 0].numel() if self.num_blocks else 0
         flat = units.numpy().reshape(-1).data
         starts = [block * num_bytes for block in block_ids]
-        tables = range(0, len(flat), self.num_blocks * num_bytes)  # keys, then values, of each layer
+        tables = range(0, len(flat), units.shape[2] * num_bytes)  # keys, then values, of each layer
         return [flat[table + start : table + start + num_bytes] for table in tables for start in starts]
 
     def _require(self, span: KVSpan) -> None:

@@ -51,7 +51,8 @@ class KVMemorySettings:
 class Budget:
     """Memory for the KV of all workers on a device, in bytes, as one worker computes it once its weights are loaded.
 
-    `own_mapped_bytes`: the part of its weights that stays in files, see Entry.
+    `own_mapped_bytes`: the part of its weights that stays in files, see Entry. `own_later_bytes`: memory that it will
+    take once its KV is allocated, which own_weights_bytes includes.
     """
 
     memory: DeviceMemory
@@ -59,13 +60,14 @@ class Budget:
     own_weights_bytes: int
     other_entries: Sequence[Entry]
     own_mapped_bytes: Mapping[str, int] = field(default_factory=dict)
+    own_later_bytes: int = 0
 
     @property
     def usable_bytes(self) -> int:
         """Memory that is free or filled by KV, minus memory for weights that are still to be loaded, and for weights in
         mapped files, which the system counts as free. Files that several workers map are subtracted once.
         """
-        free_bytes = self.memory.free_bytes - sum(self._mapped_bytes.values())
+        free_bytes = self.memory.free_bytes - sum(self._mapped_bytes.values()) - self.own_later_bytes
         touched = sum(entry.touched_kv_bytes(self.memory) for entry in self.other_entries)
         with_touched = free_bytes + touched
         if self.memory.is_lazy:  # a process may have grown for other reasons than KV
@@ -147,6 +149,7 @@ class KVReservation:
     settings: KVMemorySettings
     weights_bytes: int
     mapped_bytes: Mapping[str, int] = field(default_factory=dict)
+    later_bytes: int = 0
     summary: str = ""
     _ledger: MemoryLedger | None = field(default=None, repr=False)
     _held: HeldEntry | None = field(default=None, repr=False)
@@ -158,11 +161,13 @@ class KVReservation:
         settings: KVMemorySettings,
         weights_bytes: int,
         mapped_bytes: Mapping[str, int] | None = None,
+        later_bytes: int = 0,
     ) -> "KVReservation":
-        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files, see Entry. If the folder
-        is not usable, log a warning and use no ledger.
+        """Announce the worker before it loads weights, of which `mapped_bytes` stay in files, see Entry. `later_bytes`
+        are those that it takes after its KV. If the folder is not usable, log a warning and use no ledger.
         """
-        reservation = cls(device, settings, weights_bytes, mapped_bytes or {})
+        weights_bytes += later_bytes
+        reservation = cls(device, settings, weights_bytes, mapped_bytes or {}, later_bytes)
         if settings.ledger is not None:
             try:
                 reservation._ledger = open_ledger(settings.ledger)
@@ -189,7 +194,9 @@ class KVReservation:
         """
         with self._locked() as other_entries:
             memory = device_memory(self.device)
-            budget = Budget(memory, self.settings, self.weights_bytes, other_entries, self.mapped_bytes)
+            budget = Budget(
+                memory, self.settings, self.weights_bytes, other_entries, self.mapped_bytes, self.later_bytes
+            )
             if num_blocks is None:
                 num_blocks = min(budget.share_bytes // block_bytes, max_blocks or budget.share_bytes)
                 if num_blocks < 1:

@@ -13,6 +13,7 @@ from engine.adapter_slots import AdapterSlots
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
+from engine.decode_graphs import DecodeGraphs
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load_times import load_phase
@@ -41,6 +42,7 @@ def assemble_runner(
     cache: AnyKVCache,
     num_stages: int = 1,
     adapters: AdapterSlots | None = None,
+    graphs: DecodeGraphs | None = None,
 ) -> ModelRunner:
     """Join a model and its cache to a runner."""
     masks = TokenMasks(GrammarCompiler(settings.model_dir), model.config.vocab_size)
@@ -52,6 +54,7 @@ def assemble_runner(
         group_bytes=settings.group_bytes,
         max_in_flight=num_stages,
         adapters=adapters,
+        graphs=graphs,
     )
 
 
@@ -137,8 +140,8 @@ def reserve_blocks(
     return reservation.blocks(block_bytes, num_blocks=settings.num_blocks, max_blocks=settings.max_blocks)
 
 
-def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation:
-    """Announce a worker that loads the model and its adapters."""
+def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVReservation:
+    """Announce a worker that loads the model and its adapters, and takes `later_bytes` after its KV."""
     device = torch.device(settings.device)
     sizes = [adapter.num_padded for adapter in settings.adapters]
     is_limited = settings.num_adapter_slots < len(sizes)  # then the largest may have been in any slot
@@ -148,7 +151,7 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig) -> KVReservation
         mapped_bytes = {partition.identity: partition.num_bytes}
         return KVReservation.enter(device, settings.kv_memory, partition.num_bytes + adapter_bytes, mapped_bytes)
     num_bytes = weights_bytes(settings, specs_of(settings, config)) + adapter_bytes
-    return KVReservation.enter(device, settings.kv_memory, num_bytes)
+    return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 
 
 def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:

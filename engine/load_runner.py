@@ -20,6 +20,7 @@ from engine.load import (
     reserve_memory,
     specs_of,
 )
+from engine.load_graphs import graph_bytes, load_graphs
 from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter
@@ -33,7 +34,7 @@ from engine.models.share import ALONE, rank_share
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
-from engine.settings import Speculation
+from engine.settings import NO_GRAPHS, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
@@ -54,14 +55,16 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
-    reservation = reserve_memory(settings, config)
+    later_bytes = graph_bytes(settings, config, layout)
+    reservation = reserve_memory(settings, config, later_bytes)
     build = _load_model(settings, config, layout, on_progress)
     with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
-        cache = KVCache(layout, num_blocks, device, reservation=reservation)
+        cache = KVCache(layout, num_blocks, device, reservation=reservation, num_spare=1 if later_bytes else 0)
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)
         adapters = _adapter_slots(settings, model)
-    return assemble_runner(settings, model, cache, adapters=adapters)
+        graphs = load_graphs(settings, model, cache)
+    return assemble_runner(settings, model, cache, adapters=adapters, graphs=graphs)
 
 
 def _adapter_slots(settings: RunnerSettings, model: _AnyModel) -> AdapterSlots | None:
@@ -145,6 +148,7 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
         model_dir=speculation.draft_model,
         rope=NO_ROPE_OVERRIDE,
         adapters=(),
+        graphs=NO_GRAPHS,
         tensor_parallel=1,
         pipeline_parallel=1,
     )

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from checkpoint.grammar import GrammarCompiler
+from engine.device_copies import Arrays, DeviceCopies, Tensors
 from engine.sequence import SequenceKey, SequenceState
 from mesh.domain.request import Structure
 
@@ -60,17 +61,8 @@ class _Masks:
     allowed: Indices
     forbidden: Indices
 
-    def put_on(self, logits: Tensor) -> Tensor:
-        """Mask contiguous `logits` in place."""
-        allow_rows, allowed, forbidden = (
-            torch.from_numpy(indices).to(logits.device) for indices in (self.allow_rows, self.allowed, self.forbidden)
-        )
-        flat = logits.view(-1)
-        allowed_logits = flat[allowed]
-        logits.index_fill_(0, allow_rows, float("-inf"))
-        flat[allowed] = allowed_logits
-        flat[forbidden] = float("-inf")
-        return logits
+    def arrays(self) -> Arrays:
+        return {"allow_rows": self.allow_rows, "allowed": self.allowed, "forbidden": self.forbidden}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ class TokenMasks:
         if sequences:
             self._pending.append(_Pending(rows, self._masking.submit(self._make, steps)) if rows else None)
 
-    def apply(self, logits: Tensor, adjusted: Tensor) -> Tensor:
+    def apply(self, logits: Tensor, adjusted: Tensor, copies: DeviceCopies) -> Tensor:
         """Mask `adjusted` [num_seqs, vocab_size], in place unless it is `logits`; returns the result.
 
         The structure has priority over all other parameters: where bias, minimum length and the like exclude every
@@ -115,14 +107,15 @@ class TokenMasks:
         pending = self._pending.popleft() if self._pending else None
         if pending is None:
             return adjusted
-        masks = pending.masks.result()
+        masks = copies.to_device({**pending.masks.result().arrays(), "rows": np.array(pending.rows, np.int64)})
         if adjusted is logits:
-            return masks.put_on(logits.clone())
-        adjusted = masks.put_on(adjusted)
-        rows = torch.tensor(pending.rows, device=logits.device)
-        empty_rows = rows[adjusted[rows].amax(1) == float("-inf")]
-        if len(empty_rows):
-            adjusted[empty_rows] = masks.put_on(logits.clone())[empty_rows]
+            return _put_on(logits.clone(), masks)
+        adjusted = _put_on(adjusted, masks)
+        rows = masks["rows"]
+        is_empty = adjusted[rows].amax(1) == float("-inf")
+        if adjusted.is_cpu and not is_empty.any():  # elsewhere the host would wait for the answer
+            return adjusted
+        adjusted[rows] = torch.where(is_empty[:, None], _put_on(logits.clone(), masks)[rows], adjusted[rows])
         return adjusted
 
     def failure(self, sequence: SequenceState) -> str:
@@ -187,3 +180,13 @@ class TokenMasks:
             reason = matcher.get_error().partition("\n")[0]
             grammar.failure = f"{grammar.structure.kind} cannot be followed any further: {reason}"
         return None
+
+
+def _put_on(logits: Tensor, masks: Tensors) -> Tensor:
+    """Apply _Masks.arrays to contiguous `logits` in place."""
+    flat = logits.view(-1)
+    allowed_logits = flat[masks["allowed"]]
+    logits.index_fill_(0, masks["allow_rows"], float("-inf"))
+    flat[masks["allowed"]] = allowed_logits
+    flat[masks["forbidden"]] = float("-inf")
+    return logits

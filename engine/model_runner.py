@@ -15,16 +15,19 @@ from torch import Tensor
 
 from engine.adapter_slots import AdapterSlots
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.finite import items_not_finite, scores_are_finite
+from engine.decode_graphs import DecodeGraphs
+from engine.device_copies import DeviceCopies, copies_for
+from engine.finite import items_not_finite, scores_are_finite, sum_of
 from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
+from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
-from engine.sampler import Sampler, score
+from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from engine.sharded_kv_cache import AnyKVCache
-from engine.step_input import StepInput, StepInputBuilder, to_device
+from engine.step_input import StepInput, StepInputBuilder
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from mesh.domain.host import Cores
 from mesh.domain.tokens import PromptLogprob, SampledToken
@@ -39,6 +42,7 @@ class ModelRunner:
 
     Each call of the layer hook announces the KV of `layers_per_group` layers, or of more layers if these have fewer
     than `group_bytes`; the last group may be smaller. The number of threads is torch's setting at construction.
+    Batches that `graphs` has captured are replayed.
     """
 
     def __init__(
@@ -51,18 +55,23 @@ class ModelRunner:
         group_bytes: int = 0,
         max_in_flight: int = 1,
         adapters: AdapterSlots | None = None,
+        graphs: DecodeGraphs | None = None,
     ) -> None:
         self.kv_cache = kv_cache
+        self._graphs = graphs
         self._model = model
         self._layers_per_group = layers_per_group
         self._group_bytes = group_bytes
         self._masks = masks
-        self._sampler = Sampler(masks, encoded_prompts=model.config.whole_prompts)
-        self._device = kv_cache.tensor.device
+        device = kv_cache.tensor.device
+        self._copies = copies_for(device)
+        self._sampler = Sampler(
+            masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
+        )
         self._adapters = adapters
         size, slots = kv_cache.layout.block_size, {} if adapters is None else adapters.slots
-        # A builder's arrays are in use until its step ends.
-        self._builders = cycle([StepInputBuilder(size, slots) for _ in range(max_in_flight)])
+        # A builder's arrays, and their copies, are in use until the step ends.
+        self._builders = cycle([(StepInputBuilder(size, slots), copies_for(device)) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()
@@ -85,21 +94,27 @@ class ModelRunner:
         if not batch.items:
             return list
         self._use_threads()
-        step = next(self._builders).build(batch)
+        builder, copies = next(self._builders)
+        step = builder.build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
-        finish = self._forward(step, partial(on_layers, batch) if on_layers is not None else None)
-        return partial(self._finish, batch, step, sequences, finish)
+        announce = partial(on_layers, batch) if on_layers is not None else None
+        finish, sample_rows = self._forward(step, copies, announce)
+        return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
 
     @torch.inference_mode()
     def _finish(
-        self, batch: ScheduledBatch, step: StepInput, sequences: list[SequenceState], finish: Finish
+        self,
+        batch: ScheduledBatch,
+        sequences: list[SequenceState],
+        finish: Finish,
+        starts: list[int],
+        sample_rows: Tensor | None,
     ) -> list[RunnerOutput]:
         hidden = finish()
         self._use_threads()
-        starts = step.query_starts.tolist()
-        broken = items_not_finite(hidden, starts)
-        tokens = self._sample(batch, step, hidden, sequences)
+        total, tokens = self._sample(batch, hidden, sample_rows, sequences)
+        broken = items_not_finite(hidden, starts, total)
         return [
             self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts, strict=False))
@@ -111,22 +126,28 @@ class ModelRunner:
         tokens, which the caller may change. They are valid until the next call.
         """
         self._use_threads()
-        step = next(self._builders).build(ScheduledBatch((ScheduledSequence(prompt, 0, prompt.num_prompt_tokens),)))
-        hidden = self._forward(step, None)()
-        return self._model.logits(hidden[places.start : places.stop])
+        builder, copies = next(self._builders)
+        step = builder.build(ScheduledBatch((ScheduledSequence(prompt, 0, prompt.num_prompt_tokens),)))
+        finish, _ = self._forward(step, copies, None)
+        return self._model.logits(finish()[places.start : places.stop])
 
     def _use_threads(self) -> None:
         """Set torch's number of threads, which is kept per thread, and set by every model on it."""
         if torch.get_num_threads() != self._model.num_torch_threads:
             torch.set_num_threads(self._model.num_torch_threads)
 
-    def _forward(self, step: StepInput, announce: Callable[[int, int], None] | None) -> Finish:
-        """Begin to compute the hidden states of the step's tokens."""
+    def _forward(
+        self, step: StepInput, copies: DeviceCopies, announce: Callable[[int, int], None] | None
+    ) -> tuple[Finish, Tensor | None]:
+        """Begin to compute the hidden states of the step's tokens. Returns also the rows to sample; None: all."""
         for source, target in step.copies.tolist():
             self.kv_cache.copy_block(source, target)
+        if self._graphs is not None and announce is None and self._graphs.can_run(step):
+            return partial(_as_is, self._graphs.run(step)), None
         groups = LayerGroups(self.config.num_layers, self._group_size(len(step.token_ids)), announce)
-        token_ids = to_device(step.token_ids, self._device)
-        return self._model.begin(token_ids, step.metadata(self._device), groups)
+        token_ids, sample_rows, metadata = step.on_device(copies)
+        all_rows = len(sample_rows) == len(token_ids)
+        return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
@@ -189,18 +210,21 @@ class ModelRunner:
         return max(self._layers_per_group, -(-self._group_bytes // layer_bytes))
 
     def _sample(
-        self, batch: ScheduledBatch, step: StepInput, hidden: Tensor, sequences: list[SequenceState]
-    ) -> list[tuple[SampledToken, ...]]:
-        """Sampled tokens of each item: none, one, or more where drafts were right.
+        self, batch: ScheduledBatch, hidden: Tensor, sample_rows: Tensor | None, sequences: list[SequenceState]
+    ) -> tuple[float, list[tuple[SampledToken, ...]]]:
+        """The sum of the hidden states, and sampled tokens of each item: none, one, or more where drafts were right.
 
-        `sequences` has one entry per row of `step.sample_rows`.
+        `sequences` has one entry per row to sample. This is where the host waits for the device, once.
         """
+        total = sum_of(hidden)
         if not sequences:
-            return [()] * len(batch.items)
-        all_rows = len(step.sample_rows) == hidden.shape[0]
-        chosen = hidden if all_rows else hidden[to_device(step.sample_rows, self._device)]
-        sampled = iter(self._sampler.sample(self._model.logits(chosen), sequences))
-        return [_verified(item.drafts, sampled) if item.needs_sampling else () for item in batch.items]
+            return total.item(), [()] * len(batch.items)
+        chosen = hidden if sample_rows is None else hidden[sample_rows]
+        drawn = self._sampler.draw(self._model.logits(chosen), sequences)
+        total, *drawn_tensors = self._copies.to_host([total, *drawn.tensors])
+        sampled = iter(drawn.read(drawn_tensors))
+        tokens = [_verified(item.drafts, sampled) if item.needs_sampling else () for item in batch.items]
+        return total.item(), tokens
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
         """Log-probs of the prompt tokens that follow the item's rows; empty if not requested."""
@@ -213,8 +237,7 @@ class ModelRunner:
         for start in range(0, len(targets), rows_at_once):
             token_ids = targets[start : start + rows_at_once]
             logits = self._model.logits(hidden[start : start + len(token_ids)])
-            tokens = torch.tensor(token_ids, device=self._device)
-            scored = score(logits, tokens, [sequence.request.top_logprobs] * len(token_ids))
+            scored = self._sampler.score(logits, token_ids, [sequence.request.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
 
@@ -234,3 +257,7 @@ def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple
     tokens = list(islice(sampled, 1 + len(drafts)))
     num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
     return tuple(tokens[: num_right + 1])
+
+
+def _as_is(hidden: Tensor) -> Tensor:
+    return hidden

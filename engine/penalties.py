@@ -3,16 +3,20 @@
 Applied in vLLM's order: forbidden tokens, logit bias, then the penalties. The repetition penalty covers prompt and
 output, the other two the output only. A prompt that an encoder reads is not covered, because the decoder's text does
 not continue it. All state can be rebuilt from the token ids.
+
+    Penalties.arrays   on the host, from the sequences: which logits change, and by how much
+    apply_penalties    on the device of the logits
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.device_copies import Arrays, Tensors
 from engine.sequence import SequenceKey, SequenceState
 
 
@@ -53,7 +57,7 @@ class TokenCounts:
 
 
 class Penalties:
-    """Applies bias, bans and penalties to rows of logits. Keeps token counts of sequences with penalties.
+    """Bias, bans and penalties for rows of logits. Keeps token counts of sequences with penalties.
 
     With `encoded_prompts`, the encoder reads all of a prompt but its last token, the decoder's start token.
     """
@@ -66,39 +70,31 @@ class Penalties:
         """Drop the token counts of `sequence`; unknown sequences are ignored."""
         self._counts.pop(sequence.key, None)
 
-    def apply(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Tensor:
-        """Adjusted copy of logits [num_seqs, vocab_size], or `logits` itself if no sequence changes them."""
+    def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> Arrays:
+        """The changes of one step to rows of logits, for `apply`; empty if no sequence has any."""
         changed = [row for row, sequence in enumerate(sequences) if _changes(sequence)]
         if not changed:
-            return logits
-        logits = logits.clone()
-        _add_biases(logits, sequences, changed)
-        _forbid(logits, sequences, changed)
+            return {}
         penalised = [row for row in changed if sequences[row].request.sampling.has_penalties]
-        if penalised:
-            self._penalise(logits, sequences, penalised)
-        return logits
+        arrays = _biases(sequences, changed) | _forbidden_entries(sequences, changed, vocab_size)
+        return arrays | (self._penalised(sequences, penalised) if penalised else {})
 
-    def _penalise(self, logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
+    def _penalised(self, sequences: Sequence[SequenceState], rows: list[int]) -> dict[str, NDArray[Any]]:
         counted = [self._count(sequences[row]) for row in rows]
         sizes = [len(counts.ids) for counts in counted]
         params = [sequences[row].request.sampling for row in rows]
-        device = logits.device
 
-        def spread(values: list[float]) -> Tensor:
-            return torch.from_numpy(np.repeat(np.asarray(values, np.float32), sizes)).to(device)
+        def spread(values: list[float]) -> NDArray[np.float32]:
+            return np.repeat(np.asarray(values, np.float32), sizes)
 
-        at = (
-            torch.from_numpy(np.repeat(np.asarray(rows, np.int64), sizes)).to(device),
-            torch.from_numpy(np.concatenate([counts.ids for counts in counted])).to(device),
-        )
-        counts = torch.from_numpy(np.concatenate([c.counts for c in counted])).to(device, torch.float32)
-        values = logits[at]
-        repetition = spread([p.repetition_penalty for p in params])
-        values = torch.where(values > 0, values / repetition, values * repetition)
-        values -= counts * spread([p.frequency_penalty for p in params])
-        values -= (counts > 0) * spread([p.presence_penalty for p in params])
-        logits[at] = values
+        return {
+            "counted_rows": np.repeat(np.asarray(rows, np.int64), sizes),
+            "counted_tokens": np.concatenate([counts.ids for counts in counted]),
+            "counts": np.concatenate([counts.counts for counts in counted]).astype(np.float32),
+            "repetition": spread([p.repetition_penalty for p in params]),
+            "frequency": spread([p.frequency_penalty for p in params]),
+            "presence": spread([p.presence_penalty for p in params]),
+        }
 
     def _count(self, sequence: SequenceState) -> TokenCounts:
         first = sequence.num_prompt_tokens - 1 if self._encoded_prompts else 0
@@ -111,37 +107,51 @@ class Penalties:
         return counts
 
 
-@dataclass(slots=True)
-class _Entries:
-    """Single logits to change: row, token and value of each."""
-
-    rows: list[int]
-    tokens: list[int]
-    values: list[float]
-
-    def index(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        return torch.tensor(self.rows, device=device), torch.tensor(self.tokens, device=device)
-
-
-def _add_biases(logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
-    entries = _Entries([], [], [])
-    for row in rows:
-        bias = sequences[row].request.sampling.logit_bias
-        entries.rows += [row] * len(bias)
-        entries.tokens += bias.keys()
-        entries.values += bias.values()
-    if entries.rows:
-        logits[entries.index(logits.device)] += torch.tensor(entries.values, device=logits.device)
+def apply_penalties(logits: Tensor, changes: Tensors) -> Tensor:
+    """Adjusted copy of logits [num_seqs, vocab_size], or `logits` itself if nothing changes. `changes`: what
+    Penalties.arrays gave, on the device of the logits.
+    """
+    if not changes:
+        return logits
+    logits = logits.clone()
+    if "biases" in changes:
+        logits[changes["bias_rows"], changes["bias_tokens"]] += changes["biases"]
+    if "forbidden_rows" in changes:
+        logits[changes["forbidden_rows"], changes["forbidden_tokens"]] = float("-inf")
+    if "counts" in changes:
+        _penalise(logits, changes)
+    return logits
 
 
-def _forbid(logits: Tensor, sequences: Sequence[SequenceState], rows: list[int]) -> None:
-    entries = _Entries([], [], [])
-    for row in rows:
-        forbidden = {token for token in _forbidden(sequences[row]) if 0 <= token < logits.shape[1]}
-        entries.rows += [row] * len(forbidden)
-        entries.tokens += forbidden
-    if entries.rows:
-        logits[entries.index(logits.device)] = float("-inf")
+def _penalise(logits: Tensor, changes: Tensors) -> None:
+    at, counts, repetition = (
+        (changes["counted_rows"], changes["counted_tokens"]),
+        changes["counts"],
+        changes["repetition"],
+    )
+    values = logits[at]
+    values = torch.where(values > 0, values / repetition, values * repetition)
+    values -= counts * changes["frequency"]
+    values -= (counts > 0) * changes["presence"]
+    logits[at] = values
+
+
+def _biases(sequences: Sequence[SequenceState], rows: list[int]) -> dict[str, NDArray[Any]]:
+    biases = [(row, token, bias) for row in rows for token, bias in sequences[row].request.sampling.logit_bias.items()]
+    if not biases:
+        return {}
+    bias_rows, tokens, values = zip(*biases, strict=True)
+    return _entries("bias", bias_rows, tokens) | {"biases": np.array(values, np.float32)}
+
+
+def _forbidden_entries(sequences: Sequence[SequenceState], rows: list[int], vocab_size: int) -> dict[str, NDArray[Any]]:
+    forbidden = [(row, token) for row in rows for token in set(_forbidden(sequences[row])) if 0 <= token < vocab_size]
+    return _entries("forbidden", *zip(*forbidden, strict=True)) if forbidden else {}
+
+
+def _entries(name: str, rows: Sequence[int], tokens: Sequence[int]) -> dict[str, NDArray[Any]]:
+    """The index of single logits."""
+    return {f"{name}_rows": np.array(rows, np.int64), f"{name}_tokens": np.array(tokens, np.int64)}
 
 
 def _forbidden(sequence: SequenceState) -> Iterator[int]:

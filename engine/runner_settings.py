@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.kv_memory import KVMemorySettings
-from engine.settings import require_known
+from engine.settings import NO_GRAPHS, GraphSettings, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
@@ -42,6 +42,7 @@ class RunnerSettings:
     rope: RopeOverride = NO_ROPE_OVERRIDE
     adapters: tuple[AdapterFiles, ...] = ()
     max_loaded_adapters: int = 0
+    graphs: GraphSettings = NO_GRAPHS
 
     def __post_init__(self) -> None:
         require_known(self)

@@ -1,19 +1,18 @@
 """Sampler: turns the logits of a batch into tokens and log-probs.
 
+    arrays of the parameters   on the host, while the device still computes the logits
+    penalties, masks, draws    on the device of the logits, for all rows at once; nothing is read back
+    tokens and log-probs       back to the host, in one copy
+
 Log-probs are the model's own, before penalties, bias, masks, temperature and truncation.
 
-Truncation is top-k, top-p and min-p as one threshold per row, then typical-p. The order is that of transformers: top-k;
-top-p over the tokens that top-k kept; min-p; typical-p over the tokens that these kept. Tokens tied with the last kept
-token are kept, too, so the result does not depend on how a sort breaks ties. On CPU, rows are sorted and searched with
-numpy, 2 to 20 times as fast as torch.
-
 Random numbers are counter-based: a draw depends only on the request's seed and the token's index. So a replay, another
-worker or another batch makes the same draw. Mixing as in SplitMix64 (Steele et al. 2014).
+worker or another batch makes the same draw. Mixing as in SplitMix64 (Steele et al. 2014). The host computes them for
+every device.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +20,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.kernels.cpu import row_kernels
-from engine.kernels.cpu.machine import why_no_loops
+from engine.device_copies import DeviceCopies, SharedMemory, Tensors
 from engine.masks import TokenMasks
-from engine.penalties import Penalties
+from engine.penalties import Penalties, apply_penalties
+from engine.row_math import HostRows, RowMath
 from engine.sequence import SequenceState
-from mesh.domain.request import SamplingParams
+from engine.truncation import Truncation, take_rows
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256
@@ -41,84 +40,143 @@ class ScoredTokens(NamedTuple):
     top: list[tuple[TokenLogprob, ...]]
 
 
+class Drawn(NamedTuple):
+    """Sampled tokens on the device. `tensors`: tokens [rows], their log-probs [rows] and, if a sequence asks for the
+    most likely tokens, their log-probs and ids [rows that ask, the largest number].
+    """
+
+    tensors: tuple[Tensor, ...]
+    num_top: list[int]
+
+    def read(self, on_host: Sequence[Tensor]) -> list[SampledToken]:
+        """`on_host`: a copy of `tensors`."""
+        tokens, *scores = on_host
+        scored = _read_scores(scores, self.num_top)
+        return [SampledToken(*fields) for fields in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]
+
+
 class Sampler:
     """Samples the next token of each sequence. Not thread-safe.
 
     `masks` enforce the structure of sequences that have one; call `masks.begin` before `sample`. `encoded_prompts`: see
-    Penalties.
+    Penalties. `copies` and `rows` are those for the device of the logits, by default the CPU's.
     """
 
-    def __init__(self, masks: TokenMasks | None = None, *, encoded_prompts: bool = False) -> None:
+    def __init__(
+        self,
+        masks: TokenMasks | None = None,
+        *,
+        encoded_prompts: bool = False,
+        copies: DeviceCopies | None = None,
+        rows: RowMath | None = None,
+    ) -> None:
         self._masks = masks
         self._penalties = Penalties(encoded_prompts=encoded_prompts)
+        self._copies = copies or SharedMemory()
+        self._rows = rows or HostRows()
 
     def sample(self, logits: Tensor, sequences: Sequence[SequenceState]) -> list[SampledToken]:
         """One token per row of fp32 logits [num_seqs, vocab_size], which are not modified."""
-        adjusted = self._penalties.apply(logits, sequences)
+        drawn = self.draw(logits, sequences)
+        return drawn.read(self._copies.to_host(drawn.tensors))
+
+    def draw(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Drawn:
+        """As `sample`, but leave the tokens on the device."""
+        changes = self._penalties.arrays(sequences, logits.shape[1])
+        draws = _Draws(sequences, logits.shape[1])
+        num_top = [sequence.request.top_logprobs for sequence in sequences]
+        tensors = self._copies.to_device({**changes, **draws.arrays, **_top_arrays(num_top)})
+        adjusted = apply_penalties(logits, {name: tensors[name] for name in changes})
         if self._masks is not None:
-            adjusted = self._masks.apply(logits, adjusted)
-        summary = summarise(logits)
-        tokens = _choose(adjusted, sequences, summary.largest if adjusted is logits else None)
-        scored = _score(logits, tokens, [sequence.request.top_logprobs for sequence in sequences], summary.normaliser)
-        return [SampledToken(*fields) for fields in zip(tokens.tolist(), scored.logprobs, scored.top, strict=True)]
+            adjusted = self._masks.apply(logits, adjusted, self._copies)
+        summary = self._rows.summarise(logits)
+        tokens = draws.choose(adjusted, summary.largest if adjusted is logits else None, tensors, self._rows)
+        return Drawn((tokens, *_scores(logits, tokens, num_top, summary.normaliser, tensors)), num_top)
+
+    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
+        """Log-probs of one token per row of logits [rows, vocab_size]; `num_top`: number of top tokens per row."""
+        tensors = self._copies.to_device({"tokens": np.array(token_ids, np.int64), **_top_arrays(num_top)})
+        normaliser = self._rows.summarise(logits).normaliser
+        scores = _scores(logits, tensors["tokens"], num_top, normaliser, tensors)
+        return _read_scores(self._copies.to_host(scores), num_top)
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the token counts of `sequence`."""
         self._penalties.forget(sequence)
 
 
-def score(logits: Tensor, tokens: Tensor, num_top: list[int]) -> ScoredTokens:
-    """Log-probs of `tokens` [rows] under logits [rows, vocab_size]; `num_top`: number of top tokens per row."""
-    return _score(logits, tokens, num_top, summarise(logits).normaliser)
-
-
-def _score(logits: Tensor, tokens: Tensor, num_top: list[int], normaliser: Tensor) -> ScoredTokens:
-    logprobs = (logits.gather(1, tokens[:, None])[:, 0] - normaliser).tolist()
-    top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
+def _top_arrays(num_top: list[int]) -> dict[str, NDArray[Any]]:
     rows = [row for row, count in enumerate(num_top) if count > 0]
-    if rows:
-        largest = min(max(num_top), logits.shape[1])
-        values, ids = take_rows(logits, rows).topk(largest, dim=1)
-        values -= normaliser[rows, None]
+    return {"top_rows": np.array(rows, np.int64)} if rows else {}
+
+
+def _scores(
+    logits: Tensor, tokens: Tensor, num_top: list[int], normaliser: Tensor, tensors: Tensors
+) -> tuple[Tensor, ...]:
+    """Log-probs of the tokens; and of the most likely ones, with their ids, for rows that ask for them."""
+    logprobs = logits.gather(1, tokens[:, None])[:, 0] - normaliser
+    if "top_rows" not in tensors:
+        return (logprobs,)
+    rows = tensors["top_rows"]
+    values, ids = take_rows(logits, rows).topk(min(max(num_top), logits.shape[1]), dim=1)
+    values -= normaliser[rows, None]
+    return logprobs, values, ids
+
+
+def _read_scores(scores: Sequence[Tensor], num_top: list[int]) -> ScoredTokens:
+    """`scores`: what `_scores` gave, on the host."""
+    top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
+    logprobs, *most_likely = scores
+    if most_likely:
+        values, ids = most_likely
+        rows = (row for row, count in enumerate(num_top) if count > 0)
         for row, row_ids, row_values in zip(rows, ids.tolist(), values.tolist(), strict=True):
             pairs = zip(row_ids[: num_top[row]], row_values, strict=False)
             top[row] = tuple(TokenLogprob(token, logprob) for token, logprob in pairs)
-    return ScoredTokens(logprobs, top)
+    return ScoredTokens(logprobs.tolist(), top)
 
 
-def _choose(logits: Tensor, sequences: Sequence[SequenceState], largest: Tensor | None) -> Tensor:
-    """Greedy or random token of each row; `largest` is the argmax per row if it is known."""
-    drawing = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
-    drawn = _draw(take_rows(logits, drawing), [sequences[row] for row in drawing]) if drawing else None
-    if drawn is not None and len(drawing) == len(sequences):
-        return drawn
-    tokens = argmax(logits) if largest is None else largest
-    if drawn is not None:
+class _Draws:
+    """The choice of each row's token: greedy, or random by its parameters, seed and index."""
+
+    def __init__(self, sequences: Sequence[SequenceState], vocab_size: int) -> None:
+        rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+        self.arrays: dict[str, NDArray[Any]] = {}
+        """What `choose` needs on the device; empty if all rows are greedy."""
+        if not rows:
+            return
+        params = [sequences[row].request.sampling for row in rows]
+        self._truncation = Truncation(params, vocab_size)
+        seeds = np.array([p.seed or 0 for p in params], np.uint64)
+        indices = np.array([sequences[row].num_generated for row in rows], np.uint64)
+        self.arrays = {
+            "drawing": np.array(rows, np.int64),
+            "temperature": np.array([p.temperature for p in params], np.float32),
+            "uniform": uniform(seeds, indices),
+            **self._truncation.arrays,
+        }
+
+    def choose(self, logits: Tensor, largest: Tensor | None, tensors: Tensors, math: RowMath) -> Tensor:
+        """Tokens [rows]; `largest` is the argmax per row if it is known."""
+        if "drawing" not in tensors:
+            return math.argmax(logits) if largest is None else largest
+        drawing = tensors["drawing"]
+        drawn = self._draw(take_rows(logits, drawing), tensors, math)
+        if len(drawing) == len(logits):
+            return drawn
+        tokens = math.argmax(logits) if largest is None else largest
         tokens[drawing] = drawn
-    return tokens
+        return tokens
 
-
-def _draw(logits: Tensor, sequences: list[SequenceState]) -> Tensor:
-    """Random tokens [rows]; each row depends on its own sequence only."""
-    params = [sequence.request.sampling for sequence in sequences]
-    scaled = logits / torch.tensor([p.temperature for p in params], device=logits.device)[:, None]
-    keep_mask = _truncation(params).keep_mask(scaled)
-    highest = scaled.amax(1, keepdim=True)
-    weights = scaled.sub_(highest).exp_()
-    if keep_mask is not None:
-        weights *= keep_mask
-    seeds = np.array([p.seed or 0 for p in params], np.uint64)
-    indices = np.array([sequence.num_generated for sequence in sequences], np.uint64)
-    return inverse_cdf(weights, torch.from_numpy(uniform(seeds, indices)).to(logits.device))
-
-
-def _truncation(params: list[SamplingParams]) -> "Truncation":
-    return Truncation(
-        top_k=[p.top_k for p in params],
-        top_p=[p.top_p for p in params],
-        min_p=[p.min_p for p in params],
-        typical_p=[p.typical_p for p in params],
-    )
+    def _draw(self, logits: Tensor, tensors: Tensors, math: RowMath) -> Tensor:
+        """Random tokens [rows]; each row depends on its own sequence only."""
+        scaled = logits / tensors["temperature"][:, None]
+        keep_mask = self._truncation.keep_mask(scaled, tensors, math)
+        highest = scaled.amax(1, keepdim=True)
+        weights = scaled.sub_(highest).exp_()
+        if keep_mask is not None:
+            weights *= keep_mask
+        return inverse_cdf(weights, tensors["uniform"])
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
@@ -143,130 +201,6 @@ def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
     first = (cumulative <= target).sum(1, keepdim=True)
     last = cumulative.argmax(1, keepdim=True)  # the first of equal maxima
     return torch.minimum(first, last)
-
-
-@dataclass(frozen=True, slots=True)
-class Truncation:
-    """Limits per row, on the host. Off: top_k 0, top_p 1, min_p 0, typical_p 1."""
-
-    top_k: list[int]
-    top_p: list[float]
-    min_p: list[float]
-    typical_p: list[float]
-
-    def keep_mask(self, logits: Tensor) -> Tensor | None:
-        """1 for tokens to keep, 0 for others, in the shape of `logits`; None if all tokens are kept.
-
-        The logits are already divided by the temperature.
-        """
-        low = self.thresholds(logits)
-        mask = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
-        if any(p < 1.0 for p in self.typical_p):
-            mask = torch.ones_like(logits) if mask is None else mask
-            _keep_typical(mask, logits, self.typical_p)
-        return mask
-
-    def thresholds(self, logits: Tensor) -> Tensor | None:
-        """Lowest logit [num_rows] that top-k, top-p and min-p keep; None if they keep all tokens."""
-        vocab_size = logits.shape[1]
-        limits = [k if 0 < k < vocab_size else vocab_size for k in self.top_k]
-        by_k = any(k < vocab_size for k in limits)
-        by_p = any(p < 1.0 for p in self.top_p)
-        by_min = any(p > 0.0 for p in self.min_p)
-        if not (by_k or by_p or by_min):
-            return None
-        low = torch.full(logits.shape[:1], float("-inf"), device=logits.device)
-        if by_k:
-            _raise_to_top_k(low, logits, limits)
-        if by_p:
-            _raise_to_top_p(low, logits, self.top_p)
-        if by_min:
-            minimum = torch.tensor(self.min_p, device=logits.device)
-            low = torch.maximum(low, logits.amax(1) + minimum.log())  # log(0) = -inf: off
-        return low
-
-
-def _raise_to_top_k(low: Tensor, logits: Tensor, limits: list[int]) -> None:
-    """Set each limited row's threshold to its k-th largest logit."""
-    rows = [row for row, k in enumerate(limits) if k < logits.shape[1]]
-    low[rows] = kth_largest(take_rows(logits, rows), [limits[row] for row in rows])
-
-
-def _raise_to_top_p(low: Tensor, logits: Tensor, top_p: list[float]) -> None:
-    """Raise each limited row's threshold to the logit at which the kept probability first reaches top_p."""
-    rows = [row for row, p in enumerate(top_p) if p < 1.0]
-    limits = torch.tensor([top_p[row] for row in rows], device=logits.device, dtype=torch.float64)
-    ordered = descending(take_rows(logits, rows))
-    weights = (ordered - ordered[:, :1]).exp_()
-    weights *= ordered >= low[rows, None]
-    mass = weights.cumsum(1, dtype=torch.float64)
-    # Rounding may leave no column that reaches the total mass; then the last column is used.
-    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
-    low[rows] = torch.maximum(low[rows], ordered.gather(1, reached)[:, 0])
-
-
-def _keep_typical(mask: Tensor, logits: Tensor, typical_p: list[float]) -> None:
-    """Keep, in each limited row, the tokens whose information is closest to the row's entropy, until their probability
-    reaches typical_p (locally typical sampling, Meister et al. 2023).
-    """
-    rows = [row for row, p in enumerate(typical_p) if p < 1.0]
-    limits = torch.tensor([typical_p[row] for row in rows], device=logits.device, dtype=torch.float64)
-    logprobs = take_rows(logits, rows).masked_fill(take_rows(mask, rows) == 0, float("-inf")).log_softmax(1)
-    weights = logprobs.exp()
-    entropy = -(weights * logprobs).nansum(1, keepdim=True)  # removed tokens give 0 * -inf = NaN
-    distance = (logprobs + entropy).abs_()
-    ordered, order = distance.sort(1)
-    mass = weights.gather(1, order).cumsum(1, dtype=torch.float64)
-    reached = (mass < limits[:, None] * mass[:, -1:]).sum(1, keepdim=True).clamp_(max=logits.shape[1] - 1)
-    mask[rows] *= distance <= ordered.gather(1, reached)
-
-
-def take_rows(values: Tensor, rows: list[int]) -> Tensor:
-    """The selected `rows`, which are distinct and ascending. If these are all rows, the result is `values` itself, so
-    it must not be modified in place.
-    """
-    if len(rows) == values.shape[0]:
-        return values
-    return values.index_select(0, torch.tensor(rows, device=values.device))
-
-
-def argmax(values: Tensor) -> Tensor:
-    """Column of each row's largest value: [rows] int64, on the device of `values`."""
-    if values.is_cpu:
-        return torch.from_numpy(values.numpy().argmax(1))
-    return values.argmax(1)
-
-
-class Summary(NamedTuple):
-    """Per row: the column of the largest value (the first one if several are equal), and log(sum(exp(row)))."""
-
-    largest: Tensor  # [rows] int64
-    normaliser: Tensor  # [rows] fp32
-
-
-def summarise(values: Tensor) -> Summary:
-    """Summary of fp32 values [rows, columns], by a compiled loop where the CPU allows it."""
-    if values.is_cpu and values.stride(1) == 1 and why_no_loops() is None:
-        largest, normalisers = row_kernels.summarise(values.numpy())
-        return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
-    return Summary(argmax(values), values.logsumexp(1))
-
-
-def descending(values: Tensor) -> Tensor:
-    """Each row sorted, largest first."""
-    if values.is_cpu:
-        return torch.from_numpy(-np.sort(-values.numpy(), axis=1))
-    return values.sort(1, descending=True).values
-
-
-def kth_largest(values: Tensor, ks: list[int]) -> Tensor:
-    """The ks[row]-th largest value of each row (1 is the largest): [rows]."""
-    if values.is_cpu:
-        columns = [values.shape[1] - k for k in ks]
-        parted = np.partition(values.numpy(), sorted(set(columns)), axis=1)
-        return torch.from_numpy(parted[np.arange(len(ks)), columns])
-    largest = values.topk(max(ks), dim=1).values
-    return largest.gather(1, torch.tensor(ks, device=values.device)[:, None] - 1)[:, 0]
 
 
 def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -64,6 +64,36 @@ class SchedulerConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphSettings:
+    """Decode steps of so many sequences as in `sizes` are captured as CUDA graphs, for sequences of up to `max_tokens`
+    tokens.
+    """
+
+    sizes: tuple[int, ...] = ()
+    max_tokens: int = 0
+
+
+NO_GRAPHS = GraphSettings()
+_USUAL_GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+def graph_sizes(value: str, max_num_seqs: int) -> tuple[int, ...]:
+    """Batch sizes from a list such as "1,2,4", "auto" or "0" for none, as far as batches of `max_num_seqs` need them.
+    Raises ConfigurationError.
+    """
+    if value == "0":
+        return ()
+    try:
+        sizes = _USUAL_GRAPH_SIZES if value == "auto" else tuple(sorted({int(size) for size in value.split(",")}))
+    except ValueError:
+        sizes = ()
+    if not sizes or sizes[0] < 1:
+        raise ConfigurationError(f"cuda_graphs must be auto, batch sizes such as 1,2,4,8, or 0 for none, got {value!r}")
+    num_smaller = sum(size < max_num_seqs for size in sizes)
+    return sizes[: num_smaller + 1]
+
+
+@dataclass(frozen=True, slots=True)
 class Speculation:
     """`kind` is none, ngram, or draft, which needs a `draft_model`; `max_drafts` limits the drafts of a sequence in a
     step.

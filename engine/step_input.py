@@ -8,14 +8,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import DTypeLike, NDArray
+from torch import Tensor
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, chunks_of
 from engine.batch import ScheduledBatch
+from engine.device_copies import DeviceCopies
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -42,22 +43,38 @@ class StepInput:
     copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass
     adapters: tuple[AdapterRows, ...] = ()
 
-    def metadata(self, device: torch.device) -> ForwardMetadata:
-        """Metadata for the forward pass, on the model's device. On CPU the tensors share the arrays' memory."""
+    def on_device(self, copies: DeviceCopies) -> "StepTensors":
+        """The step on the model's device, by one copy. On CPU the tensors share the arrays' memory."""
         bounds, context_lens = self.query_starts.tolist(), self.context_lens.tolist()
-        return ForwardMetadata(
-            positions=to_device(self.positions, device),
-            rope_lengths=to_device(self.rope_lengths, device),
-            slot_mapping=to_device(self.slots, device),
-            block_tables=to_device(self.block_tables, device),
-            context_lens=to_device(self.context_lens, device),
-            prompt_lens=to_device(self.prompt_lens, device),
-            query_starts=to_device(self.query_starts, device),
+        tensors = copies.to_device({name: getattr(self, name) for name in _ON_DEVICE})
+        metadata = ForwardMetadata(
+            positions=tensors["positions"],
+            rope_lengths=tensors["rope_lengths"],
+            slot_mapping=tensors["slots"],
+            block_tables=tensors["block_tables"],
+            context_lens=tensors["context_lens"],
+            prompt_lens=tensors["prompt_lens"],
+            query_starts=tensors["query_starts"],
             num_decodes=self.num_decodes,
             chunks=chunks_of(bounds, context_lens, self.num_decodes),
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
             adapters=self.adapters,
         )
+        return StepTensors(tensors["token_ids"], tensors["sample_rows"], metadata)
+
+
+_ON_DEVICE = (
+    *("token_ids", "positions", "rope_lengths", "slots", "sample_rows"),
+    *("block_tables", "context_lens", "prompt_lens", "query_starts"),
+)
+
+
+class StepTensors(NamedTuple):
+    """A StepInput on the model's device. Valid as long as its copies are."""
+
+    token_ids: Tensor
+    sample_rows: Tensor
+    metadata: ForwardMetadata
 
 
 class StepInputBuilder:
@@ -133,12 +150,6 @@ class StepInputBuilder:
         if name not in self._buffers or len(self._buffers[name]) < size:
             self._buffers[name] = np.empty(2 * size, dtype)
         return self._buffers[name][:size].reshape(shape)
-
-
-def to_device(array: NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """The array as a tensor; on CPU it shares the array's memory."""
-    tensor = torch.from_numpy(array)
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
 
 
 def _sample_rows(batch: ScheduledBatch, query_starts: Int32s) -> list[int]:

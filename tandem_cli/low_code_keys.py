@@ -41,7 +41,6 @@ _FIXED = "the limit is fixed, see docs/http.md"
 _ONE_DRAFT_RANK = "one process of a worker runs the draft model"
 _NO_ADDRESSES = "ranks need no address here; those on other machines dial rank_listen, see docs/parallel.md"
 _ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
-_NO_GRAPHS = "there are no CUDA graphs; option.enforce_eager turns the compiled decoder off"
 
 
 Convert = Callable[[str], str]
@@ -115,6 +114,11 @@ def off_only(value: str) -> str:
 def sharded(value: str) -> str:
     """The degree that TGI's SHARDED means: as many ranks as the machine has places for, or one."""
     return "max" if flag(value) else "1"
+
+
+def all_graphs(value: str) -> str:
+    """The sizes of batches that ENABLE_CUDA_GRAPHS, a boolean, means."""
+    return "auto" if flag(value) else "0"
 
 
 def handler_file(value: str) -> str:
@@ -282,8 +286,8 @@ KNOBS = (
     Knob("option.enable_auto_tool_choice", note="tool calls are parsed if their format is known"),
     Knob("option.disable_grammar_support", ("router.disable_grammar_support",), env=("DISABLE_GRAMMAR_SUPPORT",)),
     Knob("option.enforce_eager", _workers("enforce_eager"), env=("ENFORCE_EAGER",)),
-    Knob("option.enable_cuda_graphs", env=("ENABLE_CUDA_GRAPHS",), note=_NO_GRAPHS),
-    Knob("option.cuda_graphs", env=("CUDA_GRAPHS",), note=_NO_GRAPHS),
+    Knob("option.enable_cuda_graphs", ("decode.cuda_graphs",), env=("ENABLE_CUDA_GRAPHS",), convert=all_graphs),
+    Knob("option.cuda_graphs", ("decode.cuda_graphs",), env=("CUDA_GRAPHS",)),  # has precedence
     Knob("option.max_best_of", env=("MAX_BEST_OF",), note=_FIXED),
     Knob("option.max_stop_sequences", env=("MAX_STOP_SEQUENCES",), note=_FIXED),
     Knob("option.max_top_n_tokens", env=("MAX_TOP_N_TOKENS",), note=_FIXED),

@@ -41,7 +41,7 @@ from engine.resolve import kv_layout
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
-from engine.settings import SchedulerConfig, Speculation
+from engine.settings import GraphSettings, SchedulerConfig, Speculation
 from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
@@ -242,6 +242,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         ),
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.layer_group_bytes,
+        graphs=GraphSettings(limits.graph_sizes, max_model_len),
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )

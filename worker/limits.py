@@ -9,7 +9,8 @@ from engine.settings import NO_SPECULATION, Speculation
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """A role's limits on its engine: tokens per step, concurrent sequences, tokens of KV (None: as memory allows),
-    speculative decoding, and how much prompts may stretch a step (SchedulerConfig).
+    speculative decoding, how much prompts may stretch a step (SchedulerConfig), and the sizes of decode steps that are
+    captured as CUDA graphs.
     """
 
     max_batch_tokens: int
@@ -17,6 +18,7 @@ class EngineLimits:
     max_kv_tokens: int | None = None
     speculation: Speculation = NO_SPECULATION
     max_step_stretch: float = 0.0
+    graph_sizes: tuple[int, ...] = ()
 
 
 def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
@@ -29,4 +31,5 @@ def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
         max(each.max_kv_tokens or 0 for each in limits) or None,
         next(speculations, NO_SPECULATION),
         max(each.max_step_stretch for each in limits),
+        max((each.graph_sizes for each in limits), key=len),
     )

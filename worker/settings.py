@@ -93,7 +93,9 @@ class WorkerSettings(ModelSettings):
         "float16 where the CPU multiplies bf16, and int8 with quantize=int8 or int4, or a checkpoint in these",
         env=("KV_DTYPE",),
     )
-    enforce_eager: bool = setting(False, "never use the compiled decoder (CPU with AVX2)", env=("ENFORCE_EAGER",))
+    enforce_eager: bool = setting(
+        False, "never use the compiled decoder (CPU with AVX2), nor CUDA graphs", env=("ENFORCE_EAGER",)
+    )
     attention: str = setting(
         "auto",
         f"attention backend: {', '.join(ATTENTION_BACKENDS)}; auto: the fastest that can run. Any other name turns the "

@@ -26,6 +26,7 @@ class FlashAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        self._slopes: Tensor | None = None
         self._library: Any = import_module("flash_attn")
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -82,10 +83,11 @@ class FlashAttention:
     def _scores(self, device: torch.device) -> dict[str, Any]:
         """The treatment of scores as keyword arguments of the library."""
         shape = self._shape
-        slopes = None if shape.alibi is None else torch.tensor(shape.alibi, dtype=torch.float32, device=device)
+        if shape.alibi is not None and self._slopes is None:  # once: a captured step must not make it of numbers
+            self._slopes = torch.tensor(shape.alibi, dtype=torch.float32, device=device)
         return {
             "softmax_scale": shape.scale,
             "causal": True,
             "softcap": shape.softcap or 0.0,
-            "alibi_slopes": slopes,
+            "alibi_slopes": self._slopes,
         }

@@ -20,6 +20,7 @@ class TorchAttention:
 
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
+        self._slopes: Tensor | None = None
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
         write_slots(keys, values, layer_cache, slot_mapping)
@@ -133,8 +134,9 @@ class TorchAttention:
             hidden |= distance >= window
         mask = torch.zeros(distance.shape, dtype=dtype, device=distance.device)[:, None]
         if self._shape.alibi is not None:
-            slopes = torch.tensor(self._shape.alibi, device=distance.device)
-            mask = (-slopes[:, None] * distance[:, None]).to(dtype)
+            if self._slopes is None:  # once: a step that is captured must not make it of numbers
+                self._slopes = torch.tensor(self._shape.alibi, device=distance.device)
+            mask = (-self._slopes[:, None] * distance[:, None]).to(dtype)
         return mask.masked_fill(hidden[:, None], float("-inf"))
 
 

@@ -139,12 +139,14 @@ class _Ends:
         self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
         self._final_norm = take_norm(parameters, "final_norm", config)
         self._lm_head = make_linear(parameters.take_output(self._embed))
+        # In the dtype of the rows, as transformers rounds it. A step that is captured must not make it of a number.
+        self._embed_scale = torch.tensor(config.embed_scale, dtype=self._embed.dtype, device=self._embed.device)
 
     def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         # -> [num_tokens, hidden_size]
         x = self._embed[token_ids]
         if self._config.embed_scale != 1.0:
-            x = x * torch.tensor(self._config.embed_scale, dtype=x.dtype, device=x.device)
+            x = x * self._embed_scale
         if self._positions is not None:
             x = x + self._positions[positions]
         return x if self._embed_norm is None else self._embed_norm(x)

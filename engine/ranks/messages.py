@@ -72,8 +72,10 @@ class RankSetup:
 
 
 def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
-    """The settings for JSON, without those of memory for KV, which are each process's own."""
-    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "kv_memory"}
+    """The settings for JSON, without those of memory for KV, which are each process's own, and of graphs, which several
+    ranks do not capture.
+    """
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("kv_memory", "graphs")}
     return plain | {"model_dir": str(settings.model_dir), "rope": asdict(settings.rope)}
 
 

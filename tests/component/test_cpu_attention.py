@@ -11,6 +11,7 @@ from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.device_copies import SharedMemory
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers
@@ -37,7 +38,7 @@ def step(block_size: int) -> ForwardMetadata:
         sequence = SequenceState(make_request("r", range(end)))
         sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
         items.append(ScheduledSequence(sequence, start, end - start))
-    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).metadata(CPU)
+    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(SharedMemory()).metadata
 
 
 def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
@@ -148,7 +149,7 @@ def test_a_token_sees_the_same_in_a_chunk_and_in_a_decode(dtype: str) -> None:
         sequence = SequenceState(make_request("r", range(50)))
         sequence.block_table += table
         batch = ScheduledBatch((ScheduledSequence(sequence, start, end - start),))
-        metadata = StepInputBuilder(16).build(batch).metadata(CPU)
+        metadata = StepInputBuilder(16).build(batch).on_device(SharedMemory()).metadata
         return backend.attend(queries[start:end], *new[:, start:end], cache, None, metadata)
 
     whole = attend(0, 50)

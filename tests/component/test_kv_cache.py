@@ -54,6 +54,18 @@ def test_written_blocks_land_elsewhere(dtype: str) -> None:
     assert torch.equal(target.tensor, expected)
 
 
+def test_a_spare_block_is_the_models_only() -> None:
+    cache = KVCache(layout(), NUM_BLOCKS, CPU, num_spare=1)
+    cache.tensor.copy_(torch.arange(cache.tensor.numel()).view_as(cache.tensor))
+    assert cache.layer(0).shape[1] == NUM_BLOCKS + 1
+    parts = cache.in_place([0, NUM_BLOCKS - 1], part(0, 4))
+    assert parts is not None
+    assert b"".join(parts) == read(cache, [0, NUM_BLOCKS - 1], part(0, 4))
+    for refused in (cache.in_place, lambda blocks, span: read(cache, blocks, span)):
+        with pytest.raises(IndexError):
+            refused([NUM_BLOCKS], part(0, 1))
+
+
 @pytest.mark.parametrize("block_ids", [[3], [4, 5, 6], [9, 0, 1, 7, 6], []])
 def test_blocks_in_place_are_those_of_the_payload(block_ids: list[int]) -> None:
     cache = filled_cache("bfloat16")

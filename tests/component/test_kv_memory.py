@@ -141,6 +141,8 @@ def test_what_kv_has_filled_counts_as_its_own() -> None:
     gpu = DeviceMemory("cuda", total_bytes=100, free_bytes=60, is_lazy=False)
     other = Entry("cuda", "other", os.getpid(), weights_bytes=10, anonymous_bytes_before=0, kv_bytes=20)
     assert Budget(gpu, KVMemorySettings(fraction=0.6, shares=2), 0, [other]).share_bytes == 0.6 * (60 + 20) // 2
+    later = Budget(gpu, KVMemorySettings(fraction=0.6, shares=2), 10, [other], own_later_bytes=10)
+    assert later.usable_bytes == 60 + 20 - 10, "memory that the worker takes after its KV is not KV"
     own_bytes = anonymous_bytes(os.getpid())
     filled = Entry("cpu", "other", os.getpid(), 0, own_bytes // 2, kv_bytes=30, usable_bytes=200)
     cpu, wanted = replace(gpu, key="cpu", is_lazy=True), KVMemorySettings(fraction=0.6, shares=2)

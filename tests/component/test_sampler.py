@@ -7,8 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler, Truncation, inverse_cdf, summarise, uniform
+from engine.device_copies import SharedMemory
+from engine.row_math import HostRows
+from engine.sampler import Sampler, inverse_cdf, uniform
 from engine.sequence import SequenceState
+from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution
 from tests.fakes.requests import make_request
 
@@ -67,7 +70,7 @@ def test_summaries_of_rows(vocab_size: int, offset: float) -> None:
     logits = padded[:, :vocab_size]
     exact = logits.double().logsumexp(1).float()
     for given in (logits, logits.contiguous()):
-        summary = summarise(given)
+        summary = HostRows().summarise(given)
         assert summary.largest.tolist() == logits.numpy().argmax(1).tolist()
         torch.testing.assert_close(summary.normaliser, exact, atol=2e-6, rtol=2e-6)
 
@@ -175,7 +178,9 @@ def test_the_last_draw_never_leaves_the_distribution() -> None:
 
 def test_top_p_looks_beyond_the_first_candidates() -> None:
     logits = 0.01 * logits_for(2, vocab_size=5000)
-    low = Truncation([0, 0], [0.9, 0.01], [0.0, 0.0], [1.0, 1.0]).thresholds(logits)
+    params = [sequence("s", temperature=1.0, top_p=p).request.sampling for p in (0.9, 0.01)]
+    truncation = Truncation(params, 5000)
+    low = truncation.thresholds(logits, SharedMemory().to_device(truncation.arrays), HostRows())
     assert low is not None
     kept = (logits >= low[:, None]).sum(1)
     mass = (logits.softmax(1) * (logits >= low[:, None])).sum(1)

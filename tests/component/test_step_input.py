@@ -1,17 +1,16 @@
 """A batch as plain arrays."""
 
 import numpy as np
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.device_copies import SharedMemory
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from tests.fakes.requests import make_request
 
 BLOCK_SIZE = 4
-CPU = torch.device("cpu")
 
 
 @st.composite
@@ -38,7 +37,7 @@ def test_every_token_is_where_its_sequence_says(several: list[ScheduledBatch]) -
     builder = StepInputBuilder(BLOCK_SIZE)  # its buffers are used again
     for batch in several:
         step = builder.build(batch)
-        metadata = step.metadata(CPU)
+        metadata = step.on_device(SharedMemory()).metadata
         assert step.copies.tolist() == [[1, 2], [3, 4]]
         sampled = []
         for row, item in enumerate(batch.items):

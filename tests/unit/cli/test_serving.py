@@ -92,10 +92,26 @@ def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
+    ("properties", "environ", "sizes"),
+    [
+        ("option.cuda_graphs=1,2,4", {}, "1,2,4"),
+        ("", {"CUDA_GRAPHS": "0"}, "0"),
+        ("", {"ENABLE_CUDA_GRAPHS": "false"}, "0"),
+        ("option.enable_cuda_graphs=true", {}, "auto"),
+        ("", {"ENABLE_CUDA_GRAPHS": "true", "CUDA_GRAPHS": "1,8"}, "1,8"),
+    ],
+)
+def test_cuda_graphs_are_the_decode_workers(
+    tmp_path: Path, properties: str, environ: dict[str, str], sizes: str
+) -> None:
+    found = read(tmp_path, properties, **environ)
+    assert (found.of("decode"), found.of("prefill")) == ({"cuda_graphs": sizes}, {})
+    assert not found.warnings
+
+
+@pytest.mark.parametrize(
     "name",
     [
-        "ENABLE_CUDA_GRAPHS",
-        "CUDA_GRAPHS",
         "MAX_BEST_OF",
         "MAX_STOP_SEQUENCES",
         "MAX_TOP_N_TOKENS",

@@ -1,0 +1,177 @@
+"""Decode steps that are captured and replayed, by a stand-in for CUDA graphs, against steps that are not."""
+
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.decode_graphs import DecodeGraphs
+from engine.kv_cache import KVCache
+from engine.load import assemble_runner, decoder_memory, load_parameters
+from engine.load_graphs import capture_graphs
+from engine.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.model_config import ModelConfig
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
+from engine.resolve import kv_layout, resolve
+from engine.runner import RunnerOutput
+from engine.sequence import SequenceState
+from engine.settings import GraphSettings
+from tests.component.arms import settings
+from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
+from tests.fakes.requests import make_request
+from tests.fakes.tape import NotCapturable, TapeCapture
+
+SIZES = (1, 2, 4, 8)
+MAX_TOKENS = 40
+MAX_SEQS = 10  # more than the largest captured step
+NUM_STEPS = int(os.environ.get("TANDEM_GRAPH_STEPS", "250"))
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"temperature": 1.0, "top_k": 20},
+    {"temperature": 0.8, "top_p": 0.9, "repetition_penalty": 1.2},
+    {"logit_bias": {5: 3.0}, "min_new_tokens": 4},
+]
+
+
+def load(model_dir: Path, capture: TapeCapture | None) -> ModelRunner:
+    """A runner of the eager decoder on CPU, with captured steps if `capture` is given."""
+    wanted = settings(model_dir, attention="torch", enforce_eager=True, block_size=4, num_blocks=200)
+    wanted, config = resolve(replace(wanted, graphs=GraphSettings(SIZES, MAX_TOKENS)))
+    assert isinstance(config, ModelConfig)
+    device = torch.device("cpu")
+    cache = KVCache(kv_layout(config, wanted), 200, device, num_spare=1)
+    parameters = load_parameters(wanted, config, parameter_specs(config))
+    model = Decoder(config, parameters, decoder_memory(wanted, config, cache))
+    graphs: DecodeGraphs | None = None if capture is None else capture_graphs(wanted, model, cache, capture)
+    return assemble_runner(wanted, model, cache, graphs=graphs)
+
+
+class Traffic:
+    """Random steps over sequences that come and go. Two runners get the same steps; blocks are scattered and reused."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._free = list(range(200))
+        self._rng.shuffle(self._free)
+        self.sequences: list[SequenceState] = []
+        self._number = 0
+
+    def next_batch(self) -> ScheduledBatch:
+        if len(self.sequences) < 2 or (len(self.sequences) < MAX_SEQS and self._rng.random() < 0.15):
+            self.sequences.append(self._new())
+        chosen = self._rng.sample(self.sequences, self._rng.randint(1, len(self.sequences)))
+        items = sorted((self._item(sequence) for sequence in chosen), key=lambda item: item.num_tokens > 1)
+        for item in items:
+            while len(item.sequence.block_table) * 4 < item.end:
+                item.sequence.block_table.append(self._free.pop())
+        return ScheduledBatch(tuple(items))
+
+    def _new(self) -> SequenceState:
+        self._number += 1
+        prompt = [self._rng.randrange(VOCAB_SIZE) for _ in range(self._rng.randint(1, 12))]
+        sampling = self._rng.choice(KINDS)
+        request = make_request(f"r{self._number}", prompt, max_new_tokens=MAX_TOKENS - len(prompt), sampling=sampling)
+        return SequenceState(request)
+
+    def _item(self, sequence: SequenceState) -> ScheduledSequence:
+        start = sequence.num_computed_tokens
+        if sequence.num_uncomputed_tokens > 1:
+            return ScheduledSequence(sequence, start, self._rng.randint(1, sequence.num_uncomputed_tokens))
+        space = sequence.request.max_total_tokens - sequence.num_tokens
+        drafts = tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(min(3, space - 1)))
+        if self._rng.random() > 0.03:
+            drafts = ()
+        return ScheduledSequence(sequence, start, 1 + len(drafts), drafts)
+
+    def update(self, batch: ScheduledBatch, outputs: list[RunnerOutput], *runners: ModelRunner) -> None:
+        for item, output in zip(batch.items, outputs, strict=True):
+            sequence = item.sequence
+            sequence.token_ids += [token.id for token in output.tokens]
+            sequence.num_computed_tokens = min(item.end, sequence.num_tokens - 1)
+            if sequence.num_tokens >= sequence.request.max_total_tokens or self._rng.random() < 0.01:
+                self.sequences.remove(sequence)
+                self._free += sequence.block_table
+                self._rng.shuffle(self._free)
+                for runner in runners:
+                    runner.forget(sequence)
+
+
+@pytest.mark.timeout(300 + NUM_STEPS)
+def test_random_steps_are_the_same_with_and_without_graphs(checkpoint: Callable[[str], Path]) -> None:
+    capture = TapeCapture()
+    plain, graphed = load(checkpoint("llama"), None), load(checkpoint("llama"), capture)
+    traffic, num_tokens, num_others = Traffic(seed=1), 0, 0
+    for _ in range(NUM_STEPS):
+        batch = traffic.next_batch()
+        wanted, outputs = plain.begin(batch)(), graphed.begin(batch)()
+        for one, other in zip(outputs, wanted, strict=True):
+            assert one.failure is other.failure is None
+            num_tokens += len(other.tokens)
+            # Products of another number of rows may round differently, and so choose the other of two equals.
+            num_others += [token.id for token in one.tokens] != [token.id for token in other.tokens]
+            for ours, theirs in zip(one.tokens, other.tokens, strict=False):
+                assert ours.id != theirs.id or ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+        traffic.update(batch, wanted, plain, graphed)
+    assert num_others <= num_tokens / 2000
+    assert capture.num_replays > NUM_STEPS / 2
+    assert all(graph.num_replays for graph in capture.graphs), "every captured size was replayed"
+    # Padding wrote to the spare block only.
+    blocks = slice(0, plain.kv_cache.num_blocks)
+    ours, theirs = graphed.kv_cache.tensor[:, :, blocks], plain.kv_cache.tensor[:, :, blocks]
+    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
+def test_every_family_without_experts_can_be_captured(checkpoint: Callable[[str], Path], family: str) -> None:
+    model_dir, capture = checkpoint(family), TapeCapture()
+    if load_decoder_config(model_dir).experts is not None:
+        with pytest.raises(NotCapturable):  # so `why_no_graphs` rules them out
+            load(model_dir, capture)
+        return
+    plain, graphed, traffic = load(model_dir, None), load(model_dir, capture), Traffic(seed=2)
+    while not capture.num_replays:
+        batch = traffic.next_batch()
+        wanted, outputs = plain.begin(batch)(), graphed.begin(batch)()
+        for one, other in zip(outputs, wanted, strict=True):
+            for ours, theirs in zip(one.tokens, other.tokens, strict=True):
+                assert ours.id != theirs.id or ours.logprob == pytest.approx(theirs.logprob, abs=1e-3)
+        traffic.update(batch, wanted, plain, graphed)
+
+
+def test_a_capture_writes_to_the_spare_block_only(checkpoint: Callable[[str], Path]) -> None:
+    cache = load(checkpoint("llama"), TapeCapture()).kv_cache
+    assert not cache.tensor[:, :, : cache.num_blocks].any()
+    assert cache.tensor[:, :, cache.num_blocks].any()
+
+
+def test_steps_that_are_not_captured_run_without_graphs(checkpoint: Callable[[str], Path]) -> None:
+    """Layers that are announced, more rows than captured, blocks of sequences that are too long."""
+    capture = TapeCapture()
+    runner = load(checkpoint("llama"), capture)
+
+    def decoding(number: int, num_tokens: int) -> ScheduledSequence:
+        sequence = SequenceState(make_request(f"r{number}", range(num_tokens), max_new_tokens=4))
+        num_blocks = -(-num_tokens // 4)
+        sequence.block_table += range(number * num_blocks, (number + 1) * num_blocks)
+        return ScheduledSequence(sequence, num_tokens - 1, 1)
+
+    def announced(batch: ScheduledBatch, first: int, count: int) -> None:
+        layers.append(count)
+
+    layers: list[int] = []
+    few = ScheduledBatch(tuple(decoding(number, 5) for number in range(3)))
+    runner.begin(few, announced)()
+    assert layers
+    runner.begin(ScheduledBatch(tuple(decoding(number, 5) for number in range(9))))()
+    runner.begin(ScheduledBatch((decoding(0, MAX_TOKENS + 8),)))()
+    assert capture.num_replays == 0
+    runner.begin(few)()
+    assert capture.num_replays == 1

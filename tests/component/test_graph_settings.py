@@ -1,0 +1,74 @@
+"""Which decode steps are captured as CUDA graphs, and the memory that is kept free for them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from decode_worker.settings import DecodeSettings
+from engine.load_graphs import graph_bytes, why_no_graphs
+from engine.models.read_config import load_config
+from engine.resolve import kv_layout
+from engine.settings import NO_GRAPHS, GraphSettings, graph_sizes
+from mesh.domain.errors import ConfigurationError
+from tests.component.arms import settings
+from tests.component.encoder_decoders import build_encoder_decoder
+
+USUAL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+
+@pytest.mark.parametrize(
+    ("value", "max_num_seqs", "sizes"),
+    [
+        ("auto", 64, USUAL[:9]),
+        ("auto", 1, (1,)),
+        ("auto", 33, USUAL[:8]),
+        ("auto", 1000, USUAL),
+        ("0", 64, ()),
+        ("1,2,4", 64, (1, 2, 4)),
+        (" 8, 1,2 , 8", 64, (1, 2, 8)),
+        ("1,2,4,8,16", 3, (1, 2, 4)),
+    ],
+)
+def test_sizes(value: str, max_num_seqs: int, sizes: tuple[int, ...]) -> None:
+    assert graph_sizes(value, max_num_seqs) == sizes
+
+
+@pytest.mark.parametrize("value", ["", "none", "1,two", "0,1", "-1", "1,", "1.5"])
+def test_wrong_sizes_are_refused(value: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"cuda_graphs must be auto, batch sizes such as 1,2,4,8, or 0"):
+        DecodeSettings(model="m", registry_address="none", cuda_graphs=value)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "reason"),
+    [
+        ("llama", {}, None),
+        ("llama", {"device": "cpu"}, "for cuda, not cpu"),
+        ("llama", {"enforce_eager": True}, "enforce_eager is set"),
+        ("llama", {"graphs": NO_GRAPHS}, "cuda_graphs is 0"),
+        ("llama", {"tensor_parallel": 2}, "ranks"),
+        ("mixtral", {}, "experts"),
+        ("t5", {}, "encoder-decoder"),
+    ],
+)
+def test_graphs_are_captured_on_cuda_only_and_counted_then(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, changes: dict[str, Any], reason: str | None
+) -> None:
+    model_dir = build_encoder_decoder(family, tmp_path) if family == "t5" else checkpoint(family)
+    graphs = GraphSettings((1, 2, 4), 512)
+    wanted = settings(model_dir, **{"device": "cuda", "dtype": "float16", "graphs": graphs} | changes)
+    config = load_config(model_dir, wanted.rope)
+    given, layout = why_no_graphs(wanted, config), kv_layout(config, replace(wanted, device="cpu"))
+    num_bytes = graph_bytes(wanted, config, layout)
+    if reason is None:
+        assert given is None
+        assert num_bytes > layout.block_bytes
+        longer = replace(wanted, graphs=GraphSettings((1, 2, 4, 8), 1024))
+        assert graph_bytes(longer, config, layout) > num_bytes
+    else:
+        assert given is not None
+        assert reason in given
+        assert num_bytes == 0

@@ -35,6 +35,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import join_host
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
 
@@ -194,7 +195,7 @@ def _listen(settings: GatewaySettings) -> socket.socket:
 
 def _address(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return join_host(host, port)
 
 
 class Connections:

@@ -18,6 +18,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import join_host
 from mesh.logs import num_lines_lost
 from mesh.process import MetricsSettings, announce
 
@@ -47,13 +48,14 @@ async def serving_metrics(registry: CollectorRegistry, settings: MetricsSettings
     if settings.metrics_port is None:
         yield
         return
+    host = settings.metrics_host.strip("[]")
     try:
-        server, thread = start_http_server(settings.metrics_port, settings.metrics_host, registry)
+        server, thread = start_http_server(settings.metrics_port, host, registry)
     except OSError as error:
-        address = f"{settings.metrics_host}:{settings.metrics_port}"
+        address = join_host(host, settings.metrics_port)
         reason = (error.strerror or str(error)).lower()
         raise ConfigurationError(f"cannot serve metrics on {address}: {reason}") from error
-    announce("metrics", address=f"{settings.metrics_host}:{server.server_port}")
+    announce("metrics", address=join_host(host, server.server_port))
     try:
         yield
     finally:

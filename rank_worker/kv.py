@@ -26,7 +26,6 @@ from mesh.domain.tokens import SampledToken
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import rank_pb2
 from rank_worker.settings import RankSettings
-from worker.rank_link import in_address
 
 log = structlog.get_logger(__name__)
 
@@ -102,7 +101,7 @@ class RankKV:
             return rank_pb2.HoldKvRequest()
         callbacks = ReceiverCallbacks(self._on_committed, self._on_failed)
         self._receiver = KVReceiver(self._cache, setup.incarnation, callbacks, settings)
-        host = self._settings.kv_host or in_address(self._host)
+        host = self._settings.kv_host or self._host
         self._server = Server(Listen(host, 0, credentials.key, tls=credentials.tls))
         KvTransferServicer(self._receiver).register(self._server.grpc)
         await self._server.start([SERVICE_NAME])

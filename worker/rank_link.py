@@ -10,6 +10,7 @@ from queue import SimpleQueue
 from urllib.parse import unquote
 
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
+from mesh.domain.host import join_host
 from mesh.domain.kv import Degrees, KVSpan, kv_spans
 from mesh.domain.worker import KVEndpoint, WorkerInfo, WorkerRole
 from mesh.rpc.status import named_error
@@ -111,12 +112,7 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     layout, degrees = info.layout, Degrees(info.tensor_parallel, info.pipeline_parallel)
     own = KVEndpoint("", kv_spans(layout.num_layers, layout.num_kv_heads, degrees)[0])
     here = "" if settings.rank_listen else settings.advertise_host or settings.host  # they listen where the worker does
-    return (own, *(KVEndpoint(f"{here or in_address(link.host)}:{port}", link.span) for link, port in ports))
-
-
-def in_address(host: str) -> str:
-    """The host as a part of host:port."""
-    return f"[{host}]" if ":" in host else host
+    return (own, *(KVEndpoint(join_host(here or link.host, port), link.span) for link, port in ports))
 
 
 def own_address(hosts: list[str]) -> str:

@@ -21,6 +21,7 @@ from engine.ranks.messages import OnLost, plain_settings
 from engine.ranks.remote_messages import BlockCopy, Step
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
+from mesh.domain.host import join_host
 from mesh.domain.kv import Degrees, KVLayout, KVSpan, kv_spans
 from mesh.domain.request import mint_id
 from mesh.rpc.server import Listen
@@ -80,7 +81,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._fingerprint = layout.model_fingerprint
         self._spans = kv_spans(layout.num_layers, layout.num_kv_heads, self._degrees)
         self._server.start()
-        log.info("waiting for ranks", address=f"{self._listen.host}:{self.port}", ranks=self._num_ranks)
+        log.info("waiting for ranks", address=join_host(self._listen.host, self.port), ranks=self._num_ranks)
         if self._local is not None:
             self._local.start(self.port, self._end_local)
         with self._changed:

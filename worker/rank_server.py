@@ -7,6 +7,7 @@ from typing import Any
 
 import grpc
 
+from mesh.domain.host import join_host
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
 from mesh.v1 import rank_pb2_grpc
 from worker.rank_protocol import RANK_KEEPALIVE_MS
@@ -29,7 +30,7 @@ def bind_server(listen: Listen, servicer: rank_pb2_grpc.RanksServicer, *, max_ca
         ],
         maximum_concurrent_rpcs=max_calls,
     )
-    address = f"{listen.host}:{listen.port}"
+    address = join_host(listen.host, listen.port)
     if listen.tls is None:
         port = server.add_insecure_port(address)
     else:

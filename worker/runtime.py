@@ -19,6 +19,7 @@ import structlog
 from engine.loop import Busy, EngineLoop
 from engine.scheduler import Scheduler
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerDraining
+from mesh.domain.host import join_host
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.logs import flush_outputs
 from mesh.process import announce
@@ -54,8 +55,7 @@ class WorkerRuntime:
         self.credentials = settings.load_credentials()
         listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
         self.server = Server(listen)
-        host = settings.advertise_host or settings.host
-        address = f"{host}:{self.server.port}"
+        address = join_host(settings.advertise_host or settings.host, self.server.port)
         # The leader's own KV has the address of the worker, which is known now.
         endpoints = tuple(replace(each, address=each.address or address) for each in info.kv_endpoints)
         self.info = replace(info, address=address, kv_endpoints=endpoints)

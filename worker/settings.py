@@ -14,7 +14,7 @@ from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import host_and_port, is_loopback, parse_cores
+from mesh.domain.host import host_and_port, is_loopback, is_unspecified, parse_cores
 from mesh.domain.kv import Degrees
 from mesh.rpc.credentials import require_trusted_fabric
 from mesh.rpc.server import Listen
@@ -196,6 +196,7 @@ class WorkerSettings(ModelSettings):
         super().__post_init__()
         if not self.registry_address and not self.registry_url:
             raise ConfigurationError("registry_address is not set: give --registry-address, or TANDEM_REGISTRY_URL")
+        self._check_advertised()
         require_known(self)
         for name in ("stall_after_s", "model_loading_timeout", "rank_timeout_s"):
             if not getattr(self, name) > 0:
@@ -214,6 +215,15 @@ class WorkerSettings(ModelSettings):
             raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.memory_utilization}")
         if self.kv_memory_shares < 0:
             raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
+
+    def _check_advertised(self) -> None:
+        registry_host = self.registry_address.rpartition(":")[0]
+        is_local = not registry_host or is_loopback(registry_host) or is_unspecified(registry_host)
+        if is_unspecified(self.host) and not self.advertise_host and not is_local:
+            raise ConfigurationError(
+                f"host {self.host} means every address of this machine, and no other machine reaches the worker there: "
+                "set advertise_host to the name or address that others use"
+            )
 
     def _check_kv_disk(self) -> None:
         if not self.kv_disk_gib > 0:

@@ -24,6 +24,19 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+def is_unspecified(host: str) -> bool:
+    """True for 0.0.0.0 and ::, which a listener may have and a caller cannot reach from another machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_unspecified
+    except ValueError:
+        return False
+
+
+def join_host(host: str, port: int) -> str:
+    """HOST:PORT, with an IPv6 address in brackets, which `host` may have or not."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
 def host_and_port(text: str, default_port: int, *, name: str) -> tuple[str, int]:
     """Parse HOST, HOST:PORT or [IPV6]:PORT. Raises ConfigurationError, which names the setting `name`."""
     host, separator, port = text.rpartition(":")

@@ -18,6 +18,9 @@ _OPTIONS = (
     # Reconnect within a second to a worker that restarts at the same address.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # Limit on the time to connect. Where packets vanish, the system repeats the first one ever more rarely, so that an
+    # attempt that began before the network was back notices late.
+    ("grpc.min_reconnect_backoff_ms", 5000),
 )
 
 

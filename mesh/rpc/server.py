@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
+from mesh.domain.host import join_host
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
@@ -91,10 +92,10 @@ class Server:
 
     @property
     def address(self) -> str:
-        return f"{self._listen.host}:{self.port}"
+        return join_host(self._listen.host, self.port)
 
     def _bind(self) -> int:
-        address, tls = f"{self._listen.host}:{self._listen.port}", self._listen.tls
+        address, tls = join_host(self._listen.host, self._listen.port), self._listen.tls
         try:
             if tls is None:
                 return int(self.grpc.add_insecure_port(address))
@@ -142,8 +143,8 @@ def require_free(host: str, port: int) -> None:
         try:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise ConfigurationError(f"cannot listen on {host}:{port}, {reason}: choose another port") from error
+            reason, address = (error.strerror or str(error)).lower(), join_host(host, port)
+            raise ConfigurationError(f"cannot listen on {address}, {reason}: choose another port") from error
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):

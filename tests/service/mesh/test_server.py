@@ -82,6 +82,18 @@ async def test_port_in_use_is_a_clear_error() -> None:
     await server.stop(0)
 
 
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_ipv6_with_and_without_brackets(host: str) -> None:
+    server = Server(Listen(host, 0))
+    await server.start([])
+    server.set_serving(True)
+    assert server.address == f"[::1]:{server.port}"
+    assert await asyncio.to_thread(probe, [server.address]) == 0
+    with pytest.raises(ConfigurationError, match=r"cannot listen on \[::1\]:\d+, "):
+        Server(Listen(host, server.port))
+    await server.stop(0)
+
+
 def test_listening_to_the_world_needs_a_key() -> None:
     with pytest.raises(ConfigurationError, match="refusing to listen"):
         Server(Listen("0.0.0.0", 0))

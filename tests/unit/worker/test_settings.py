@@ -28,3 +28,16 @@ def test_transports_without_protection_leave_the_machine_only_if_the_network_is_
     settings("10.0.0.1", trust_fabric=True, transports=named)
     settings("127.0.0.1", trust_fabric=False, transports=named)
     settings("10.0.0.1", trust_fabric=False, transports="shm,grpc")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "[::]"])
+def test_others_cannot_reach_every_address(host: str) -> None:
+    def settings(registry: str, **more: str) -> WorkerSettings:
+        return DecodeSettings(model="m", registry_address=registry, host=host, **more)
+
+    for registry in ("10.0.0.1:50052", "router:50052", "[fd00::1]:50052"):
+        with pytest.raises(ConfigurationError, match=r"means every address of this machine, .* set advertise_host"):
+            settings(registry)
+        settings(registry, advertise_host="10.0.0.2")
+    for registry in ("127.0.0.1:50052", "[::1]:50052", "0.0.0.0:50052"):
+        settings(registry)

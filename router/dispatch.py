@@ -31,7 +31,7 @@ from mesh.domain.errors import (
     WorkerLost,
 )
 from mesh.domain.request import Fork, SequenceSpec
-from mesh.domain.worker import WorkerInfo
+from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.retry import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
@@ -43,7 +43,7 @@ from router.served_model import ServedModel
 from router.settings import RouterSettings
 from router.timeline import Timeline
 from router.workers.decode_link import Link, Links
-from router.workers.health import Trust, WorkerHealth
+from router.workers.health import TRANSFER_ERRORS, Trust, WorkerHealth
 
 log = structlog.get_logger(__name__)
 
@@ -56,12 +56,14 @@ _PREFILL_LOCALLY_AFTER = 3
 class FailureHistory:
     """The failures of one choice so far, and what follows from them.
 
-    `avoid` holds incarnations of workers that failed it since its last progress.
+    `avoid` holds incarnations of workers that failed it since its last progress, `cut_off` those of prefill workers
+    among them whose KV did not arrive: where packets vanish, each more attempt with them would cost a lease.
     """
 
     def __init__(self, settings: RouterSettings) -> None:
         self.attempt = 0
         self.avoid: frozenset[str] = frozenset()
+        self.cut_off: frozenset[str] = frozenset()
         self._max_attempts = settings.max_attempts
         self._max_losses = settings.max_worker_losses
         self._num_tokens = 0
@@ -83,14 +85,18 @@ class FailureHistory:
 
         `num_tokens` is the choice's number of tokens by now. Raises the final error if there is no next attempt.
         """
-        if num_tokens > self._num_tokens:
-            self._num_tokens, self._num_failures, self._num_losses = num_tokens, 0, 0
-            self.avoid = frozenset()
+        is_transfer = isinstance(error, TRANSFER_ERRORS)
+        if num_tokens > self._num_tokens + is_transfer:  # the prefill worker's own first token is no progress
+            self._num_failures, self._num_losses = 0, 0
+            self.avoid = self.cut_off = frozenset()
+        self._num_tokens = num_tokens
         self.attempt += 1
         self._num_failures += 1
         self._num_losses += isinstance(error, WorkerLost)
         if blamed is not None:
             self.avoid |= {blamed.incarnation}
+            if is_transfer and blamed.role is WorkerRole.PREFILL:
+                self.cut_off |= {blamed.incarnation}
         if self._num_failures >= self._max_attempts or self._num_losses >= self._max_losses:
             raise self._final(error) from error
         return self._backoff_s(error)
@@ -297,6 +303,7 @@ class Dispatcher:
             chain=PrefixChain(request.token_ids, request.kv_scope, self._model.whole_prompt(request)),
             num_seqs=choice.siblings.num_seqs if choice.siblings is not None and choice.index == 0 else 1,
             avoid=failures.avoid,
+            cut_off=failures.cut_off,
             prefill_locally=failures.prefill_locally,
             adapter=request.adapter,
         )

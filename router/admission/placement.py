@@ -168,8 +168,9 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `num_seqs`: sequences that
-    share the prompt. `adapter`: digest of the LoRA adapter that its workers must have; empty for none.
+    """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `cut_off`: those of prefill
+    workers whose KV did not arrive. `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter
+    that its workers must have; empty for none.
     """
 
     num_tokens: int
@@ -177,6 +178,7 @@ class PlacementQuery:
     chain: PrefixChain
     num_seqs: int = 1
     avoid: frozenset[str] = frozenset()
+    cut_off: frozenset[str] = frozenset()
     prefill_locally: bool = False
     adapter: str = ""
 
@@ -292,6 +294,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     locally = query.prefill_locally or decode.incarnation in snapshot.local_only
     prefillers = snapshot.prefill
     fit = prefillers.with_adapter(query.adapter) & (prefillers.capacity_tokens >= query.num_tokens)
+    fit = _without(query.cut_off, prefillers, fit)
     if not fit.any() or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode)
     fit &= prefill_has_capacity(query, prefillers)
@@ -372,9 +375,15 @@ def _is_short_at(query: PlacementQuery, roster: Roster) -> Mask:
 def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> int:
     """Return the row of the cheapest worker that fits, the first of equal ones. One that failed this request is chosen
     only if there is no other."""
-    untried = fit.copy()
-    for incarnation in query.avoid:
+    untried = _without(query.avoid, roster, fit)
+    return int(np.argmin(np.where(untried if untried.any() else fit, cost, np.inf)))
+
+
+def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:
+    """Those that fit, but for some runs of workers."""
+    left = fit.copy()
+    for incarnation in incarnations:
         row = roster.row(incarnation)
         if row is not None:
-            untried[row] = False
-    return int(np.argmin(np.where(untried if untried.any() else fit, cost, np.inf)))
+            left[row] = False
+    return left

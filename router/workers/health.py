@@ -31,7 +31,7 @@ from router.admission.placement import Placement
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
 _MAX_CANARIES_OF_PARTNER = 4
-_TRANSFER_ERRORS = (TransferFailed, TransferCorrupt, LeaseExpired)
+TRANSFER_ERRORS = (TransferFailed, TransferCorrupt, LeaseExpired)
 
 
 class Trust(IntEnum):
@@ -183,10 +183,10 @@ class WorkerHealth:
         fault, so a broken transfer counts against both. An attempt that started before the worker's last successful
         canary, or before its last failure, is not counted: all streams that break with a worker are one event.
         """
-        is_transfer = placement.prefill is not None and isinstance(error, _TRANSFER_ERRORS)
+        is_transfer = placement.prefill is not None and isinstance(error, TRANSFER_ERRORS)
         if is_transfer:
             suspects = _workers_of(placement)
-        elif isinstance(error, (WorkerLost, *_TRANSFER_ERRORS)):
+        elif isinstance(error, (WorkerLost, *TRANSFER_ERRORS)):
             suspects = [blamed] if blamed is not None else []
         else:
             suspects = []

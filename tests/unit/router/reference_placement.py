@@ -49,7 +49,9 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     prefillers = [
         c
         for c in healthy(snapshot, WorkerRole.PREFILL)
-        if _fits(query, c.info) and capacity_tokens(c.info) >= query.num_tokens
+        if _fits(query, c.info)
+        and capacity_tokens(c.info) >= query.num_tokens
+        and c.info.incarnation not in query.cut_off
     ]
     uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
     locally = query.prefill_locally or decode.info.incarnation in snapshot.local_only

@@ -176,6 +176,12 @@ def test_decode_helps_while_prefill_is_full(overflow: int, waiting: int, cached:
     assert names(idle) == ("p0", "d0")
 
 
+def test_where_kv_did_not_arrive_from_the_decode_worker_prefills() -> None:
+    cut_off = query(cut_off=frozenset({"p0"}))
+    assert names(place(cut_off, snapshot(prefill(), prefill("p1"), decode()))) == ("p1", "d0")
+    assert names(place(cut_off, snapshot(prefill(), decode()))) == (None, "d0")
+
+
 def test_prefill_locally_when_asked() -> None:
     assert names(place(query(prefill_locally=True), snapshot(prefill(), decode()))) == (None, "d0")
 

@@ -51,6 +51,7 @@ def queries(draw: Any) -> PlacementQuery:
         max_total_tokens=num_tokens + draw(st.integers(1, 40)),
         num_seqs=draw(st.sampled_from([1, 1, 2, 5])),
         avoid=draw(names),
+        cut_off=draw(names),
         prefill_locally=draw(st.booleans()),
         adapter=draw(st.sampled_from(["", "", MINE.digest])),
     )

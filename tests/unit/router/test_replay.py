@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh.domain.errors import AttemptsFailed, Overloaded, Replayable, TransferFailed, WorkerBusy, WorkerLost
 from router.dispatch import FailureHistory, ReplayBudget
 from router.settings import RouterSettings
-from tests.fakes.router_views import decode
+from tests.fakes.router_views import decode, prefill
 
 
 @pytest.fixture
@@ -58,6 +58,18 @@ def test_who_failed_is_avoided_until_there_is_progress(failures: FailureHistory)
     assert failures.avoid == {"d2"}
 
 
+def test_a_prefill_worker_whose_kv_did_not_arrive_is_left_out(failures: FailureHistory) -> None:
+    """Its own first token is no progress: else the next attempt would wait for another lease, and so on."""
+    failures.after(TransferFailed("silent"), num_tokens=1, blamed=prefill("p0").info)
+    assert failures.cut_off == {"p0"}
+    failures.after(TransferFailed("silent"), num_tokens=2, blamed=prefill("p1").info)
+    assert failures.cut_off == {"p0", "p1"}
+    failures.after(WorkerLost("gone"), num_tokens=3, blamed=decode("d0").info)
+    assert failures.cut_off == set()
+    failures.after(WorkerLost("gone"), num_tokens=3, blamed=prefill("p0").info)
+    assert failures.cut_off == set()
+
+
 def test_after_some_failures_decode_prefills_by_itself(failures: FailureHistory) -> None:
     fail(failures, TransferFailed("cut"), 2)
     assert not failures.prefill_locally
@@ -66,7 +78,7 @@ def test_after_some_failures_decode_prefills_by_itself(failures: FailureHistory)
 
 
 def test_the_first_replay_after_progress_is_free(failures: FailureHistory) -> None:
-    for num_tokens in (0, 0, 7, 7, 8):
+    for num_tokens in (0, 0, 7, 7, 9):
         failures.after(TransferFailed("cut"), num_tokens=num_tokens, blamed=None)
         assert failures.is_free is (failures.attempt in (1, 3, 5))
 

@@ -3,7 +3,7 @@
 Only config.json and headers of the checkpoint are read, no weights.
 """
 
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -105,7 +105,17 @@ def fingerprint(
 
 
 def _digest(config: AnyConfig, weights: bytes) -> str:
-    return blake2b(repr(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
+    return blake2b(facts_of(config).encode() + weights, digest_size=16, person=b"tandem-model").hexdigest()
+
+
+def facts_of(config: AnyConfig) -> str:
+    """The config as text. A fact that a later version has added, which is one with `repr=False`, appears only if it is
+    not the default: workers of both versions must agree on a model that they compute alike.
+    """
+    parts = [config, *(part for fact in fields(config) if is_dataclass(part := getattr(config, fact.name)))]
+    later = [(part, fact) for part in parts for fact in fields(part) if not fact.repr]
+    added = [f", {fact.name}={value!r}" for part, fact in later if (value := getattr(part, fact.name)) != fact.default]
+    return repr(config) + "".join(added)
 
 
 def weights_digest(model_dir: Path, rounded: str = "") -> bytes:

@@ -1,4 +1,7 @@
-"""Speed of KV transfers between two processes on this host: `python -m bench.transfer`.
+"""Speed of KV transfers between two processes: `python -m bench.transfer`, on this host, or between two hosts:
+
+    python -m bench.transfer --receive 10.0.0.7:50070        on one, and with the same --tokens, --runs, --transports
+    python -m bench.transfer --send 10.0.0.7:50070           on the other
 
 The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers
 announced one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed:
@@ -9,12 +12,14 @@ buffers of one process, in turn with the transfers. It is a bound that no transp
 
 import argparse
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -37,6 +42,7 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
+from mesh.domain.host import host_and_port
 from mesh.domain.kv import KVLayout, Span
 from mesh.domain.tokens import SampledToken
 from mesh.process import keep_freed_memory
@@ -58,6 +64,14 @@ class TransferBenchPlan:
     num_tokens: tuple[int, ...]
     num_runs: int
     chunk_bytes: int
+    trust_fabric: bool = False
+    """gloo beyond this host, too: the operator says that nobody else can use the network."""
+
+    def settings(self, *transports: str) -> TransferSettings:
+        """The settings of a sender or receiver with these transports."""
+        return TransferSettings(
+            transports=transports or self.transports, chunk_bytes=self.chunk_bytes, trust_fabric=self.trust_fabric
+        )
 
     def transfer_id(self, transport: str, num_tokens: int, run: int) -> str:
         """The id of a transfer. The transfer that measures the tail has the suffix "-tail"."""
@@ -66,7 +80,8 @@ class TransferBenchPlan:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one transport and length. CPU times are of sender and receiver, without the tail transfers."""
+    """Measurements of one transport and length. CPU times are of the processes on this host, sender first, without the
+    tail transfers."""
 
     seconds: list[float] = field(default_factory=list)
     tail_s: list[float] = field(default_factory=list)
@@ -93,39 +108,54 @@ def receive(plan: TransferBenchPlan, pipe: Connection) -> None:
 
 
 async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
+    async with receiving(plan, Listen("127.0.0.1", 0, KEY)) as address:
+        pipe.send(address)
+        stop = asyncio.Event()
+        asyncio.get_running_loop().add_reader(pipe.fileno(), stop.set)
+        await stop.wait()
+        asyncio.get_running_loop().remove_reader(pipe.fileno())
+
+
+async def receive_from_others(plan: TransferBenchPlan, address: str) -> None:
+    """Run the receiver at `address` for a sender on another host, until cancelled."""
+    host, port = host_and_port(address, 0, name="--receive")
+    async with receiving(plan, Listen(host, port, KEY)) as bound:
+        print(f"receiving at {bound}; Ctrl-C ends it", flush=True)
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def receiving(plan: TransferBenchPlan, listen: Listen) -> AsyncIterator[str]:
+    """A receiver that expects all transfers of the plan; yields its address."""
     callbacks = ReceiverCallbacks(lambda *_: None, lambda *_: None)
-    receiver = KVReceiver(make_cache(), "bench", callbacks, TransferSettings(transports=plan.transports))
+    receiver = KVReceiver(make_cache(), "bench", callbacks, plan.settings())
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
             for run in range(plan.num_runs + 1):
                 transfer_id = plan.transfer_id(transport, num_tokens, run)
                 for reserved_id in (transfer_id, f"{transfer_id}-tail"):
                     receiver.expect(ExpectedTransfer(reserved_id, 1, shuffled_blocks(num_tokens), 0, num_tokens))
-    server = Server(Listen("127.0.0.1", 0, KEY))
+    server = Server(listen)
     KvTransferServicer(receiver).register(server.grpc)
     await server.start([SERVICE_NAME])
-    pipe.send(server.address)
-    stop = asyncio.Event()
-    asyncio.get_running_loop().add_reader(pipe.fileno(), stop.set)
-    await stop.wait()
-    asyncio.get_running_loop().remove_reader(pipe.fileno())
-    await receiver.close()
-    await server.stop(0)
+    try:
+        yield server.address
+    finally:
+        await receiver.close()
+        await server.stop(0)
 
 
 class Bench:
-    """The sending process. Measures times and the CPU use of both processes."""
+    """The sending process. Measures times and the CPU use of both processes, or its own if the receiver's is on
+    another host."""
 
-    def __init__(self, plan: TransferBenchPlan, address: str, receiver_pid: int) -> None:
+    def __init__(self, plan: TransferBenchPlan, address: str, receiver_pid: int | None) -> None:
         self._plan = plan
         self._address = address
-        self._processes = (psutil.Process(), psutil.Process(receiver_pid))
+        self._processes = [psutil.Process(), *([] if receiver_pid is None else [psutil.Process(receiver_pid)])]
         cache = make_cache()
         self._senders = {
-            name: KVSender(
-                cache, "bench", Credentials(KEY), TransferSettings(transports=(name,), chunk_bytes=plan.chunk_bytes)
-            )
-            for name in plan.transports
+            name: KVSender(cache, "bench", Credentials(KEY), plan.settings(name)) for name in plan.transports
         }
 
     async def measure(self, num_tokens: int) -> tuple[float, dict[str, Figures]]:
@@ -172,7 +202,7 @@ class Bench:
             await sender.close()
 
 
-async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, table: Table) -> dict[str, float]:
+async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int | None, table: Table) -> dict[str, float]:
     """Measure all lengths and transports, and add the rows to `table`; returns their milliseconds."""
     bench, medians_ms = Bench(plan, address, receiver_pid), {}
     for num_tokens in plan.num_tokens:
@@ -181,6 +211,7 @@ async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int, tabl
         for name, figure in figures.items():
             seconds = statistics.median(figure.seconds[1:])
             cpu_ms = [f"{used / len(figure.seconds) / megabytes * 1e5:.0f}" for used in figure.cpu_s]
+            cpu_ms[1] = cpu_ms[1] if receiver_pid is not None else "-"
             speeds = (f"{megabytes / copy_s / 1e3:.1f}", f"{megabytes / seconds / 1e3:.2f}", f"{copy_s / seconds:.0%}")
             times = (f"{seconds * 1e3:.1f}", f"{statistics.median(figure.tail_s[1:]) * 1e3:.1f}")
             table.add_row(name, str(num_tokens), f"{megabytes:.1f}", *speeds, *times, *cpu_ms)
@@ -194,33 +225,56 @@ def quiet() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(30))
 
 
+async def measure_own(plan: TransferBenchPlan, table: Table) -> dict[str, float]:
+    """Measure with a receiver in another process of this host."""
+    context = multiprocessing.get_context("spawn")  # gRPC does not survive fork
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(plan, theirs))
+    process.start()
+    try:
+        assert process.pid is not None
+        return await measure(plan, await asyncio.to_thread(ours.recv), process.pid, table)
+    finally:
+        ours.send(None)
+        process.join()
+
+
 def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
+    plan = TransferBenchPlan(
+        tuple(options.transports.split(",")),
+        tuple(int(count) for count in options.tokens.split(",")),
+        options.runs,
+        options.chunk_bytes,
+        options.trust_fabric,
+    )
+    quiet()
+    keep_freed_memory()
+    if options.receive:
+        with contextlib.suppress(KeyboardInterrupt):
+            asyncio.run(receive_from_others(plan, options.receive))
+        return
+    columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
+    table = Table(*columns, "sender CPU ms/100 MB", "receiver", title="KV transfer, medians")
+    measured = measure(plan, options.send, None, table) if options.send else measure_own(plan, table)
+    medians_ms = asyncio.run(measured)
+    Console().print(table)
+    if options.json:
+        options.json.write_text(json.dumps(medians_ms))
+
+
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench.transfer", description="GB/s of each KV transport")
     parser.add_argument("--transports", default="shm,gloo,grpc")
     parser.add_argument("--tokens", default="256,512,1024,1500")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=TransferSettings().chunk_bytes)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
-    options = parser.parse_args(argv)
-    tokens = tuple(int(count) for count in options.tokens.split(","))
-    plan = TransferBenchPlan(tuple(options.transports.split(",")), tokens, options.runs, options.chunk_bytes)
-    quiet()
-    keep_freed_memory()
-    context = multiprocessing.get_context("spawn")  # gRPC does not survive fork
-    ours, theirs = context.Pipe()
-    process = context.Process(target=receive, args=(plan, theirs))
-    process.start()
-    columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
-    table = Table(*columns, "sender CPU ms/100 MB", "receiver", title="KV transfer, medians")
-    try:
-        assert process.pid is not None
-        medians_ms = asyncio.run(measure(plan, ours.recv(), process.pid, table))
-    finally:
-        ours.send(None)
-        process.join()
-    Console().print(table)
-    if options.json:
-        options.json.write_text(json.dumps(medians_ms))
+    side = parser.add_mutually_exclusive_group()
+    side.add_argument("--receive", metavar="HOST:PORT", help="receive there what another host sends, once")
+    side.add_argument("--send", metavar="HOST:PORT", help="send to the receiver of another host")
+    parser.add_argument("--trust-fabric", action="store_true", help="gloo to another host, over a network of your own")
+    return parser
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[hub
 COPY . .
 RUN pip install -q --no-cache-dir --no-deps -e ./client -e . \
     && useradd --system --no-create-home --uid 10001 --user-group tandem \
-    && install -d -o tandem -g tandem -m 700 /var/cache/tandem
+    && install -d -o tandem -g tandem -m 700 /var/cache/tandem \
+    && ln -s /opt/tandem/deploy/sagemaker/serve /usr/local/bin/serve
 # By number, so that Kubernetes can tell that it is not root.
 USER 10001:10001
 # Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start. The

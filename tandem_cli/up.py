@@ -190,8 +190,6 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
     values = low_code.of("up") | {
         setting.name: getattr(args, setting.name) for setting in fields(UpSettings) if setting.name in args
     }
-    if args.serving_properties:
-        values = {"http_port": DEFAULT_HTTP_PORT} | values
     if models := models_of(args):
         values["model"] = join_models(models)
     if "@" in values.get("registry_url", ""):
@@ -202,13 +200,16 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
     config = [f"--config={args.config}"] if args.config else []
     origins = {name: origin for name, origin in low_code.origins.get("up", {}).items() if name not in args}
     resolved = load_settings(UpSettings, [*flags, *config], prog="up", flag_origins=origins)
+    settings = resolved.values
+    if args.serving_properties and settings.http_port is None and not settings.no_http:
+        settings = replace(settings, http_port=DEFAULT_HTTP_PORT)
     if resolved.origins["model"] != "default":
-        return resolved.values
+        return settings
     if low_code.model_folder:
-        return replace(resolved.values, model=_model_beside(Path(low_code.model_folder), args.serving_properties))
+        return replace(settings, model=_model_beside(Path(low_code.model_folder), args.serving_properties))
     if any(low_code.values.values()):
-        display.line(f"no key or variable names a model: serving the bundled {resolved.values.model}", "yellow")
-    return resolved.values
+        display.line(f"no key or variable names a model: serving the bundled {settings.model}", "yellow")
+    return settings
 
 
 def _with_http(settings: UpSettings, display: Display) -> UpSettings:

@@ -78,6 +78,21 @@ def test_properties_without_a_model_mean_their_own_folder(
     repaired("M1", "the checkpoint beside it, else refused in words")
 
 
+def test_lmis_port_is_a_default_only(tmp_path: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_properties(tmp_path / "flan", SEED)
+    (tmp_path / "flan" / "config.json").write_text("{}")
+    config = tmp_path / "own.toml"
+    config.write_text("[up]\nhttp_port = 0\n")
+    deployment, _ = prepared("--serving-properties", path, "--config", str(config))
+    assert deployment.settings.http_port == 0
+    monkeypatch.setenv("TANDEM_HTTP_PORT", "0")
+    deployment, _ = prepared("--serving-properties", path)
+    assert deployment.settings.http_port == 0
+    monkeypatch.delenv("TANDEM_HTTP_PORT")
+    deployment, _ = prepared("--serving-properties", path, "--no-http")
+    assert deployment.settings.http_port is None
+
+
 @pytest.mark.parametrize("key", ["option.model_id", "option.s3url"])
 def test_a_model_that_a_key_names_wins_over_the_folder(tmp_path: Path, prepared: Prepared, key: str) -> None:
     (tmp_path / "other").mkdir()

@@ -62,6 +62,8 @@ class Shape:
     num_gateways: int = 0
     cap: int = 16
     flags: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    code: Path = ROOT
+    """The checkout that all nodes run first."""
 
     @property
     def names(self) -> list[str]:
@@ -91,6 +93,8 @@ class Node:
         self._forks = forks
         self.exits: list[Exit] = []
         self.num_starts = 0
+        self.code = ROOT
+        """The checkout that its next run is of."""
         self._command = command
         self._environ = environ
         self._process: asyncio.subprocess.Process | ForkedProcess | None = None
@@ -152,13 +156,14 @@ class Node:
 
     async def _start(self) -> asyncio.subprocess.Process | ForkedProcess:
         """Its standard input is a pipe, for `--follow-stdin`: a harness that is killed leaves nothing behind."""
-        if self._forks is not None:
+        if self._forks is not None and self.code == ROOT:
             forked = await self._forks.start(self._command, self._environ, {}, limit=_CHUNK_BYTES)
             if forked is not None:
                 return forked
         pipes = dict.fromkeys(("stdin", "stdout", "stderr"), asyncio.subprocess.PIPE)
+        environ = {**self._environ, "PYTHONPATH": f"{self.code}:{self.code}/client"}
         return await asyncio.create_subprocess_exec(
-            *self._command, **pipes, env=dict(self._environ), cwd=ROOT, start_new_session=True
+            *self._command, **pipes, env=environ, cwd=self.code, start_new_session=True
         )
 
 
@@ -316,7 +321,9 @@ class Cluster:
         flags = self._worker_flags(role, name) if role in _WORKERS else self._front_flags(role)
         added = (*self.shape.flags.get(role, ()), *self.shape.flags.get(name, ()))
         command = [sys.executable, "-m", _MODULES[role], *flags, f"--port={port}", *added]
-        return Node(name, command, self._environ, self.shape.log_dir / f"{name}.log", self._forks)
+        node = Node(name, command, self._environ, self.shape.log_dir / f"{name}.log", self._forks)
+        node.code = self.shape.code
+        return node
 
     def _front_flags(self, role: str) -> list[str]:
         """A gateway speaks with the first router, without a proxy between them."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -30,20 +31,21 @@ REQUESTS = [
 class Load:
     """Clients that ask without pause, and compare every answer with an undisturbed one."""
 
-    def __init__(self, client: tandem.AsyncClient) -> None:
+    def __init__(self, client: tandem.AsyncClient, requests: Sequence[Mapping[str, Any]] = REQUESTS) -> None:
         self._client = client
+        self._requests = requests
         self._expected: list[list[int]] = []
         self._stop = asyncio.Event()
         self.num_done = 0
         self.failures: list[str] = []
 
     async def learn(self) -> None:
-        self._expected = [await self._ids(number) for number in range(len(REQUESTS))]
+        self._expected = [await self._ids(number) for number in range(len(self._requests))]
 
     async def run(self, first: int) -> None:
         number = first
         while not self._stop.is_set():
-            number = (number + 1) % len(REQUESTS)
+            number = (number + 1) % len(self._requests)
             try:
                 if await self._ids(number) != self._expected[number]:
                     self.failures.append("other tokens")
@@ -60,7 +62,7 @@ class Load:
         self._stop.set()
 
     async def _ids(self, number: int) -> list[int]:
-        result = await self._client.generate(**REQUESTS[number])
+        result = await self._client.generate(**self._requests[number])
         return [token.id for token in result.tokens]
 
 

@@ -7,7 +7,7 @@ FAST := 'not gpu and not soak'
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns compose-test chaos soak defects bench bench-guard clean
+.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns upgrade compose-test chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -58,8 +58,12 @@ parity: .venv/.installed  ## Every model family against transformers, through a 
 test-gpu:  ## All that needs a GPU, in under ten minutes, with the machine's own Python packages: PYTHON=python3 make test-gpu
 	PYTHONPATH=.:client $(PYTHON) -m tests.gpu.plan --docs docs/gpu.md
 
-netns: .venv/.installed  ## A worker on two machines, which are network namespaces: takes no privilege on most systems (minutes).
+netns: .venv/.installed  ## A mesh on three machines and a worker on two, which are namespaces: takes no privilege on most systems (~10 minutes).
 	TANDEM_NETNS=1 unshare --map-root-user --net $(BIN)/pytest -q -m netns tests/netns
+
+FROM ?=
+upgrade: .venv/.installed  ## A mesh of an older revision is upgraded under load. FROM=REVISION; default: the last release, else 50 commits ago.
+	$(if $(FROM),TANDEM_UPGRADE_FROM=$(FROM)) $(BIN)/pytest -q -m soak tests/e2e/test_upgrade.py
 
 compose-test: .venv/.installed  ## The cluster of docker-compose.yml: each part is killed in the middle of answers; needs a Docker engine (minutes).
 	$(BIN)/pytest -q -s -m soak tests/compose

@@ -1,4 +1,4 @@
-"""Figures of the reliability and security requirements; docs/requirements.md says what R1 to R28 mean.
+"""Figures of the reliability and security requirements; docs/requirements.md says what R1 to R29 mean.
 
 A test asks for the `evidence` fixture and states each figure it has measured beside its target:
 

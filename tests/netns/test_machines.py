@@ -5,13 +5,11 @@
 
 import asyncio
 import os
-import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -22,6 +20,7 @@ from tests.component.checkpoints import build_checkpoint
 from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import RESTART_S, MeshProcess, mesh, pools_are_whole
 from tests.e2e.test_ranks import ask, requests
+from tests.netns.machines import Machine, machines
 from tests.waiting import until
 
 pytestmark = [
@@ -29,62 +28,17 @@ pytestmark = [
     pytest.mark.skipif("TANDEM_NETNS" not in os.environ, reason="needs a network namespace of its own: make netns"),
 ]
 
-LEADER, RANK = "10.99.0.1", "10.99.0.2"
+LEADER = "10.99.0.1"
 KEY = "a key of these tests"
-CABLE = ("tandem0", "tandem1")
+CABLE = "rank-leader"
 NUM_TOKENS = 250
-
-
-@dataclass
-class Machine:
-    """A network namespace, held by a process, with one end of the cable."""
-
-    holder: subprocess.Popen[bytes]
-
-    @property
-    def prefix(self) -> list[str]:
-        """A command that runs another on this machine."""
-        return ["nsenter", f"--net=/proc/{self.holder.pid}/ns/net"]
-
-    def ip(self, *arguments: str) -> None:
-        subprocess.run([*self.prefix, "ip", *arguments], check=True)
-
-    def processes(self) -> list[psutil.Process]:
-        """Processes on this machine, without the holder."""
-        own = os.stat(f"/proc/{self.holder.pid}/ns/net").st_ino
-        return [each for each in psutil.process_iter() if each.pid != self.holder.pid and _namespace(each.pid) == own]
-
-
-def _namespace(pid: int) -> int:
-    try:
-        return os.stat(f"/proc/{pid}/ns/net").st_ino
-    except OSError:  # it has ended, or is another user's
-        return 0
 
 
 @pytest.fixture
 def other() -> Iterator[Machine]:
     """The second machine, on a cable to this one."""
-    for program in ("ip", "nsenter", "unshare"):
-        if shutil.which(program) is None:
-            pytest.skip(f"needs the program {program}")
-    holder = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
-    try:
-        while _namespace(holder.pid) in (0, _namespace(os.getpid())):
-            assert holder.poll() is None
-        machine = Machine(holder)
-        own_end, other_end = CABLE
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        subprocess.run(["ip", "link", "add", own_end, "type", "veth", "peer", "name", other_end], check=True)
-        subprocess.run(["ip", "link", "set", other_end, "netns", str(holder.pid)], check=True)
-        subprocess.run(["ip", "addr", "add", f"{LEADER}/24", "dev", own_end], check=True)
-        subprocess.run(["ip", "link", "set", own_end, "up"], check=True)
-        machine.ip("addr", "add", f"{RANK}/24", "dev", other_end)
-        machine.ip("link", "set", other_end, "up")
-        yield machine
-    finally:
-        holder.kill()
-        holder.wait()
+    with machines("leader", "rank") as lan:
+        yield lan.machines["rank"]
 
 
 @contextmanager
@@ -163,12 +117,12 @@ async def test_streams_survive_the_loss_of_a_machine(
             assert not rank.is_running()
 
         def cut_cable(pid: int) -> None:
-            other.ip("link", "set", CABLE[1], "down")
+            other.run("ip", "link", "set", CABLE, "down")
             tasks.append(asyncio.create_task(mend_cable(pid)))
 
         async def mend_cable(pid: int) -> None:
             await until(lambda: not psutil.pid_exists(pid))
-            other.ip("link", "set", CABLE[1], "up")
+            other.run("ip", "link", "set", CABLE, "up")
 
         tasks: list[asyncio.Task[None]] = []
         await survive(lambda _: rank_of(other).kill())

@@ -38,6 +38,11 @@ class Layout:
     def num_workers(self) -> int:
         return self.prefill + self.decode
 
+    @property
+    def num_processes(self) -> int:
+        """Processes that compute."""
+        return self.num_workers * self.tensor_parallel
+
     def settings(self) -> dict[str, str]:
         """As settings of `tandem up`, by name."""
         workers = {"prefill": str(self.prefill)} if self.prefill else {"colocated": "true"}
@@ -76,7 +81,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, int, int]:
-        """Candidates that are equally fast are ordered by it: the simpler one has less to go wrong."""
+        """Candidates that are equally fast and take as much are ordered by it: the simpler one has less to go wrong."""
         precision = 0 if self.precision == BASE else 2 if self.precision in STORED else 1
         speculation = SPECULATIONS.index(self.speculation)
         return precision, speculation, self.layout.num_workers, self.layout.tensor_parallel

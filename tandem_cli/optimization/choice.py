@@ -1,7 +1,13 @@
-"""The rules by which a candidate is chosen: limits, order, Pareto front. Pure."""
+"""The rules by which a candidate is chosen: limits, order, Pareto front. Pure.
+
+Speeds are compared round by round, so that a machine that is slower for a while slows both, and by the median, so that
+one bad round decides nothing. `undecided` says whose rounds do not tell yet if they are within EQUAL of the fastest.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import exp, inf, log, sqrt
+from statistics import mean, median, stdev
 
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.recipe import Recipe
@@ -12,6 +18,9 @@ TTFT, GAP = "ttft_p99_ms", "gap_p99_ms"
 EQUAL = 0.05
 """Speeds that differ by less count as equal."""
 _ROUNDING = 1e-9
+_SAME_LENGTH = 0.9
+_STUDENT_T = (inf, inf, 12.71, 4.30, 3.18, 2.78, 2.57)
+"""95 % quantiles, by the number of rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +58,25 @@ class Result:
 
     @property
     def longest(self) -> list[int]:
-        """The numbers of the rounds with the most requests."""
+        """The numbers of the rounds with the most requests, a few of which may have failed."""
         max_ok = max((figures["num_ok"] for figures in self.rounds.values()), default=0)
-        return [number for number, figures in self.rounds.items() if figures["num_ok"] == max_ok]
+        return [number for number, figures in self.rounds.items() if figures["num_ok"] >= _SAME_LENGTH * max_ok]
 
     @property
     def figures(self) -> dict[str, float]:
-        """Means over the rounds with the most requests."""
+        """Medians over the rounds with the most requests."""
         longest = [self.rounds[number] for number in self.longest]
         names = longest[0].keys() if longest else ()
-        return {name: sum(figures[name] for figures in longest) / len(longest) for name in names}
+        return {name: median(figures[name] for figures in longest) for name in names}
 
     def speedup(self, base: "Result") -> float:
-        """Speed as a multiple of the base's in the same rounds."""
-        numbers = [number for number in self.longest if number in base.rounds]
-        own_speed, base_speed = (sum(result.rounds[number][SPEED] for number in numbers) for result in (self, base))
-        return own_speed / base_speed
+        """Speed as a multiple of the base's: the median over the rounds that both had."""
+        return median(self.speedups(base))
+
+    def speedups(self, base: "Result", before: float = inf) -> list[float]:
+        """Speed as a multiple of the base's, in each of the longest rounds that both had, and that came before."""
+        numbers = [number for number in self.longest if number in base.rounds and number < before]
+        return [self.rounds[number][SPEED] / base.rounds[number][SPEED] for number in numbers]
 
 
 def over_limits(figures: Figures, recipe: Recipe) -> dict[str, float]:
@@ -100,26 +112,82 @@ def why_not(result: Result, quality: PrecisionQuality | None, recipe: Recipe) ->
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """`equal` are names of candidates that were faster by less than EQUAL, and are less simple."""
+    """`equal` are names of candidates that were faster by less than EQUAL, and take more."""
 
     result: Result
     equal: tuple[str, ...]
 
 
 def choose(results: Sequence[Result]) -> Choice | None:
-    """The fastest of results that can be chosen; of those that are equally fast the simplest. None without any."""
+    """The fastest of results that can be chosen; of those that are equally fast the one that `thriftiest` puts first.
+    None without any.
+    """
     if not results:
         return None
-    fastest = max(result.figures[SPEED] for result in results)
-    equal = [result for result in results if result.figures[SPEED] >= fastest * (1 - EQUAL)]
-    simplest = min(equal, key=lambda result: (result.candidate.complexity, -result.figures[SPEED]))
-    faster = (result for result in equal if result.figures[SPEED] > simplest.figures[SPEED])
-    return Choice(simplest, tuple(result.candidate.name for result in faster))
+    first = fastest(results)
+    equal = [result for result in results if result is first or result.speedup(first) >= 1 - EQUAL]
+    chosen = thriftiest(equal)[0]
+    faster = (result for result in equal if result is not chosen and result.speedup(chosen) > 1)
+    return Choice(chosen, tuple(result.candidate.name for result in faster))
+
+
+def fastest(results: Sequence[Result], before: float = inf) -> Result:
+    """The result that is faster than most others in the rounds that it shares with them, and that came before."""
+
+    def rank(result: Result) -> tuple[int, float]:
+        rivals = (rival for rival in results if rival is not result)
+        return sum(median(result.speedups(rival, before)) > 1 for rival in rivals), result.figures[SPEED]
+
+    return max(results, key=rank)
+
+
+def thriftiest(results: Sequence[Result]) -> list[Result]:
+    """Results in the order in which equally fast ones are chosen: fewer processes; less memory, where EQUAL counts as
+    the same; what has less to go wrong.
+    """
+    left, ordered = list(results), []
+    while left:
+        fewest = min(result.candidate.layout.num_processes for result in left)
+        few = [result for result in left if result.candidate.layout.num_processes == fewest]
+        least = min(result.figures.get("memory_bytes", 0.0) for result in few)
+        small = [result for result in few if result.figures.get("memory_bytes", 0.0) <= least * (1 + EQUAL)]
+        ordered.append(min(small, key=lambda result: (result.candidate.complexity, result.candidate.name)))
+        left.remove(ordered[-1])
+    return ordered
+
+
+def undecided(results: Sequence[Result], before: int) -> list[Result]:
+    """Of results that can be chosen, those whose rounds before this one leave open if they are within EQUAL of the
+    fastest, together with that one; empty if none does. Ratios of speeds are taken as log-normal (Student's t).
+    """
+    if len(results) < 2:
+        return []
+    first = fastest(results, before)
+    others = [result for result in results if result is not first and _is_open(result.speedups(first, before))]
+    return [first, *others] if others else []
+
+
+def _is_open(ratios: Sequence[float]) -> bool:
+    logs = [log(ratio) for ratio in ratios]
+    if len(logs) < 2:
+        return True
+    margin = _STUDENT_T[min(len(logs), len(_STUDENT_T) - 1)] * stdev(logs) / sqrt(len(logs))
+    return exp(mean(logs) - margin) < 1 - EQUAL < exp(mean(logs) + margin)
 
 
 def survivors(results: Sequence[Result], recipe: Recipe, count: int) -> list[Result]:
-    """The best ones, so many."""
-    return sorted(results, key=lambda result: order(result, recipe))[:count]
+    """The best ones, so many. Of those that are about as fast as the last of them, the thriftiest."""
+    ranked = sorted(results, key=lambda result: order(result, recipe))
+    if len(ranked) <= count:
+        return ranked
+    distance, speed = order(ranked[count - 1], recipe)
+    keys = {id(result): order(result, recipe) for result in ranked}
+    near = [
+        result for result in ranked if keys[id(result)][0] == distance and abs(keys[id(result)][1] / speed - 1) < EQUAL
+    ]
+    ahead = [result for result in ranked[:count] if result not in near]
+    kept = [*ahead, *thriftiest(near)[: count - len(ahead)]]
+    return sorted(kept, key=lambda result: order(result, recipe))
 
 
 def pareto(points: Sequence[Sequence[float]]) -> list[bool]:

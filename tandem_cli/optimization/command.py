@@ -22,7 +22,7 @@ from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
 from tandem_cli.optimization.candidates import STORED, Candidate
 from tandem_cli.optimization.checkpoints import Checkpoints
-from tandem_cli.optimization.choice import Result, choose, why_not
+from tandem_cli.optimization.choice import Result, choose
 from tandem_cli.optimization.progress import ShownProgress
 from tandem_cli.optimization.questions import Question, digest_of, load_judge, read_questions
 from tandem_cli.optimization.recipe import Recipe, read_recipe
@@ -104,10 +104,7 @@ def _outcome(
     model: str, recipe: Recipe, search: Search, final: Sequence[Result], pruned: dict[Candidate, str]
 ) -> Outcome:
     state = search.state
-    eligible = [
-        result for result in final if why_not(result, state.quality.get(result.candidate.precision), recipe) is None
-    ]
-    choice = choose(eligible)
+    choice = choose([result for result in final if search.why_not(result) is None])
     names = {candidate.name for candidate in search.candidates}
     results = [result for name, result in state.results.items() if name in names]
     untried = {candidate.name: reason for candidate, reason in (pruned | search.skipped).items()}

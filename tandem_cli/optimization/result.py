@@ -264,7 +264,7 @@ def summary(outcome: Outcome) -> list[str]:
         f"{result.speedup(base):.2f} x those of {base.candidate.name}."
     ]
     if choice.equal:
-        lines.append(f"Faster by less than 5 %, but less simple: {'; '.join(choice.equal)}.")
+        lines.append(f"Faster by less than 5 %, but with more processes, memory or parts: {'; '.join(choice.equal)}.")
     return lines
 
 

@@ -4,8 +4,9 @@
                  a precision that loses too much is not tried further
     round 1      the better half, with twice as many requests; and the same with speculation
     round 2, 3   the best of these, each twice, with five times as many requests
+    up to 7      as round 3, while it is open which of them are within 5 % of the fastest: that one and those
 
-The base is in every round, and its speed decides the number of requests. Each measurement is saved at
+The base is in every round but the last ones, and its speed decides the number of requests. Each measurement is saved at
 once, so an interrupted search goes on where it was.
 """
 
@@ -18,13 +19,14 @@ from typing import Any, Protocol
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
-from tandem_cli.optimization.choice import PrecisionQuality, Result, survivors, why_not
+from tandem_cli.optimization.choice import PrecisionQuality, Result, survivors, undecided, why_not
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.serving import Answer, Served
 
 ROUNDS_S = (2.0, 4.0, 10.0, 10.0)
 """Seconds that the requests of each round take the base."""
 FINALISTS = 4
+MAX_ROUNDS = 8
 _MIN_REQUESTS = 16
 _VERSION = 1
 
@@ -117,7 +119,7 @@ def requests_of(num_questions: int, requests_per_s: float, round_number: int) ->
     have seen; but few questions are asked again.
     """
     max_requests = max(num_questions, 2 * _MIN_REQUESTS)
-    return max(_MIN_REQUESTS, min(max_requests, round(requests_per_s * ROUNDS_S[round_number])))
+    return max(_MIN_REQUESTS, min(max_requests, round(requests_per_s * ROUNDS_S[min(round_number, len(ROUNDS_S) - 1)])))
 
 
 @dataclass(slots=True)
@@ -135,7 +137,7 @@ class Search:
     """Candidates that were not tried, because of their precision, with the reasons."""
 
     def run(self) -> list[Result]:
-        """Measure. Returns the results of the last round. Raises RunFailed if the base cannot be served."""
+        """Measure. Returns the results of the finalists. Raises RunFailed if the base cannot be served."""
         pool = [candidate for candidate in self.candidates if candidate.speculation == "none"]
         for round_number in range(len(ROUNDS_S)):
             if round_number == 1 and len(pool) <= FINALISTS:
@@ -143,6 +145,7 @@ class Search:
             results = self._round(pool, round_number)
             able = [result for result in results if not self._is_out(result)]
             if round_number + 1 == len(ROUNDS_S):
+                self._repeat(results)
                 return results
             best = survivors(able, self.recipe, self._num_kept(len(able), round_number))
             if round_number == 0:
@@ -150,6 +153,16 @@ class Search:
             else:
                 pool = [candidate for candidate in pool if self._is_kept(candidate, best)]
         raise AssertionError("the last round returns")
+
+    def _repeat(self, finalists: Sequence[Result]) -> None:
+        """Measure those again that may or may not be as fast as the fastest."""
+        for round_number in range(len(ROUNDS_S), MAX_ROUNDS):
+            able = [result for result in finalists if self.why_not(result) is None]
+            self._round([result.candidate for result in undecided(able, round_number)], round_number)
+
+    def why_not(self, result: Result) -> str | None:
+        """The reason why a measured candidate cannot be chosen, or None."""
+        return why_not(result, self.state.quality.get(result.candidate.precision), self.recipe)
 
     @staticmethod
     def _num_kept(count: int, round_number: int) -> int:

@@ -1,5 +1,7 @@
 """Limits, the Pareto front, and the rule of the choice."""
 
+from itertools import permutations
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +15,8 @@ from tandem_cli.optimization.choice import (
     over_limits,
     pareto,
     survivors,
+    thriftiest,
+    undecided,
     why_not,
 )
 from tandem_cli.optimization.recipe import Recipe
@@ -41,6 +45,51 @@ def test_of_equally_fast_ones_the_simpler_one_is_chosen(speed: float, is_simple:
     assert choice is not None
     assert choice.result is (simple if is_simple else fast)
     assert choice.equal == ((fast.candidate.name,) if is_simple else ())
+
+
+def test_the_order_of_equally_fast_ones() -> None:
+    """Fewer processes, then less memory, then fewer parts; a few percent of memory are no less."""
+    few, small, plain, other = (
+        result(200, "gptq", layout=Layout(0, 1)),
+        result(201, "int4", layout=Layout(0, 2)),
+        result(202, "int8", layout=Layout(0, 2)),
+        result(203, "gptq", layout=Layout(0, 2)),
+    )
+    for each, memory in ((few, 9e9), (small, 5e9), (plain, 8.1e9), (other, 8e9)):
+        each.rounds[0]["memory_bytes"] = memory
+    expected = [few, small, plain, other]
+    for shuffled in permutations(expected):
+        assert thriftiest(shuffled) == expected
+        choice = choose(shuffled)
+        assert choice is not None
+        assert choice.result is few
+
+
+def test_one_bad_round_decides_nothing() -> None:
+    slow, fast = result(100), result(120, "int8")
+    for number, speeds in ((1, (101, 119)), (2, (99, 60)), (3, (100, 121))):
+        for each, speed in zip((slow, fast), speeds, strict=True):
+            each.rounds[number] = each.rounds[0] | {"output_tokens_per_s": speed}
+    choice = choose([slow, fast])
+    assert choice is not None
+    assert choice.result is fast
+
+
+def test_who_is_measured_again() -> None:
+    fast, near, far = result(200), result(190, "int8"), result(100, "int4")
+    assert undecided([fast, near, far], before=1) == [fast, near, far], "one round says nothing of noise"
+    for number, speeds in ((1, (200, 194, 101)), (2, (200, 187, 100)), (3, (200, 191, 102))):
+        for each, speed in zip((fast, near, far), speeds, strict=True):
+            each.rounds[number] = each.rounds[0] | {"output_tokens_per_s": speed}
+    assert undecided([fast, near, far], before=4) == [fast, near]
+    assert undecided([fast, far], before=4) == []
+    assert undecided([fast], before=4) == []
+
+
+def test_of_those_about_as_fast_as_the_last_the_thriftiest_survive() -> None:
+    best, many, few = result(300), result(203, layout=Layout(0, 4)), result(200, layout=Layout(0, 1))
+    assert survivors([best, many, few], Recipe(), 2) == [best, few]
+    assert survivors([best, many, few], Recipe(), 1) == [best]
 
 
 def test_nothing_to_choose_from() -> None:

@@ -1,18 +1,29 @@
 """Successive halving over candidates that are not served: rounds, judging, failures, going on after an interrupt."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import exp
 from pathlib import Path
+from random import Random
 
 import pytest
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout, combine
-from tandem_cli.optimization.choice import PrecisionQuality, Result
+from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
 from tandem_cli.optimization.progress import TimeLeft, show_time
 from tandem_cli.optimization.recipe import Recipe
-from tandem_cli.optimization.search import FINALISTS, ROUNDS_S, Search, State, needs_all_answers, requests_of
+from tandem_cli.optimization.search import (
+    FINALISTS,
+    MAX_ROUNDS,
+    ROUNDS_S,
+    Search,
+    State,
+    needs_all_answers,
+    requests_of,
+)
 from tandem_cli.optimization.serving import Answer, Served
 
 ABOUT = {"data": "d", "model": "m"}
@@ -42,6 +53,10 @@ class Mesh:
     broken: tuple[str, ...] = ()
     changing: tuple[str, ...] = ()
     interrupt_after: int = 10**9
+    noise: float = 0.0
+    """Standard deviation of the logarithm of a measured speed. The machine as a whole changes as much every 8 runs."""
+    random: Random = field(default_factory=lambda: Random(0))
+    machine: float = 0.0
     served: list[tuple[str, int]] = field(default_factory=list)
     judged: list[str] = field(default_factory=list)
 
@@ -51,7 +66,9 @@ class Mesh:
         if candidate.name in self.broken:
             raise RunFailed("it does not start")
         self.served.append((candidate.name, num_timed))
-        speed = self.speeds.get(candidate.name, 100.0)
+        if len(self.served) % 8 == 0:
+            self.machine = self.random.gauss(0, self.noise)
+        speed = self.speeds.get(candidate.name, 100.0) * exp(self.machine + self.random.gauss(0, self.noise))
         figures = {"output_tokens_per_s": speed, "num_ok": float(num_timed), "requests_per_s": RATE}
         count = max(num_timed, NUM_JUDGED if needs_all_answers(self.state, candidate) else 0)
         ids = [9] if candidate.name in self.changing else [1, 2]
@@ -73,7 +90,7 @@ def state(tmp_path: Path) -> State:
 
 def test_rounds_grow_while_candidates_become_fewer(state: State) -> None:
     names = [candidate.name for candidate in CANDIDATES]
-    mesh = Mesh(state, {name: 100.0 + index for index, name in enumerate(names)})
+    mesh = Mesh(state, {name: 100 * 1.2**index for index, name in enumerate(names)})
     final = mesh.search().run()
     by_requests = {number: [name for name, count in mesh.served if count == number] for number in (16, 32, 64, 160)}
     assert by_requests[16] == names[:1], "its speed is not known yet"
@@ -93,6 +110,44 @@ def test_all_finalists_are_measured_twice(state: State) -> None:
     names = [name for name, count in mesh.served if count == 160]
     assert names == [result.candidate.name for result in final] * 2
     assert len(final) == FINALISTS
+
+
+@pytest.mark.parametrize(
+    ("noise", "simple", "num_same"),
+    [(0.01, 0.92, 60), (0.03, 0.85, 60), (0.06, 0.85, 58), (0.03, 0.98, 54)],
+    ids=["8 % apart", "15 % apart", "15 % apart on a busy machine", "equal"],
+)
+def test_noise_does_not_change_the_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, noise: float, simple: float, num_same: int
+) -> None:
+    """Two candidates of which the simpler one is slower. If it is slower by more than 5 %, the other one is chosen."""
+    monkeypatch.setattr(State, "save", lambda self: None)
+    fast_name, simple_name = "int4, 2 colocated", "int8, 1 colocated"
+    speeds = {fast_name: 200.0, simple_name: 200.0 * simple}
+    chosen: Counter[str] = Counter()
+    for seed in range(60):
+        state = State.open(tmp_path / str(seed) / "state.json", ABOUT, CANDIDATES)
+        search = Mesh(state, speeds, noise=noise, random=Random(seed)).search()
+        choice = choose(search.run())
+        assert choice is not None
+        chosen[choice.result.candidate.name] += 1
+    assert chosen[simple_name if simple >= 0.95 else fast_name] >= num_same, chosen
+
+
+def test_who_may_or_may_not_be_as_fast_is_measured_again(state: State) -> None:
+    fast_name, other = "int4, 2 colocated", "int8, 1 colocated"
+    mesh = Mesh(state, {fast_name: 200.0, other: 190.0}, noise=0.02)
+    final = mesh.search().run()
+    longest = [name for name, count in mesh.served if count == 160]
+    first, repeated = longest[: 2 * len(final)], longest[2 * len(final) :]
+    assert {fast_name, other} <= set(first)
+    times = Counter(repeated)
+    most = MAX_ROUNDS - len(ROUNDS_S)
+    assert times.pop(fast_name) == times.pop(other) == most, "which side of 5 % 0.95 is on is never certain"
+    assert all(count < most for count in times.values())
+    again = Mesh(State.open(state.path, ABOUT, CANDIDATES), noise=0.02)
+    again.search().run()
+    assert again.served == []
 
 
 def test_few_candidates_need_no_round_to_drop_out_of(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.layer import Layer, take_layer, take_norm
-from engine.models.linear import Adapters, LinearLayer, Norm, Rows, make_linear
+from engine.models.linear import Adapters, LinearLayer, Norm, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import RotaryEmbedding, rotate
@@ -104,7 +104,8 @@ class Decoder:
 
     def _run_layer(self, index: int, residual: Tensor, rotation: Rotation | None, metadata: ForwardMetadata) -> Tensor:
         layer = self._layers[index - self.layers.first]
-        x = layer.qkv.ops.norm(residual, layer.input_norm)
+        is_post = layer.block == "post"
+        x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
         queries, keys, values = self._project(layer.qkv(x), layer, rotation)
         layer_cache, window = self._cache.layer(index), self.config.windows[index]
         mixed = self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
@@ -112,6 +113,9 @@ class Decoder:
         if layer.parallel:
             beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
             return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
+        if is_post:
+            residual = layer.input_norm(layer.o.add_to(residual, mixed))
+            return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
         residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
         return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
 
@@ -130,14 +134,18 @@ class Decoder:
 
 
 class _Ends:
-    """Embedding, final norm and output matrix."""
+    """Embedding, final norm and output matrix, and the projections if these are narrower than the layers."""
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
         self._config = config
         self._embed = parameters.take("embed")
         self._positions = parameters.take_optional("positions")
         self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
-        self._final_norm = take_norm(parameters, "final_norm", config)
+        self._final_norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
+        self._project_in, self._project_out = (
+            None if config.embed_size is None else make_linear(parameters.take_linear(name))
+            for name in ("project_in", "project_out")
+        )
         self._lm_head = make_linear(parameters.take_output(self._embed))
         # In the dtype of the rows, as transformers rounds it. A step that is captured must not make it of a number.
         self._embed_scale = torch.tensor(config.embed_scale, dtype=self._embed.dtype, device=self._embed.device)
@@ -147,18 +155,27 @@ class _Ends:
         x = self._embed[token_ids]
         if self._config.embed_scale != 1.0:
             x = x * self._embed_scale
+        if self._project_in is not None:
+            x = self._project_in(self._project_in.ops.rows(x))
         if self._positions is not None:
             x = x + self._positions[positions]
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        config = self._config
-        logits = self._lm_head(self._lm_head.ops.norm(hidden, self._final_norm)).to(torch.float32)
+        config, lm_head, project = self._config, self._lm_head, self._project_out
+        if project is None:
+            rows = self._normed(lm_head.ops, hidden)
+        else:
+            rows = lm_head.ops.rows(project(self._normed(project.ops, hidden)))
+        logits = lm_head(rows).to(torch.float32)
         if config.logit_scale != 1.0:
             logits = logits * config.logit_scale
         if config.logit_softcap is not None:
             logits = torch.tanh(logits / config.logit_softcap) * config.logit_softcap
         return logits
+
+    def _normed(self, ops: Ops, hidden: Tensor) -> Rows:
+        return ops.rows(hidden) if self._final_norm is None else ops.norm(hidden, self._final_norm)
 
 
 def _add(residual: Tensor, part: LinearLayer, rows: Rows, out_norm: Norm | None) -> Tensor:

@@ -125,12 +125,13 @@ class Summed:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS.
+    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS, whose key is `block`.
 
-    `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm.
+    `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
+    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP.
     """
 
-    parallel: bool
+    block: str
     input_norm: Norm
     qkv: LinearLayer
     q_norm: Norm | None
@@ -140,6 +141,10 @@ class Layer:
     post_norm: Norm
     mlp: Mlp
     mlp_out_norm: Norm | None
+
+    @property
+    def parallel(self) -> bool:
+        return self.block.startswith("parallel")
 
     @property
     def shares_norm(self) -> bool:
@@ -160,7 +165,7 @@ def take_layer(
     o = _take_linear(parameters, f"{prefix}o", adapters)
     mlp = _take_any_mlp(parameters, index, config, ranks, adapters)
     return Layer(
-        parallel=config.block.startswith("parallel"),
+        block=config.block,
         input_norm=norms["input_norm"],
         qkv=_take_linear(parameters, f"{prefix}qkv", adapters),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),

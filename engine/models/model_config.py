@@ -129,6 +129,8 @@ class TensorNames:
 
     embed: str = "model.embed_tokens"
     embed_norm: str = ""
+    project_in: str = ""
+    project_out: str = ""
     positions: str = ""
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
@@ -178,10 +180,12 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "parallel": ("input_norm", "post_norm"),
     "parallel-shared": ("input_norm",),
     "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
+    "post": ("input_norm", "post_norm"),
 }
 """Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
 Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
-attention and MLP are normed, too."""
+attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
+the residual itself is normed (as in Vaswani et al. 2017)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +257,10 @@ class ModelConfig:
     mlp_bias: bool = False
     lm_head_bias: bool = False
 
+    embed_size: int | None = None
+    """Width of the embedding and of the output matrix, if it is not `hidden_size`: two matrices project between."""
     embed_norm: bool = False
+    final_norm: bool = True
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP."""
@@ -268,6 +275,10 @@ class ModelConfig:
         if self.positions != "rotary" or self.counts_scaled_positions:
             return self.max_position_embeddings
         return self.rope.max_positions(self.max_position_embeddings)
+
+    @property
+    def embed_width(self) -> int:
+        return self.embed_size or self.hidden_size
 
     @property
     def whole_prompts(self) -> bool:

@@ -87,20 +87,24 @@ class ParameterSpec:
 
 def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     """Every parameter of the model; a tied output matrix is not listed."""
-    names, hidden, vocab = config.tensors, config.hidden_size, config.vocab_size
+    names, hidden, vocab, width = config.tensors, config.hidden_size, config.vocab_size, config.embed_width
     model = _SpecBuilder(config, "", "")
-    model.add("embed", (vocab, hidden), [Source(f"{names.embed}.weight", (vocab, hidden))])
+    model.add("embed", (vocab, width), [Source(f"{names.embed}.weight", (vocab, width))])
+    if width != hidden:
+        model.linear("project_in", [(names.project_in, hidden, None)], width, has_bias=False)
+        model.linear("project_out", [(names.project_out, width, None)], hidden, has_bias=False)
     if config.positions == "learned":
         num_rows = config.max_position_embeddings + names.first_position
         table = Source(f"{names.positions}.weight", (num_rows, hidden), np.arange(names.first_position, num_rows))
         model.add("positions", (config.max_position_embeddings, hidden), [table])
     if config.embed_norm:
         model.norm("embed_norm", names.embed_norm)
-    model.norm("final_norm", names.final_norm)
+    if config.final_norm:
+        model.norm("final_norm", names.final_norm)
     if not config.tied:
-        stored = Source(f"{names.lm_head}.weight", (vocab, hidden))
+        stored = Source(f"{names.lm_head}.weight", (vocab, width))
         model.specs.append(
-            ParameterSpec("lm_head", (vocab, hidden), (stored,), unit_rows=names.unit_lm_head, is_matrix=True)
+            ParameterSpec("lm_head", (vocab, width), (stored,), unit_rows=names.unit_lm_head, is_matrix=True)
         )
     if config.lm_head_bias:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])

@@ -103,7 +103,7 @@ def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: Rank
     specs = [_cut_by_inputs(spec, config, share) if spec.is_held else spec for spec in specs]
     if share.stage == 0 and share.rank > 0:
         # Without it the output matrix would be the embedding.
-        specs.append(ParameterSpec("lm_head", (0, config.hidden_size), (), is_matrix=True))
+        specs.append(ParameterSpec("lm_head", (0, config.embed_width), (), is_matrix=True))
     return specs
 
 

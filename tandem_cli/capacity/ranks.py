@@ -120,7 +120,7 @@ def _weights_bytes(
         itemsize = precision.weight_bytes if spec.is_matrix or is_output else precision.other_bytes
         num_bytes += prod(spec.held_shape) * itemsize
     if cut == "outputs" and share.rank == 0 and config.tied:
-        num_bytes += share.vocab.count * config.hidden_size * precision.weight_bytes
+        num_bytes += share.vocab.count * config.embed_width * precision.weight_bytes
     return num_bytes
 
 

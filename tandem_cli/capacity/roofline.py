@@ -106,7 +106,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     vectors = sum(prod(shape) for shape in shapes.values() if len(shape) == 1) + matrices.get("positions", 0)
     return ModelSize(
         linear_params=linear,
-        vocabulary_params=config.vocab_size * config.hidden_size,
+        vocabulary_params=config.vocab_size * config.embed_width,
         vector_params=vectors,
         tied=config.tied,
         num_layers=config.num_layers,

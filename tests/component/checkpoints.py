@@ -75,6 +75,12 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "gpt_neox", intermediate_size=96, use_parallel_residual=False, attention_bias=False, rotary_pct=1.0
     ),
     "opt": lambda: _model("opt", ffn_dim=96, max_position_embeddings=512),
+    "opt-350m": lambda: _model(
+        "opt", ffn_dim=96, max_position_embeddings=512, do_layer_norm_before=False, word_embed_proj_dim=48
+    ),
+    "opt-no-final-norm": lambda: _model(
+        "opt", ffn_dim=96, max_position_embeddings=512, _remove_final_layer_norm=True, tie_word_embeddings=False
+    ),
     "bloom": lambda: _model("bloom"),
     "bloom-6-heads": lambda: _model("bloom", hidden_size=96, num_attention_heads=6),
     "falcon-7b": lambda: _model("falcon"),

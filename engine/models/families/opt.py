@@ -1,12 +1,16 @@
-"""OPT: GPT-2's architecture with ReLU; the first two rows of its position table are unused."""
+"""OPT: GPT-2's architecture with ReLU; the first two rows of its position table are unused.
+
+OPT 350M norms the residual after each addition, has no final norm, and an embedding narrower than its layers.
+"""
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse
-from mesh.domain.errors import ConfigurationError
+from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer, refuse
 
 _TENSORS = TensorNames(
     embed="model.decoder.embed_tokens",
+    project_in="model.decoder.project_in",
+    project_out="model.decoder.project_out",
     positions="model.decoder.embed_positions",
     final_norm="model.decoder.final_layer_norm",
     layer="model.decoder.layers.{}",
@@ -20,14 +24,16 @@ _TENSORS = TensorNames(
 
 
 def opt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """OPT, except 350M, which norms after each addition and has an embedding narrower than its layers."""
-    refuse(raw, do_layer_norm_before=False, _remove_final_layer_norm=True, layer_norm_elementwise_affine=False)
-    if raw.get("word_embed_proj_dim", plain.hidden_size) != plain.hidden_size:
-        raise ConfigurationError("config.json: word_embed_proj_dim other than hidden_size is not supported")
+    refuse(raw, layer_norm_elementwise_affine=False)
+    norms_before = bool(raw.get("do_layer_norm_before", True))
+    embed_size = integer(raw, "word_embed_proj_dim", default=plain.hidden_size)
     bias = bool(raw.get("enable_bias", True))
     return replace(
         plain,
         tensors=_TENSORS,
+        block="sequential" if norms_before else "post",
+        embed_size=None if embed_size == plain.hidden_size else embed_size,
+        final_norm=norms_before and not raw.get("_remove_final_layer_norm", False),
         norm="layer",
         norm_bias=True,
         norm_eps=1e-5,

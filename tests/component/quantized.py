@@ -180,6 +180,14 @@ _OF_INT4 = {"group_size": INT4_GROUP}
 INT4_FORMS: dict[str, Form] = {
     "awq-32": Form(FORMS["awq"].config | _OF_INT4, lambda weight: awq(weight, INT4_GROUP)),
     "gptq-32": Form(_GPTQ | _OF_INT4, lambda weight: gptq(weight, group=INT4_GROUP)),
+    "gptq-32-zeros": Form(
+        _GPTQ | _OF_INT4 | {"sym": False, "checkpoint_format": "gptq_v2"},
+        lambda weight: gptq(weight, version=2, symmetric=False, group=INT4_GROUP),
+    ),
+    "w4a16-32-zeros": Form(
+        compressed("pack-quantized", _INT4 | _OF_INT4 | {"symmetric": False}),
+        lambda weight: w4a16(weight, symmetric=False, group=INT4_GROUP),
+    ),
     "w4a16-32": Form(compressed("pack-quantized", _INT4 | _OF_INT4), lambda weight: w4a16(weight, group=INT4_GROUP)),
 }
 """Forms that the compiled decoder multiplies as they are stored."""

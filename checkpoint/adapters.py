@@ -6,7 +6,7 @@ router: two files with one name are two adapters.
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -22,6 +22,8 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
 _PREFIX = "base_model.model."
 _PARTS = ("lora_A", "lora_B")
 _READ_BYTES = 1 << 20
+_PANEL = 16
+_NUMBER_BYTES = 4
 # What changes an adapter's arithmetic, with the values of a plain LoRA.
 _PLAIN: Mapping[str, tuple[object, ...]] = {
     "peft_type": ("LORA",),
@@ -70,9 +72,21 @@ class AdapterFiles:
         return max(matrix.rank for matrix in self.matrices.values())
 
     @property
-    def num_padded(self) -> int:
-        """Numbers of its matrices, with ranks rounded up to 16 as in the compiled decoder."""
-        return sum(-(-m.rank // 16) * 16 * (m.a.shape[1] + m.b.shape[0]) for m in self.matrices.values())
+    def num_packed(self) -> int:
+        """Numbers of its matrices as the compiled decoder has them: in panels of 16 outputs."""
+        matrices = self.matrices.values()
+        return sum(_padded(m.rank) * m.a.shape[1] + _padded(m.b.shape[0]) * m.rank for m in matrices)
+
+
+def _padded(num_outputs: int) -> int:
+    return -(-num_outputs // _PANEL) * _PANEL
+
+
+def adapters_bytes(adapters: Sequence[AdapterFiles], num_slots: int) -> int:
+    """Memory that one rank takes for adapters of which `num_slots` are loaded at once."""
+    sizes = [adapter.num_packed for adapter in adapters]
+    is_limited = num_slots < len(sizes)  # then the largest may have been in any slot
+    return _NUMBER_BYTES * (num_slots * max(sizes) if is_limited else sum(sizes))
 
 
 def find_adapters(text: str) -> dict[str, Path]:
@@ -104,10 +118,12 @@ def _configs(folder: Path) -> list[Path]:
     return configs
 
 
-def read_adapter(name: str, folder: Path, max_rank: int) -> AdapterFiles:
-    """Read the headers of an adapter. Raises ConfigurationError, which names the adapter and what is wrong with it."""
+def read_adapter(name: str, folder: Path, max_rank: int, digest: str | None = None) -> AdapterFiles:
+    """Read the headers of an adapter, and all of it for its digest unless that is given. Raises ConfigurationError,
+    which names the adapter and what is wrong with it.
+    """
     try:
-        return _read(name, folder, max_rank)
+        return _read(name, folder, max_rank, digest)
     except ConfigurationError as error:
         raise ConfigurationError(f"adapter {name}: {error}") from error
 
@@ -125,7 +141,7 @@ def require_unchanged(adapter: AdapterFiles) -> None:
         )
 
 
-def _read(name: str, folder: Path, max_rank: int) -> AdapterFiles:
+def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> AdapterFiles:
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             hint = f"; run tandem convert {folder} OUT" if (folder / "adapter_model.bin").exists() else ""
@@ -136,9 +152,8 @@ def _read(name: str, folder: Path, max_rank: int) -> AdapterFiles:
     matrices = {module: _matrix(module, parts, config) for module, parts in _by_module(stored).items()}
     if not matrices:
         raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices")
-    adapter = AdapterFiles(
-        name, folder, _digest(folder, config), str(config.get("base_model_name_or_path") or ""), matrices
-    )
+    base = str(config.get("base_model_name_or_path") or "")
+    adapter = AdapterFiles(name, folder, digest or _digest(folder, config), base, matrices)
     if adapter.rank > max_rank:
         raise ConfigurationError(f"its rank is {adapter.rank}, over max_lora_rank {max_rank}: raise max_lora_rank")
     return adapter

@@ -143,14 +143,11 @@ def reserve_blocks(
 def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int = 0) -> KVReservation:
     """Announce a worker that loads the model and its adapters, and takes `later_bytes` after its KV."""
     device = torch.device(settings.device)
-    sizes = [adapter.num_padded for adapter in settings.adapters]
-    is_limited = settings.num_adapter_slots < len(sizes)  # then the largest may have been in any slot
-    numbers = settings.num_adapter_slots * max(sizes) if is_limited else sum(sizes)
-    adapter_bytes = torch.float32.itemsize * numbers
     if (partition := read_partition(settings.model_dir)) is not None:
         mapped_bytes = {partition.identity: partition.num_bytes}
-        return KVReservation.enter(device, settings.kv_memory, partition.num_bytes + adapter_bytes, mapped_bytes)
-    num_bytes = weights_bytes(settings, specs_of(settings, config)) + adapter_bytes
+        num_bytes = partition.num_bytes + settings.adapter_bytes
+        return KVReservation.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
+    num_bytes = weights_bytes(settings, specs_of(settings, config)) + settings.adapter_bytes
     return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 
 

@@ -72,9 +72,10 @@ def _adapter_slots(settings: RunnerSettings, model: _AnyModel) -> AdapterSlots |
     if not settings.adapters:
         return None
     assert not isinstance(model, EncoderDecoder)
+    specs = parameter_specs(model.config)
 
     def put(slot: int, adapter: AdapterFiles) -> None:
-        model.put_adapter(slot, load_adapter(adapter, model.config))
+        model.put_adapter(slot, load_adapter(adapter, specs))
 
     return AdapterSlots(settings.adapters, settings.num_adapter_slots, put)
 
@@ -89,7 +90,8 @@ def _load_model(
         parameters = load_parameters(settings, config, specs_of(settings, config), on_progress)
         return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
     reason = why_eager(settings, config, layout)
-    shapes = adapter_shapes(settings.adapters, config)  # one that does not fit is refused before the model is read
+    # An adapter that does not fit is refused before the model is read.
+    shapes = adapter_shapes(settings.adapters, parameter_specs(config))
     if reason is None:
         packed = load_packed(settings, config, rank_share(config), on_progress)
         return lambda cache: CompiledDecoder(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from checkpoint.adapters import AdapterFiles
+from checkpoint.adapters import AdapterFiles, adapters_bytes
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.kv_memory import KVMemorySettings
 from engine.settings import NO_GRAPHS, GraphSettings, require_known
@@ -48,10 +48,6 @@ class RunnerSettings:
         require_known(self)
         if self.block_size < 1 or self.layers_per_group < 1:
             raise ConfigurationError("block_size and layers_per_group must be at least 1")
-        if self.adapters and self.degrees.num_ranks > 1:
-            raise ConfigurationError(
-                f"adapters work with one rank, not {self.degrees}: set tensor_parallel and pipeline_parallel to 1"
-            )
         if self.num_blocks is not None and self.num_blocks < 1:
             raise ConfigurationError(f"num_blocks must be at least 1, got {self.num_blocks}")
 
@@ -62,6 +58,13 @@ class RunnerSettings:
     @property
     def num_adapter_slots(self) -> int:
         return min(len(self.adapters), self.max_loaded_adapters or len(self.adapters))
+
+    @property
+    def adapter_bytes(self) -> int:
+        """Memory for adapters in all ranks. The ranks of a stage divide only what adapters add to queries, keys and
+        values, which is not taken off here.
+        """
+        return self.tensor_parallel * adapters_bytes(self.adapters, self.num_adapter_slots)
 
     @property
     def scheme(self) -> str:

@@ -1,28 +1,28 @@
 """LoRA adapters (Hu et al. 2022) as they are loaded: y += b (a x), for the rows that use the adapter.
 
 A parameter may merge several modules of the checkpoint, as "qkv" does. Each module that an adapter changes is a piece,
-which adds to some outputs of the parameter. The eager decoder computes pieces in `linear.py`; the compiled decoder has
-them packed (`packed_adapters.py`).
+which adds to some outputs of the parameter. A rank has the part of a piece for the outputs or inputs that its specs
+hold. The eager decoder computes pieces in `linear.py`; the compiled decoder has them packed (`packed_adapters.py`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from checkpoint.adapters import AdapterFiles, AdapterMatrix
 from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
-from engine.models.model_config import ModelConfig
-from engine.models.parameters import ParameterSpec, Source, parameter_specs
+from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _MAX_NAMED = 3
 
 
-class Piece(NamedTuple):
+class ModulePiece(NamedTuple):
     """Outputs `[first, first + len(b))` of a parameter change by b (a x). a: [rank, inputs], b: [outputs, rank] with
     the adapter's scale; both are fp32.
     """
@@ -32,36 +32,38 @@ class Piece(NamedTuple):
     first: int
 
 
-AdapterWeights = Mapping[str, tuple[Piece, ...]]
+AdapterWeights = Mapping[str, tuple[ModulePiece, ...]]
 """The pieces of one adapter, by the name of the parameter."""
 
 
 _Read = Callable[[StoredTensor, str], Tensor]
 
 
-def load_adapter(adapter: AdapterFiles, config: ModelConfig) -> AdapterWeights:
-    """Read an adapter of a model. Raises ConfigurationError, which names the adapter, if it does not fit."""
-    return _load(adapter, parameter_specs(config), _values)
+def load_adapter(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> AdapterWeights:
+    """Read the part of an adapter that changes what `specs` hold: all parameters of a model, or those of
+    `share.adapter_specs`. Raises ConfigurationError, which names the adapter, if it does not fit the model.
+    """
+    return _load(adapter, specs, _values)
 
 
-def adapter_shapes(adapters: Sequence[AdapterFiles], config: ModelConfig) -> list[AdapterWeights]:
+def adapter_shapes(adapters: Sequence[AdapterFiles], specs: Sequence[ParameterSpec]) -> list[AdapterWeights]:
     """As `load_adapter` of each, on torch's device "meta": nothing is read, but shapes are checked."""
-    specs = parameter_specs(config)
     return [_load(adapter, specs, _shape) for adapter in adapters]
 
 
 def _load(adapter: AdapterFiles, specs: Sequence[ParameterSpec], read: _Read) -> AdapterWeights:
     try:
         _require_known(adapter, specs)
-        pieces = {spec.name: tuple(_pieces(adapter, spec, read)) for spec in specs if _is_adaptable(spec)}
+        held = (spec for spec in specs if spec.is_held and _is_adaptable(spec))
+        pieces = {spec.name: tuple(_pieces(adapter, spec, read)) for spec in held}
     except (OSError, ConfigurationError) as error:
         raise ConfigurationError(f"adapter {adapter.name}: {error}") from error
     return {name: found for name, found in pieces.items() if found}
 
 
 def _is_adaptable(spec: ParameterSpec) -> bool:
-    """True for the matrices of attention, and of an MLP that all rows pass through."""
-    return spec.is_matrix and spec.name.startswith("layers.") and spec.name.count(".") == 2
+    """True for the matrices of attention, MLPs and experts."""
+    return spec.is_matrix and spec.name.startswith("layers.")
 
 
 def _require_known(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> None:
@@ -73,8 +75,8 @@ def _require_known(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> Non
         )
     if refused := [module for module in adapter.matrices if not known[module]]:
         raise ConfigurationError(
-            f"{_some(refused)} cannot have an adapter, only attention and plain MLPs can: train the adapter without "
-            "it, or merge it into its base model"
+            f"{_some(refused)} cannot have an adapter, only the matrices of attention, MLPs and experts can: train "
+            "the adapter without it, or merge it into its base model"
         )
 
 
@@ -87,14 +89,25 @@ def _some(modules: Sequence[str]) -> str:
     return f"module {', '.join(modules[:_MAX_NAMED])}{more}"
 
 
-def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator[Piece]:
+def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator[ModulePiece]:
     first = 0
     for source in spec.sources:
         matrix = adapter.matrices.get(_module(source))
         if matrix is not None:
             a, b = _factors(matrix, source, read)
-            yield Piece(a, b * (matrix.scale * spec.factor), first)
+            yield from _held(ModulePiece(a[:, spec.input_slice], b * (matrix.scale * spec.factor), first), spec)
         first += source.num_rows
+
+
+def _held(piece: ModulePiece, spec: ParameterSpec) -> Iterator[ModulePiece]:
+    """The part of the piece for the outputs that the rank holds, if any; they are in ascending order."""
+    if spec.held_rows is None:
+        yield piece
+        return
+    first, end = np.searchsorted(spec.held_rows, (piece.first, piece.first + len(piece.b))).tolist()
+    if first < end:
+        rows = torch.from_numpy(spec.held_rows[first:end] - piece.first)
+        yield ModulePiece(piece.a, piece.b[rows], first)
 
 
 def _factors(matrix: AdapterMatrix, source: Source, read: _Read) -> tuple[Tensor, Tensor]:

@@ -129,7 +129,7 @@ class CompiledDecoder:
         self._bf16 = is_quantised and has_amx() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
-        self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots)
+        self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
         self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
         self._cache = cache.elements
         self._model = Model(
@@ -179,7 +179,7 @@ class CompiledDecoder:
         batch = kernel_batch(metadata, model.shape.block_size, rotation)
         operands, cache = self._operands(num_tokens, model.weights), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
-        adapted = self._adapters.step(metadata.adapters, num_tokens, self._buffers, self._thread_buffers)
+        adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
         work = [
             Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache, thread_adapted)
             for operand, thread_scratch, thread_adapted in zip(operands, scratch, adapted, strict=False)

@@ -56,11 +56,14 @@ class Experts:
     Experts run in order, each with all of its rows, so a row's result does not depend on its batch.
     """
 
-    def __init__(self, config: ExpertsConfig, router: Tensor, experts: Mapping[int, DenseMlp]) -> None:
+    def __init__(
+        self, config: ExpertsConfig, router: Tensor, experts: Mapping[int, DenseMlp], adapters: Adapters
+    ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
         self._router = router  # [num_experts, hidden_size]
         self._experts = experts
+        self._adapters = adapters
 
     def __call__(self, x: Rows) -> Tensor:
         values = self.ops.values(x)
@@ -71,7 +74,8 @@ class Experts:
             if not selected[expert]:
                 continue
             rows = weights[:, expert].nonzero()[:, 0]
-            result = mlp(self.ops.rows(values[rows]))
+            with self._adapters.among(rows):
+                result = mlp(self.ops.rows(values[rows]))
             total.index_add_(0, rows, result * weights[rows, expert, None])
         return total
 
@@ -156,8 +160,8 @@ def take_layer(
     parameters: Parameters,
     index: int,
     config: ModelConfig,
-    ranks: SummingGroup | None = None,
-    adapters: Adapters | None = None,
+    ranks: SummingGroup | None,
+    adapters: Adapters,
 ) -> Layer:
     """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share."""
     prefix = f"layers.{index}."
@@ -188,28 +192,28 @@ def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> N
     return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
 
 
-def _take_linear(parameters: Parameters, name: str, adapters: Adapters | None = None) -> LinearLayer:
+def _take_linear(parameters: Parameters, name: str, adapters: Adapters) -> LinearLayer:
     matrix = parameters.take_linear(name)
-    return make_linear(matrix) if adapters is None else adapters.around(name, make_linear(matrix), matrix.weight)
+    return adapters.around(name, make_linear(matrix), matrix.weight)
 
 
-def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, adapters: Adapters | None = None) -> DenseMlp:
+def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, adapters: Adapters) -> DenseMlp:
     up = _take_linear(parameters, prefix + ("gate_up" if config.gated else "up"), adapters)
     down = _take_linear(parameters, f"{prefix}down", adapters)
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
 def _take_any_mlp(
-    parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None, adapters: Adapters | None
+    parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None, adapters: Adapters
 ) -> Mlp:
     prefix, facts = f"layers.{index}.", config.experts
     if facts is None or not facts.layers[index]:
         return _take_mlp(parameters, prefix, config, adapters)
     router = parameters.take(f"{prefix}router")
     held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
-    mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config) for i in range(held.first, held.end)}
-    experts = Experts(facts, router, mlps)
+    mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config, adapters) for i in range(held.first, held.end)}
+    experts = Experts(facts, router, mlps, adapters)
     if not facts.shared_size:
         return experts
-    shared = _take_mlp(parameters, f"{prefix}shared.", config)
+    shared = _take_mlp(parameters, f"{prefix}shared.", config, adapters)
     return SharedExpert(experts, shared, parameters.take_optional(f"{prefix}shared_gate"))

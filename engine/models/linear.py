@@ -8,7 +8,8 @@ its batch.
 CONTRIBUTING.md has the recipe for a new scheme.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -22,7 +23,7 @@ from engine.attention.backend import AdapterRows
 from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
-from engine.models.adapters import AdapterWeights, Piece
+from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.schemes import LinearParameters
 from mesh.domain.errors import ConfigurationError
 
@@ -310,6 +311,20 @@ class Adapters:
     def begin(self, rows: tuple[AdapterRows, ...]) -> None:
         self.rows = rows
 
+    @contextmanager
+    def among(self, chosen: Tensor) -> Iterator[None]:
+        """Meanwhile layers get only the chosen rows of the pass: [num_chosen] int64, ascending."""
+        whole = self.rows
+        if whole:
+            bounds = torch.tensor([(first, end) for _, first, end in whole], device=chosen.device)
+            places = torch.searchsorted(chosen, bounds).tolist()
+            some = (AdapterRows(rows.slot, *place) for rows, place in zip(whole, places, strict=True))
+            self.rows = tuple(rows for rows in some if rows.first < rows.end)
+        try:
+            yield
+        finally:
+            self.rows = whole
+
     def around(self, name: str, linear: LinearLayer, matrix: Tensor) -> LinearLayer:
         """The layer of parameter `name` with what adapters add to it; unchanged if none does. Their matrices are on
         the device of `matrix`, and have its type if that is a float.
@@ -334,10 +349,10 @@ class AdaptedLinear:
         self._linear = linear
         self._adapters = adapters
         self._like = like
-        self._pieces: dict[int, list[Piece]] = {}  # by slot
+        self._pieces: dict[int, list[ModulePiece]] = {}  # by slot
 
-    def put(self, slot: int, pieces: Sequence[Piece]) -> None:
-        self._pieces[slot] = [Piece(a.to(self._like), b.to(self._like), first) for a, b, first in pieces]
+    def put(self, slot: int, pieces: Sequence[ModulePiece]) -> None:
+        self._pieces[slot] = [ModulePiece(a.to(self._like), b.to(self._like), first) for a, b, first in pieces]
 
     @property
     def ops(self) -> Ops:

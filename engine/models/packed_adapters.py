@@ -1,4 +1,8 @@
-"""LoRA adapters as the loop of the compiled decoder reads them, and the buffers of a step that uses some."""
+"""LoRA adapters as the loop of the compiled decoder reads them, and the buffers of a step that uses some.
+
+Threads divide the rows of a step among them, those of all ranks of a stage: a rank has each matrix whole, but for the
+outputs of other ranks' heads.
+"""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,61 +11,71 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AdapterRows
-from engine.kernels.cpu.adapters import MAX_TILE, NUM_SITES, AdapterPieces, Piece, StepAdapters
+from engine.kernels.cpu.adapters import MAX_TILE, NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
 from engine.kernels.cpu.arguments import Floats
-from engine.kernels.cpu.buffers import Buffers, aligned, round_up
+from engine.kernels.cpu.buffers import Buffers, aligned
 from engine.kernels.cpu.machine import PANEL
-from engine.models.adapters import AdapterWeights
-from engine.models.adapters import Piece as ModulePiece
+from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.model_config import ModelConfig
+from engine.models.rank_group import SharedBuffers
+from engine.models.share import RankShare
 
 _SITES = ("qkv", "o", "gate_up", "down")  # in the order of the kernels' numbers
 
 
 class PackedAdapters:
-    """Adapters of a model in `num_slots` slots, each large enough for any of `shapes`. They are in fp32, whatever the
-    type of the weights. A slot's memory is used from its first `put` on.
+    """Adapters of a rank's layers in `num_slots` slots, each large enough for any of `shapes`. They are in fp32,
+    whatever the type of the weights. A slot's memory is used from its first `put` on.
     """
 
-    def __init__(self, config: ModelConfig, shapes: Sequence[AdapterWeights], num_slots: int) -> None:
+    def __init__(self, config: ModelConfig, shapes: Sequence[AdapterWeights], num_slots: int, share: RankShare) -> None:
         self._config = config
-        sizes = [_packed(config, weights) for weights in shapes]
+        self._share = share
+        sizes = [_packed(config, weights, share) for weights in shapes]
         self._num_pieces = max((size.num_pieces for size in sizes), default=0)
         self._num_numbers = max((size.num_numbers for size in sizes), default=0)
-        self._width = max((size.width for size in sizes), default=PANEL)
+        ranks = (len(piece.a) for weights in shapes for pieces in weights.values() for piece in pieces)
+        self._width = shrunk_width(max(ranks, default=1))
         self._pieces = AdapterPieces(
             aligned(max(num_slots * self._num_numbers, PANEL), np.float32),
             np.zeros((num_slots * self._num_pieces, len(Piece._fields)), np.int64),
-            np.zeros((num_slots, config.num_layers, NUM_SITES + 1), np.int64),
+            np.zeros((num_slots, share.layers.count, NUM_SITES + 1), np.int64),
         )
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the slots once all have been used."""
+        return self._pieces.packed.nbytes
 
     def put(self, slot: int, weights: AdapterWeights) -> None:
         """Pack an adapter into a slot, which no step uses meanwhile."""
         first_piece, first_number = slot * self._num_pieces, slot * self._num_numbers
-        packer = _packed(self._config, weights, first_number)
+        packer = _packed(self._config, weights, self._share, first_number)
         self._pieces.pieces[first_piece : first_piece + packer.num_pieces] = np.array(packer.pieces, np.int64)
         self._pieces.starts[slot] = first_piece + np.array(packer.starts, np.int64)
         packer.write(self._pieces.packed[first_number : first_number + self._num_numbers])
 
     def step(
-        self, rows: Sequence[AdapterRows], num_tokens: int, buffers: Buffers, thread_buffers: Sequence[Buffers]
+        self, rows: Sequence[AdapterRows], num_tokens: int, shared: SharedBuffers, thread_buffers: Sequence[Buffers]
     ) -> list[StepAdapters]:
-        """The arguments of each thread. Without `rows` the buffers are empty."""
-        num_rows = num_tokens if rows else 0
-        widths = {"normed": self._config.hidden_size, "shrunk": self._width}
-        widths["adapted_gate_up"] = 2 * self._config.intermediate_size
-        normed, shrunk, gate_up = (
-            buffers.get(name, num_rows * width)[: num_rows * width].reshape(num_rows, width)
-            for name, width in widths.items()
-        )
+        """The arguments of each thread; ranks share all rows. Without `rows` the buffers are empty."""
+        num_rows, gate_up_width = num_tokens if rows else 0, 2 * self._config.intermediate_size
+
+        def buffer(name: str, width: int, first_column: int = 0) -> Floats:
+            numbers: Floats = shared.get(name, (num_rows + 1) * width) if rows else np.empty(width, np.float32)
+            return numbers[first_column : first_column + num_rows * width].reshape(num_rows, width)
+
+        normed, shrunk = buffer("normed", self._config.hidden_size), buffer("shrunk", self._width)
+        gate_up = buffer("adapted_gate_up", gate_up_width)
+        own_gate_up = buffer("adapted_gate_up", gate_up_width, 2 * self._share.inner.first)
         runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
         tiles = [own.get("adapter_tile", MAX_TILE * PANEL) for own in thread_buffers]
-        return [StepAdapters(self._pieces, runs, normed, shrunk, gate_up, tile) for tile in tiles]
+        return [StepAdapters(self._pieces, runs, normed, shrunk, gate_up, own_gate_up, tile) for tile in tiles]
 
 
-def _packed(config: ModelConfig, weights: AdapterWeights, first_number: int = 0) -> "_PiecePacker":
+def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, first_number: int = 0) -> "_PiecePacker":
     packer = _PiecePacker(config.intermediate_size, first_number)
-    for layer in range(config.num_layers):
+    for layer in range(share.layers.first, share.layers.end):
         packer.starts.append([])
         for name in _SITES:
             packer.starts[-1].append(len(packer.pieces))
@@ -78,8 +92,6 @@ class _PiecePacker:
     def __init__(self, intermediate_size: int, first_number: int) -> None:
         self.pieces: list[Piece] = []
         self.starts: list[list[int]] = []
-        self.width = PANEL
-        """The most numbers of a x in one site."""
         self._intermediate = intermediate_size
         self._panels: list[Tensor] = []
         self._first = self._end = first_number
@@ -96,7 +108,6 @@ class _PiecePacker:
     def add(self, changes: Sequence[ModulePiece], *, alternates: bool) -> None:
         """Add what an adapter changes at one site. `alternates`: panels of gates and ups alternate in the product."""
         parts = [part for change in changes for part in (self._halves(change) if alternates else (change,))]
-        self.width = max(self.width, sum(round_up(len(part.a), PANEL) for part in parts))
         for a, b, first in parts:
             column, step = first, PANEL
             if alternates:

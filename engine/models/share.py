@@ -107,6 +107,18 @@ def share_specs(specs: Sequence[ParameterSpec], config: ModelConfig, share: Rank
     return specs
 
 
+def adapter_specs(
+    specs: Sequence[ParameterSpec], config: ModelConfig, share: RankShare, cut: Cut
+) -> list[ParameterSpec]:
+    """The parameters with the part whose adapters the rank holds. In the cut "outputs" each thread adds to whole rows,
+    but for queries, keys and values: a rank alone has those of its heads.
+    """
+    specs = share_specs(specs, config, share, cut)
+    if cut == "inputs":
+        return specs
+    return [spec if spec.name.endswith(".qkv") else replace(spec, held_rows=None) for spec in specs]
+
+
 def _is_of_stage(name: str, share: RankShare, cut: Cut) -> bool:
     """True if the parameter belongs to the rank's stage. In the cut "outputs" a later stage has those that embed or
     compute logits with no rows, and the final norm.

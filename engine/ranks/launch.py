@@ -201,6 +201,9 @@ class RankProcesses:
             fds = (self.memory_fd, self.kv_fd, self.store_fd)
             leader = RankSetup(0, settings, max_blocks, num_threads, cores[0], *fds, report_fd=-1)
             self._start_all(replace(leader, log_level=log_level, log_json=log_json), cores)
+        except ConfigurationError:
+            self.close()
+            raise
         except OSError as error:
             self.close()
             raise WorkerLost(f"rank {len(self._processes) + 1} cannot be started: {error}") from error

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from checkpoint.adapters import read_adapter
 from checkpoint.model_files import RopeOverride
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
@@ -50,6 +51,7 @@ class RankSetup:
         return (self.memory_fd, self.kv_fd, self.store_fd, self.report_fd, *self.next_fds)
 
     def send(self, rank: socket.socket) -> None:
+        """Raises ConfigurationError if the settings are too long for a message."""
         own = {f.name: getattr(self, f.name) for f in fields(self)}
         send_message(rank, **own | {"settings": plain_settings(self.settings)})
 
@@ -76,12 +78,15 @@ def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
     ranks do not capture.
     """
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("kv_memory", "graphs")}
-    return plain | {"model_dir": str(settings.model_dir), "rope": asdict(settings.rope)}
+    adapters = [(each.name, str(each.folder), each.rank, each.digest) for each in settings.adapters]
+    return plain | {"model_dir": str(settings.model_dir), "rope": asdict(settings.rope), "adapters": adapters}
 
 
 def read_settings(plain: dict[str, Any]) -> RunnerSettings:
-    """Read the settings that `plain_settings` has made plain."""
-    return RunnerSettings(**plain | {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"])})
+    """Read the settings that `plain_settings` has made plain. Raises ConfigurationError."""
+    adapters = tuple(read_adapter(name, Path(folder), rank, digest) for name, folder, rank, digest in plain["adapters"])
+    own = {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"]), "adapters": adapters}
+    return RunnerSettings(**plain | own)
 
 
 def ending(status: int) -> str:
@@ -90,7 +95,14 @@ def ending(status: int) -> str:
 
 
 def send_message(channel: socket.socket, **message: Any) -> None:
-    channel.send(json.dumps(message).encode())
+    """Raises ConfigurationError if the message is too long, which a list of adapters can make it."""
+    encoded = json.dumps(message).encode()
+    if len(encoded) > MAX_MESSAGE_BYTES:
+        raise ConfigurationError(
+            f"the settings of a rank have {len(encoded):,} bytes, over {MAX_MESSAGE_BYTES:,}: give workers with "
+            "several ranks fewer adapters, or folders with shorter paths"
+        )
+    channel.send(encoded)
 
 
 def receive_message(channel: socket.socket) -> dict[str, Any]:

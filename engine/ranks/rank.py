@@ -8,19 +8,22 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from checkpoint.adapters import AdapterFiles
+from engine.adapter_slots import AdapterSlots
 from engine.kernels.cpu.arguments import Bytes
 from engine.kernels.cpu.buffers import round_up
 from engine.kv_cache import KVCache
 from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
 from engine.model_runner import ModelRunner
+from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
-from engine.models.share import rank_share, share_specs
+from engine.models.share import adapter_specs, rank_share, share_specs
 from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, summing
-from engine.ranks.shared import Command, Forward, SharedGroup
+from engine.ranks.shared import Command, Forward, Logits, PutAdapter, SharedGroup
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _CPU = torch.device("cpu")
+_AnyDecoder = CompiledDecoder | Decoder
 
 
 Execute = Callable[[Command], None]
@@ -61,10 +65,14 @@ class Rank:
         self._summing: CollectiveGroup | None = None
         self._packed: PackedDecoder | None = None
         self._share = share = rank_share(config, group.rank, group.degrees)
-        if why_eager(settings, config, self._layout) is None:
+        specs = parameter_specs(config)
+        is_compiled = why_eager(settings, config, self._layout) is None
+        self._adapter_specs = adapter_specs(specs, config, share, "outputs" if is_compiled else "inputs")
+        self._adapter_shapes = adapter_shapes(settings.adapters, self._adapter_specs)
+        if is_compiled:
             self._packed = load_packed(settings, config, share, on_progress)
         else:
-            specs = share_specs(parameter_specs(config), config, share, "inputs")
+            specs = share_specs(specs, config, share, "inputs")
             self._parameters = load_parameters(settings, config, specs, on_progress)
 
     def span(self, rank: int) -> KVSpan:
@@ -96,27 +104,45 @@ class Rank:
     def follow(self, cache: KVCache) -> Execute:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
         if self._summing is not None:
-            return partial(_execute_summed, self._eager(cache, self._summing), self._summing)
-        return partial(_execute_compiled, self._compiled(cache), self._group)
+            eager = self._eager(cache, self._summing)
+            return partial(self._execute, eager, partial(_execute_summed, eager, self._summing))
+        compiled = self._compiled(cache)
+        return partial(self._execute, compiled, partial(_execute_compiled, compiled, self._group))
 
     def lead(self, own: KVCache, cache: AnyKVCache) -> ModelRunner:
         """In rank 0: build the runner. `cache` copies and clears blocks in all ranks, which execute commands by now."""
         summing = self._summing
         decoder = self._compiled(own) if summing is None else self._eager(own, summing)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
-        return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline)
+        adapters, put = self._settings.adapters, partial(self._put_everywhere, decoder)
+        slots = AdapterSlots(adapters, self._settings.num_adapter_slots, put) if adapters else None
+        return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline, slots)
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
         assert self._packed is not None
-        return CompiledDecoder(self._config, self._packed, cache, self._group)
+        shapes, num_slots = self._adapter_shapes, self._settings.num_adapter_slots
+        return CompiledDecoder(self._config, self._packed, cache, self._group, shapes, num_slots)
 
     def _eager(self, cache: KVCache, summing: CollectiveGroup) -> Decoder:
         memory = decoder_memory(self._settings, self._config, cache, self._share.query_heads)
-        return Decoder(self._config, self._parameters, memory, summing)
+        return Decoder(self._config, self._parameters, memory, summing, self._adapter_shapes)
+
+    def _put_everywhere(self, decoder: _AnyDecoder, slot: int, adapter: AdapterFiles) -> None:
+        """In rank 0: read an adapter into a slot of all ranks, first here: one that cannot be read ends no rank."""
+        weights = load_adapter(adapter, self._adapter_specs)
+        self._group.put_adapter(slot, self._settings.adapters.index(adapter))
+        decoder.put_adapter(slot, weights)
+
+    def _execute(self, decoder: _AnyDecoder, compute: Callable[[Forward | Logits], None], command: Command) -> None:
+        if isinstance(command, PutAdapter):
+            adapter = self._settings.adapters[command.number]
+            decoder.put_adapter(command.slot, load_adapter(adapter, self._adapter_specs))
+        else:
+            compute(command)
 
 
 @torch.inference_mode()
-def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Command) -> None:
+def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Forward | Logits) -> None:
     """Returns when all ranks of the stage have finished."""
     if isinstance(command, Forward):
         decoder.run_layers(*group.read_step(command, decoder.layers))
@@ -126,7 +152,7 @@ def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Com
 
 
 @torch.inference_mode()
-def _execute_summed(decoder: Decoder, group: CollectiveGroup, command: Command) -> None:
+def _execute_summed(decoder: Decoder, group: CollectiveGroup, command: Forward | Logits) -> None:
     """Returns when the rank has done its part of the last sum."""
     assert isinstance(command, Forward), "rank 0 alone computes logits"
     group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))

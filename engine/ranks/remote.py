@@ -88,6 +88,11 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
             f"{degrees} ranks do not fit an encoder-decoder model: ranks cannot divide its encoder yet; use "
             "tensor_parallel 1 and pipeline_parallel 1"
         )
+    if settings.adapters:
+        raise ConfigurationError(
+            f"adapter {settings.adapters[0].name}: ranks that share no memory have no adapters: use ranks on CPUs of one "
+            "machine, with rank_memory shared, or merge the adapter into its base model"
+        )
     require_backend(torch.device(settings.device))
     rank_share(config, 0, degrees)
     if settings.scheme not in CUT_BY_INPUTS:

@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import DTypeLike, NDArray
 
-from engine.attention.backend import ForwardMetadata, chunks_of
+from engine.attention.backend import AdapterRows, ForwardMetadata, chunks_of
+from engine.kernels.cpu.adapters import shrunk_width
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
@@ -40,7 +41,8 @@ _ONCE = frozenset({"output_rows", "logits"})  # stage 0 alone computes logits
 @dataclass(frozen=True, slots=True)
 class Forward:
     """The command to compute a stage's layers of the step in memory slot `slot`. The sizes give the shapes of the
-    metadata there. Later stages report the KV of `group_size` layers at a time, or nothing if it is 0.
+    metadata there; the rows with LoRA adapters are in `num_runs` runs. Later stages report the KV of `group_size`
+    layers at a time, or nothing if it is 0.
     """
 
     slot: int
@@ -49,6 +51,7 @@ class Forward:
     num_seqs: int
     max_blocks: int
     num_decodes: int
+    num_runs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,16 @@ class Logits:
     """The command to compute logits."""
 
     num_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class PutAdapter:
+    """The command to read an adapter, by its number in the settings, into a slot of the model, for the commands that
+    follow. No step that has begun uses the slot.
+    """
+
+    slot: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +82,31 @@ class Report:
     count: int = 0
 
 
-Command = Forward | Logits
-_COMMAND = struct.Struct("<7q")  # kind, then the fields, padded with 0
+Command = Forward | Logits | PutAdapter
+_KINDS: tuple[type[Command], ...] = (Forward, Logits, PutAdapter)
+_NUM_VALUES = 8
+_COMMAND = struct.Struct(f"<{_NUM_VALUES}q")  # kind, then the fields, padded with 0
 _REPORT = struct.Struct("<3q")
 
 
 def encode_command(command: Command) -> bytes:
-    if isinstance(command, Logits):
-        return _COMMAND.pack(2, command.num_rows, 0, 0, 0, 0, 0)
-    return _COMMAND.pack(1, *astuple(command))
+    values = (_KINDS.index(type(command)) + 1, *astuple(command))
+    return _COMMAND.pack(*values, *[0] * (_NUM_VALUES - len(values)))
 
 
 def decode_command(message: bytes) -> Command:
     """Raises ValueError for a message that is not a command."""
     if len(message) != _COMMAND.size:
         raise ValueError(f"a command has {_COMMAND.size} bytes, not {len(message)}")
-    kind, *fields = _COMMAND.unpack(message)
-    if kind == 1:
-        command = Forward(*fields)
-        if not 0 <= command.num_decodes <= command.num_seqs <= command.num_tokens or min(fields) < 0:
+    kind, *values = _COMMAND.unpack(message)
+    if not 1 <= kind <= len(_KINDS) or min(values) < 0:
+        raise ValueError(f"command {kind} of {values} is not known")
+    command = _KINDS[kind - 1](*values[: len(fields(_KINDS[kind - 1]))])
+    if isinstance(command, Forward):
+        runs, decodes, seqs = command.num_runs, command.num_decodes, command.num_seqs
+        if max(runs, decodes) > seqs or seqs > command.num_tokens:
             raise ValueError(f"impossible command: {command}")
-        return command
-    if kind == 2 and fields[0] >= 0:
-        return Logits(fields[0])
-    raise ValueError(f"command {kind} of {fields} is not known")
+    return command
 
 
 def encode_report(report: Report) -> bytes:
@@ -108,12 +122,20 @@ class StepMemory:
     _OF_SLOT for each slot, the others for each stage; there are as many slots as stages. A page that no
     step has used takes no memory.
 
-    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence. `fd`: a file for several processes,
-    which grows to the size that is needed; without it the memory is for threads of this process.
+    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence, `adapter_rank` the ranks of LoRA
+    adapters; 0: there are none. `fd`: a file for several processes, which grows to the size that is needed; without it
+    the memory is for threads of this process.
     """
 
     def __init__(
-        self, config: ModelConfig, *, max_rows: int, max_blocks: int, num_stages: int = 1, fd: int | None = None
+        self,
+        config: ModelConfig,
+        *,
+        max_rows: int,
+        max_blocks: int,
+        num_stages: int = 1,
+        adapter_rank: int = 0,
+        fd: int | None = None,
     ) -> None:
         depth = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         depth = round_up(depth, _DEPTH_MULTIPLE)
@@ -129,8 +151,12 @@ class StepMemory:
             "logits": (rows * vocab, np.float32),
             "token_ids": (rows, np.int64),
             "positions": (3 * rows, np.int64),
-            "sequences": (rows * (max_blocks + 3), np.int32),
+            "sequences": (rows * (max_blocks + 3 + len(AdapterRows._fields)), np.int32),
         }
+        if adapter_rank:
+            sizes["normed"] = (rows * config.hidden_size, np.float32)
+            sizes["shrunk"] = (rows * shrunk_width(adapter_rank), np.float32)
+            sizes["adapted_gate_up"] = (rows * 2 * config.intermediate_size, np.float32)
         shapes = {
             (name, number): (size, np.dtype(dtype))
             for name, (size, dtype) in sizes.items()
@@ -160,7 +186,10 @@ class StepMemory:
 def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, fd: int) -> StepMemory:
     """The memory of ranks that are processes."""
     num_stages, max_rows = settings.pipeline_parallel, settings.max_batch_tokens
-    return StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, fd=fd)
+    adapter_rank = max((adapter.rank for adapter in settings.adapters), default=0)
+    return StepMemory(
+        config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, adapter_rank=adapter_rank, fd=fd
+    )
 
 
 def max_sequence_blocks(settings: RunnerSettings, config: ModelConfig) -> int:
@@ -230,6 +259,11 @@ class SharedGroup:
     def begin_logits(self, num_rows: int) -> None:
         self._post(0, Logits(num_rows))
 
+    def put_adapter(self, slot: int, number: int) -> None:
+        """In rank 0: let all others read an adapter. The steps that begin from now on come after it, in every stage."""
+        for stage in range(self.degrees.pipeline):
+            self._post(stage, PutAdapter(slot, number))
+
     def read_step(self, command: Forward, layers: Span) -> tuple[ForwardMetadata, LayerGroups]:
         """In other ranks than 0: the step that a command is about, and the groups of the stage's layers, which are
         reported. The metadata is valid until the end of the step.
@@ -274,20 +308,24 @@ def write_metadata(memory: StageBuffers, metadata: ForwardMetadata, layer_groups
     """Write a step's metadata to the memory; returns the command that describes it."""
     num_seqs, max_blocks = metadata.block_tables.shape
     num_tokens = len(metadata.positions)
-    tokens, sequences = _views(memory, num_tokens, num_seqs, max_blocks)
+    group_size = 0 if layer_groups.announce is None else layer_groups.size
+    command = Forward(
+        memory.slot, group_size, num_tokens, num_seqs, max_blocks, metadata.num_decodes, len(metadata.adapters)
+    )
+    tokens, (*sequences, runs) = _views(memory, command)
+    runs[:] = np.array(metadata.adapters, np.int32).ravel()
     for view, tensor in zip(tokens, (metadata.positions, metadata.rope_lengths, metadata.slot_mapping), strict=True):
         view[:] = tensor.cpu().numpy()
     tables = metadata.block_tables.flatten()
     values = (tables, metadata.context_lens, metadata.prompt_lens, metadata.query_starts)
     for view, tensor in zip(sequences, values, strict=True):
         view[:] = tensor.cpu().numpy()
-    group_size = 0 if layer_groups.announce is None else layer_groups.size
-    return Forward(memory.slot, group_size, num_tokens, num_seqs, max_blocks, metadata.num_decodes)
+    return command
 
 
 def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
     """The metadata that rank 0 wrote. Its tensors are views of the memory, valid until the end of the step."""
-    tokens, sequences = _views(memory, command.num_tokens, command.num_seqs, command.max_blocks)
+    tokens, (*sequences, runs) = _views(memory, command)
     positions, rope_lengths, slots = map(torch.from_numpy, tokens)
     tables, context_lens, prompt_lens, query_starts = map(torch.from_numpy, sequences)
     bounds, lengths, num_decodes = query_starts.tolist(), context_lens.tolist(), command.num_decodes
@@ -302,15 +340,16 @@ def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
         num_decodes=num_decodes,
         chunks=chunks_of(bounds, lengths, num_decodes),
         max_decode_context=max(lengths[:num_decodes], default=0),
+        adapters=tuple(AdapterRows(*run) for run in runs.reshape(-1, len(AdapterRows._fields)).tolist()),
     )
 
 
-def _views(
-    memory: StageBuffers, num_tokens: int, num_seqs: int, max_blocks: int
-) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
-    """The arrays of a step's metadata: of tokens (int64), and of sequences (int32)."""
+def _views(memory: StageBuffers, command: Forward) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    """The arrays of a step's metadata: of tokens (int64), and of sequences and runs (int32)."""
+    num_tokens, num_seqs = command.num_tokens, command.num_seqs
     of_tokens = _split(memory.get("positions", 3 * num_tokens, np.int64), [num_tokens] * 3)
-    lengths = [num_seqs * max_blocks, num_seqs, num_seqs, num_seqs + 1]
+    lengths = [num_seqs * command.max_blocks, num_seqs, num_seqs, num_seqs + 1]
+    lengths.append(command.num_runs * len(AdapterRows._fields))
     return of_tokens, _split(memory.get("sequences", sum(lengths), np.int32), lengths)
 
 

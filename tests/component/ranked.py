@@ -1,6 +1,7 @@
 """A group of ranks as threads of one process, in place of the processes of `engine.ranks.launch`.
 
-python -m tests.component.ranked MODEL_DIR    two processes; prints the tokens of `parity.run_mixed`
+python -m tests.component.ranked MODEL_DIR [ADAPTER]    two processes; prints the tokens of `parity.run_mixed`, or of
+                                                        `adapters.run_together` with an adapter
 """
 
 import json
@@ -26,6 +27,7 @@ from engine.resolve import kv_layout, resolve
 from engine.sharded_kv_cache import ShardedKVCache
 from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging
+from tests.component.adapters import read_adapters, run_together
 from tests.component.arms import settings
 from tests.component.parity import run_mixed
 
@@ -38,7 +40,9 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
     torch.set_num_threads(1)
     resolved, config = resolve(settings(model_dir, **changes))
     assert isinstance(config, ModelConfig)
-    memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS, num_stages=degrees.pipeline)
+    adapter_rank = max((adapter.rank for adapter in resolved.adapters), default=0)
+    sizes = {"num_stages": degrees.pipeline, "adapter_rank": adapter_rank}
+    memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS, **sizes)
     queues: list[SimpleQueue[Command | None]] = [SimpleQueue() for _ in range(degrees.num_ranks)]
     reports: SimpleQueue[Report] = SimpleQueue()
 
@@ -77,12 +81,16 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
             thread.join(30)
 
 
-def main(model_dir: Path) -> None:
+def main(model_dir: Path, *folders: Path) -> None:
     configure_logging("ranked", level="critical")
-    wanted = settings(model_dir, tensor_parallel=2, enforce_eager=True)
+    adapters = read_adapters(*folders)
+    wanted = settings(model_dir, tensor_parallel=2, enforce_eager=not adapters, adapters=adapters)
     runner = load_ranked_runner(wanted, on_lost=sys.exit, log_level="critical")
-    sys.stdout.write(json.dumps([run.token_ids for run in run_mixed(runner)]) + "\n")
+    digests = ["", *(adapter.digest for adapter in adapters)]
+    runs = run_together(runner, dict(enumerate(digests))) if adapters else run_mixed(runner)
+    sys.stdout.write(json.dumps([run.token_ids for run in runs]) + "\n")
+    runner.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(*map(Path, sys.argv[1:]))

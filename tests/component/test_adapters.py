@@ -1,7 +1,7 @@
 """LoRA adapters: parity with transformers' models that have the adapter merged, and rows that do not disturb others."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
-from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
+from checkpoint.adapters import find_adapters, read_adapter
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
-from engine.model_runner import ModelRunner
-from engine.models.parameters import parameter_specs
-from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, ModelFailed
 from mesh.domain.worker import WorkerRole
-from tests.component.adapters import PREFIX, merged_reference, read_adapters, write_adapter
+from tests.component.adapters import PREFIX, check_adapters, four_adapters, read_adapters, run_together, write_adapter
 from tests.component.arms import load_arm
-from tests.component.driving import Driver, Run
+from tests.component.driving import Driver
 from tests.component.encoder_decoders import build_encoder_decoder
-from tests.component.parity import NUM_NEW, NUM_TOP, TOLERANCE, expect, prompts, require_same
+from tests.component.parity import NUM_NEW, NUM_TOP, TOLERANCE, prompts
 from tests.component.test_ranks import require_equal
 from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
@@ -33,40 +30,6 @@ from worker.engine_host import build_host
 from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
-
-
-def run_together(runner: ModelRunner, digests: dict[int, str]) -> list[Run]:
-    """A sequence for each number, with this adapter ("": none): all in the same steps, in chunks, then decodes."""
-    driver, options = Driver(runner), {"max_new_tokens": NUM_NEW, "prompt_logprobs": True, "top_logprobs": NUM_TOP}
-    runs = [
-        driver.add(make_request(f"r{number}", prompts()[number % 3], adapter=digest, **options))
-        for number, digest in digests.items()
-    ]
-    driver.finish(*runs, chunk=7)
-    for run in runs:
-        runner.forget(run.sequence)
-    return runs
-
-
-def check_adapters(model_dir: Path, runner: ModelRunner, adapters: Sequence[AdapterFiles], tolerance: float) -> None:
-    """The answers of each adapter are those of transformers with the adapter merged, beside rows of the base model."""
-    digests = ["", *(adapter.digest for adapter in adapters), ""]
-    runs = run_together(runner, dict(enumerate(digests)))
-    for number, adapter in enumerate(adapters, start=1):
-        expected = expect(merged_reference(model_dir, adapter.folder), prompts()[number % 3])
-        require_same(runs[number], expected, tolerance)
-    base = run_together(runner, {1: ""})
-    assert base[0].prompt_logprobs != runs[1].prompt_logprobs, "the adapter changes nothing"
-
-
-def four_adapters(model_dir: Path, folder: Path) -> tuple[AdapterFiles, ...]:
-    """Of several ranks and targets, with each kind of scale and both patterns."""
-    return read_adapters(
-        write_adapter(model_dir, folder / "a", rank=16, seed=1),
-        write_adapter(model_dir, folder / "b", rank=3, targets="[qv]_proj", seed=2, use_rslora=True),
-        write_adapter(model_dir, folder / "c", rank=20, targets="mlp", seed=3, alpha_pattern={r"layers\.1\..*": 9}),
-        write_adapter(model_dir, folder / "d", targets="o_proj|up_proj", seed=4, rank_pattern={"up_proj": 17}),
-    )
 
 
 @pytest.mark.parametrize("family", ["llama-biases", "llama-tied", "mistral", "qwen2", "qwen3"])
@@ -158,7 +121,7 @@ def test_files_that_changed_meanwhile_are_not_served(checkpoint: Checkpoint, tmp
     assert run_together(runner, {1: adapters[0].digest})[0].tokens
 
 
-def _add_tensor(folder: Path, name: str, *shape: int) -> None:
+def add_tensor(folder: Path, name: str, *shape: int) -> None:
     path = folder / "adapter_model.safetensors"
     save_file(load_file(path) | {name: torch.zeros(shape)}, path)
 
@@ -204,7 +167,7 @@ def test_tensors_that_do_not_fit_are_refused(
     checkpoint: Checkpoint, tmp_path: Path, tensor: str, shape: tuple[int, ...], reason: str
 ) -> None:
     folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
-    _add_tensor(folder, PREFIX + tensor, *shape)
+    add_tensor(folder, PREFIX + tensor, *shape)
     with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
         load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
 
@@ -216,32 +179,15 @@ def test_tensors_that_do_not_fit_are_refused(
             "model.layers.7.self_attn.q_proj",
             "the model has no module model.layers.7.* for another base model, and says",
         ),
-        ("lm_head", "module lm_head cannot have an adapter"),
+        ("lm_head", "module lm_head cannot have an adapter, only the matrices of attention, MLPs and experts can"),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: Path, module: str, reason: str) -> None:
     folder = write_adapter(checkpoint("llama"), tmp_path / "mine", base_model_name_or_path="org/other")
     for part, shape in (("lora_A", (4, 64)), ("lora_B", (64, 4))):
-        _add_tensor(folder, f"{PREFIX}{module}.{part}.weight", *shape)
+        add_tensor(folder, f"{PREFIX}{module}.{part}.weight", *shape)
     with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
         load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
-
-
-def _an_expert(model_dir: Path) -> str:
-    specs = parameter_specs(load_decoder_config(model_dir))
-    return next(s.sources[0].name.removesuffix(".weight") for s in specs if ".experts.0." in s.name)
-
-
-def test_experts_and_ranks_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
-    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
-    with pytest.raises(ConfigurationError, match="adapters work with one rank"):
-        RunnerSettings(checkpoint("llama"), adapters=read_adapters(folder), tensor_parallel=2)
-    experts = write_adapter(checkpoint("mixtral"), tmp_path / "experts")
-    module = _an_expert(checkpoint("mixtral"))
-    for part in ("lora_A", "lora_B"):
-        _add_tensor(experts, f"{PREFIX}{module}.{part}.weight", 4, 4)
-    with pytest.raises(ConfigurationError, match=f"adapter experts: module {module} cannot have an adapter"):
-        load_arm(checkpoint("mixtral"), "torch", adapters=read_adapters(experts))
 
 
 def test_a_setting_lists_folders_by_name(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -26,7 +26,16 @@ from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import launch
 from engine.ranks.launch import RankProcesses, load_ranked_runner
-from engine.ranks.shared import Forward, Logits, StepMemory, decode_command, encode_command, max_sequence_blocks
+from engine.ranks.shared import (
+    Command,
+    Forward,
+    Logits,
+    PutAdapter,
+    StepMemory,
+    decode_command,
+    encode_command,
+    max_sequence_blocks,
+)
 from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
@@ -190,7 +199,7 @@ def test_garbled_command_ends_the_rank_with_its_reason(
         assert runner.rank_pids == tuple(rank.pid for rank in ranks)
         watched[0].tell(garbled="?")
         assert is_lost.wait(LIMIT_S)
-    assert lost == ["rank 1: ValueError: a command has 56 bytes, not 16; its log has the details"]
+    assert lost == ["rank 1: ValueError: a command has 64 bytes, not 16; its log has the details"]
     require_gone(ranks)
     line = next(line for line in capfd.readouterr().err.splitlines() if "unexpected error, exiting" in line)
     assert line.startswith("{") == log_json
@@ -202,18 +211,25 @@ def test_garbled_command_ends_the_rank_with_its_reason(
     "message",
     [
         b"",
-        b"\0" * 56,
+        b"\0" * len(encode_command(Logits(1))),
         encode_command(Logits(-1)),
         encode_command(Forward(0, 0, -1, 1, 1, 1)),
         encode_command(Forward(0, 0, 2, 3, 1, 1)),
         encode_command(Forward(0, 0, 2, 1, -1, 1)),
         encode_command(Forward(0, 0, 3, 1, 1, 2)),
         encode_command(Forward(-1, 0, 2, 1, 1, 1)),
+        encode_command(Forward(0, 0, 2, 1, 1, 1, 2)),
+        encode_command(PutAdapter(0, -1)),
     ],
 )
 def test_impossible_commands_are_refused(message: bytes) -> None:
     with pytest.raises(ValueError, match="command"):
         decode_command(message)
+
+
+@pytest.mark.parametrize("command", [Logits(3), Forward(1, 2, 9, 4, 5, 3, 2), PutAdapter(2, 7)])
+def test_commands_arrive_as_they_were_sent(command: Command) -> None:
+    assert decode_command(encode_command(command)) == command
 
 
 def test_steps_have_memory_for_sequences_beyond_the_models_limit(checkpoint: Checkpoint) -> None:

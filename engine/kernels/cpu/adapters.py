@@ -1,9 +1,10 @@
 """LoRA adapters inside the loop over layers: y += b (a x), for the rows that use an adapter.
 
 A thread does its own rows, between two barriers that the loop has anyway: `shrink` computes a x where the rows of a
-product are prepared, `expand` adds b (a x) where its result is read next. Neighbouring rows of one adapter are
-multiplied together. Sums are always added in the same order, so a row's result does not depend on its batch. Matrices
-are packed in panels of 16 outputs, [inputs][16], as `tiles.py` reads them.
+product are prepared, `expand` adds b (a x) where its result is read next. Only the end of the layers has a barrier of
+its own, as other ranks may still add to their rows. Neighbouring rows of one adapter are multiplied together. Sums are
+always added in the same order, so a row's result does not depend on its batch. Matrices are packed in panels of 16
+outputs, [inputs][16], as `tiles.py` reads them.
 """
 
 from typing import NamedTuple
@@ -22,6 +23,11 @@ QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
 NUM_SITES = 4
 MAX_TILE = 6
 _PANEL_BYTES = PANEL * FLOAT_BYTES
+
+
+def shrunk_width(highest_rank: int) -> int:
+    """Columns of StepAdapters.shrunk: numbers of a x of three modules, as queries, keys and values are."""
+    return 3 * ((highest_rank + PANEL - 1) // PANEL * PANEL)
 
 
 class Piece(NamedTuple):
@@ -44,15 +50,16 @@ class AdapterPieces(NamedTuple):
 
 
 class StepAdapters(NamedTuple):
-    """The adapters of a step. Threads share all arrays but `tile`, each with its own rows. If no row uses an adapter,
-    there are no runs, and the buffers are empty.
+    """The adapters of a step. Threads of all ranks share all arrays but `tile`, each with its own rows. If no row uses
+    an adapter, there are no runs, and the buffers are empty.
     """
 
     adapters: AdapterPieces
     runs: Int64s  # [num_runs, 3]: number of the adapter, first row, end row; in the order of rows
     normed: Floats  # [num_tokens, hidden]
-    shrunk: Floats  # [num_tokens, numbers of the longest a x]
+    shrunk: Floats  # [num_tokens, shrunk_width]
     gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate
+    own_gate_up: Floats  # the same, from the first column that the rank computes; see Activations
     tile: Floats  # flat [MAX_TILE * 16]
 
 

@@ -136,6 +136,8 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
         _finish_phase(team, OUTPUT)
         expand(adapted, layer, OUTPUT_SITE, acts.residual, rows)
         _run_mlp(model, work, team, layer)
+    if layers.end == len(model.input_norms) and len(adapted.runs) > 0:
+        _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
 
 
@@ -152,7 +154,7 @@ def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
     _finish_phase(team, NORM)
     is_gate_changed = changes_site(adapted, layer, GATE_UP_SITE)
     if is_gate_changed:
-        product(operand, weights, gate_up, Target(adapted.gate_up, STORE), part)
+        product(operand, weights, gate_up, Target(adapted.own_gate_up, STORE), part)
     else:
         product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
     _finish_phase(team, GATE_UP)

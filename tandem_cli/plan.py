@@ -41,6 +41,7 @@ from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console
 
 if TYPE_CHECKING:
+    from engine.runner_settings import RunnerSettings
     from tandem_cli.capacity.ranks import RankMemory
 
 _HERE = "here"
@@ -54,6 +55,7 @@ def add_arguments(parser: CommandParser) -> None:
     about = "stages that divide the layers of a worker, each with as many ranks (1, or those of a partitioned model)"
     parser.add_argument("--pipeline-parallel", type=_positive_int, metavar="N", help=about)
     add_device(parser)
+    _add_adapters(parser)
     load = parser.add_argument_group("load")
     load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="tokens of a prompt (256)")
     load.add_argument("--output-tokens", type=_positive_int, default=64, metavar="N", help="tokens of an answer (64)")
@@ -92,6 +94,14 @@ def add_precision(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
 
 
+def _add_adapters(parser: argparse.ArgumentParser) -> None:
+    adapters = parser.add_argument_group("LoRA adapters, as workers get them")
+    about = "an adapter in PEFT's format, or a folder that has a folder of each; repeatable"
+    adapters.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=about)
+    about = "adapters in memory at once (all)"
+    adapters.add_argument("--max-loaded-adapters", type=_positive_int, default=0, metavar="N", help=about)
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """Declare the device to plan for: `capacity_of` reads it."""
     device = parser.add_argument_group("device")
@@ -127,8 +137,10 @@ def run(args: argparse.Namespace) -> int:
     with quiet_logs(logging.WARNING):
         precision = _precision(args, model_dir, config, has_ranks=degrees != Degrees())
         capacity, device = _capacity(args, config, precision, degrees.num_ranks if _has_gpus(args) else 1)
+        adapters = _adapters(args, model_dir, config, degrees)
+        capacity = replace(capacity, adapter_bytes=0 if adapters is None else adapters.adapter_bytes)
         args.batch = batches_to_plan(capacity, load, args.batch)
-        ranks = [] if degrees == Degrees() else _rank_memory(args, config, precision, degrees)
+        ranks = [] if degrees == Degrees() else _rank_memory(args, config, capacity, degrees)
         measured_ms = _measured_ms(args, model_dir, degrees)
     request = PlanRequest(
         load,
@@ -146,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         },
         "device": {"name": device.name, "source": device.source, **asdict(capacity.device)},
         "ranks": [rank.to_json() for rank in ranks],
+        "adapters": None if adapters is None else _about_adapters(adapters),
         "partition": None if partition is None else _about(partition),
         "quantized_checkpoint": None if quantization is None or partition is not None else str(quantization),
         **plan_capacity(capacity, request, measured_ms),
@@ -240,12 +253,40 @@ def _about(partition: Partition) -> dict[str, object]:
     return {**about, "files": len(partition.files), "num_bytes": partition.num_bytes, **degrees}
 
 
+def _adapters(
+    args: argparse.Namespace, model_dir: Path, config: ModelConfig, degrees: Degrees
+) -> "RunnerSettings | None":
+    """The settings of a worker with the adapters, if there are any. Raises ConfigurationError for one that does not
+    fit the model.
+    """
+    if not args.adapter:
+        return None
+    if degrees != Degrees() and _has_gpus(args):
+        raise ConfigurationError("ranks on GPUs have no adapters yet: plan one rank, or without --adapter")
+    from checkpoint.adapters import find_adapters, read_adapter
+    from engine.models.adapters import adapter_shapes
+    from engine.models.parameters import parameter_specs
+    from engine.runner_settings import RunnerSettings
+
+    folders = find_adapters(",".join(args.adapter))
+    adapters = tuple(read_adapter(name, folder, sys.maxsize) for name, folder in folders.items())
+    adapter_shapes(adapters, parameter_specs(config))
+    loaded = args.max_loaded_adapters
+    return RunnerSettings(model_dir, adapters=adapters, max_loaded_adapters=loaded, tensor_parallel=degrees.tensor)
+
+
+def _about_adapters(settings: "RunnerSettings") -> dict[str, object]:
+    names = [adapter.name for adapter in settings.adapters]
+    return {"names": names, "num_loaded": settings.num_adapter_slots, "num_bytes": settings.adapter_bytes}
+
+
 def _rank_memory(
-    args: argparse.Namespace, config: ModelConfig, precision: Precision, degrees: Degrees
+    args: argparse.Namespace, config: ModelConfig, capacity: Capacity, degrees: Degrees
 ) -> list["RankMemory"]:
     from tandem_cli.capacity.ranks import rank_memory
 
-    return rank_memory(config, precision, degrees, None if _has_gpus(args) else _num_threads(args))
+    num_cores = None if _has_gpus(args) else _num_threads(args)
+    return rank_memory(config, capacity.precision, degrees, num_cores, capacity.adapter_bytes)
 
 
 def _device(args: argparse.Namespace, precision: Precision) -> Device:

@@ -33,6 +33,10 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
         console.print(f"partitioned: {_number(num_bytes)}B in {files} {'file' if files == 1 else 'files'}\n")
     if plan["quantized_checkpoint"] is not None:
         console.print(f"the checkpoint is quantised ({plan['quantized_checkpoint']}): {_loaded_as(plan)}\n")
+    if plan["adapters"] is not None:
+        names, num_loaded = plan["adapters"]["names"], plan["adapters"]["num_loaded"]
+        num_bytes = _number(plan["adapters"]["num_bytes"])
+        console.print(f"adapters: {num_loaded} of {len(names)} in memory at once, {num_bytes}B\n")
     console.print(_memory(plan))
     console.print()
     if ranks:
@@ -74,22 +78,27 @@ def _memory(plan: PlanResult) -> Table:
 
 
 def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
-    columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens", "cores")
+    columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens")
     own_cores = [rank.cores for rank in ranks if rank.cores is not None]
-    table = _table("rank", *columns)
+    has_adapters = any(rank.adapter_bytes for rank in ranks)
+    table = _table("rank", *columns, *(["adapters bytes"] if has_adapters else []), "cores")
 
-    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, float], cores: int | None) -> None:
-        weights_bytes, kv_bytes = sizes
+    def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, ...], cores: int | None) -> None:
+        weights_bytes, kv_bytes, adapter_bytes = sizes
         sizes_text = (f"{_number(weights_bytes)}B", f"{kv_bytes:,.0f}", f"{_number(context_tokens * kv_bytes)}B")
         spans_text = (f"{span.first}..{span.end - 1}" for span in spans)
-        table.add_row(name, *spans_text, *sizes_text, "on a GPU" if cores is None else str(cores or "shared"))
+        adapters = (f"{_number(adapter_bytes)}B",) if has_adapters else ()
+        cores_text = "on a GPU" if cores is None else str(cores or "shared")
+        table.add_row(name, *spans_text, *sizes_text, *adapters, cores_text)
 
     for rank in ranks:
-        add(str(rank.rank), (rank.layers, rank.heads), (rank.weights_bytes, rank.kv_bytes_per_token), rank.cores)
+        sizes: tuple[float, ...] = (rank.weights_bytes, rank.kv_bytes_per_token, rank.adapter_bytes)
+        add(str(rank.rank), (rank.layers, rank.heads), sizes, rank.cores)
     whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
     from tandem_cli.capacity.ranks import total
 
-    add("worker", whole, total(ranks), sum(own_cores) if own_cores else None)
+    sizes = (*total(ranks), sum(rank.adapter_bytes for rank in ranks))
+    add("worker", whole, sizes, sum(own_cores) if own_cores else None)
     return table
 
 

@@ -90,8 +90,8 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
         )
     if settings.adapters:
         raise ConfigurationError(
-            f"adapter {settings.adapters[0].name}: ranks that share no memory have no adapters: use ranks on CPUs of one "
-            "machine, with rank_memory shared, or merge the adapter into its base model"
+            f"adapter {settings.adapters[0].name}: ranks that share no memory have no adapters: use ranks on CPUs of "
+            "one machine, with rank_memory shared, or merge the adapter into its base model"
         )
     require_backend(torch.device(settings.device))
     rank_share(config, 0, degrees)

@@ -38,6 +38,7 @@ class RankMemory:
     weights_bytes: float
     kv_bytes_per_token: float
     cores: int | None
+    adapter_bytes: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
         """With layers and KV heads as [first, end)."""
@@ -45,9 +46,11 @@ class RankMemory:
         return asdict(self) | spans
 
 
-def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int | None) -> list[RankMemory]:
-    """The memory of each rank of a worker with `num_cores` cores; None: each rank has a GPU. Raises ConfigurationError
-    for degrees that the engine refuses.
+def rank_memory(
+    config: ModelConfig, precision: Precision, degrees: Degrees, num_cores: int | None, adapter_bytes: float = 0.0
+) -> list[RankMemory]:
+    """The memory of each rank of a worker with `num_cores` cores; None: each rank has a GPU. Its adapters take
+    `adapter_bytes` in all ranks. Raises ConfigurationError for degrees that the engine refuses.
     """
     if num_cores is not None:
         require_own_heads(config, degrees)
@@ -59,7 +62,8 @@ def rank_memory(config: ModelConfig, precision: Precision, degrees: Degrees, num
         kv_bytes = 2 * share.layers.count * share.heads.count * config.head_dim * precision.kv_bytes
         cores = None if num_cores is None else _cores(rank, degrees.num_ranks, num_cores)
         weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
-        ranks.append(RankMemory(rank, share.layers, share.heads, weights_bytes, kv_bytes, cores))
+        of_adapters = adapter_bytes / degrees.tensor * share.layers.count / config.num_layers
+        ranks.append(RankMemory(rank, share.layers, share.heads, weights_bytes, kv_bytes, cores, of_adapters))
     return ranks
 
 

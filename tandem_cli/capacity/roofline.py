@@ -161,12 +161,15 @@ class DeviceRates:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """A model in a precision on a device. `memory_share` is the share of the memory for weights and KV."""
+    """A model in a precision on a device. `memory_share` is the share of the memory for weights and KV, and for LoRA
+    adapters of `adapter_bytes`.
+    """
 
     model: ModelSize
     precision: Precision
     device: DeviceRates
     memory_share: float = 0.9
+    adapter_bytes: float = 0.0
 
     @property
     def weights_bytes(self) -> float:
@@ -184,15 +187,16 @@ class Capacity:
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens whose KV fits beside the weights; 0 if the weights alone do not fit."""
-        free_bytes = self.device.memory_bytes * self.memory_share - self.weights_bytes
-        return max(0, int(free_bytes // self.kv_bytes_per_token))
+        """Number of tokens whose KV fits beside weights and adapters; 0 if these alone do not fit."""
+        return max(0, int(self._bytes_for_kv // self.kv_bytes_per_token))
 
     def fits(self, num_sequences: int, tokens: int) -> bool:
         """True if the weights and the KV of `num_sequences` sequences of `tokens` tokens fit into memory."""
-        return self.weights_bytes <= self.device.memory_bytes * self.memory_share and (
-            num_sequences * tokens <= self.kv_tokens
-        )
+        return self._bytes_for_kv >= 0 and num_sequences * tokens <= self.kv_tokens
+
+    @property
+    def _bytes_for_kv(self) -> float:
+        return self.device.memory_bytes * self.memory_share - self.weights_bytes - self.adapter_bytes
 
     def users(self, context_tokens: int) -> int:
         """Number of sequences of `context_tokens` tokens whose KV fits at a time."""

@@ -58,10 +58,12 @@ def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNe
             enforce_eager=settings.enforce_eager,
             attention=settings.attention,
             rope=settings.rope_override(),
+            adapters=settings.adapters(),
+            max_loaded_adapters=settings.max_loaded_adapters,
         )
     )
     degrees = settings.degrees()
-    weights_bytes = _weights_bytes(runner, config, degrees)
+    weights_bytes = _weights_bytes(runner, config, degrees) + degrees.tensor * runner.adapter_bytes
     speculation, slots, tokens = NO_SPECULATION, 0, 0
     if isinstance(settings, DecodeSettings):
         speculation, slots = settings.speculation(), settings.max_rolling_batch_size

@@ -22,10 +22,10 @@ from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
+from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, pack_decoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
-from engine.models.schemes import Parameters
 from engine.models.share import RankShare, share_specs
 from engine.partition import read_rank
 from engine.resolve import attention_shape_of, kv_layout, why_eager
@@ -116,7 +116,7 @@ def _parameters(
 ) -> Parameters:
     """The parameters, read when they are taken."""
     dtype = getattr(torch, settings.dtype)
-    target = WeightsTarget(torch.device(settings.device), dtype, settings.scheme, wide_vectors)
+    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, wide_vectors)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)

@@ -1,7 +1,7 @@
 """Seconds of each phase of loading a model.
 
 read     tensors of the checkpoint are read, converted to the model's dtype and checked
-convert  matrices are converted to their scheme (int8)
+convert  matrices are converted to their encoding (int8)
 pack     matrices are copied to the layout of the compiled loops
 map      the file of a partition is verified and mapped
 ranks    rank 0 waits until the other ranks have started and loaded their shares

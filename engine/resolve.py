@@ -15,11 +15,11 @@ from engine.devices import find_device
 from engine.kernels.cpu.machine import KEYS, knows_bf16, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.encodings import PACKED
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
-from engine.models.schemes import PACKED
-from engine.quantized.config import read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from engine.weights import int4_group, is_exact
 from mesh.domain.errors import ConfigurationError
@@ -50,8 +50,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
     """The reason why the decoder is not compiled, or None if it is."""
     if settings.enforce_eager:
         return "enforce_eager is set"
-    if settings.scheme not in PACKED:
-        return f"scheme {settings.scheme}"
+    if settings.encoding not in PACKED:
+        return f"encoding {settings.encoding}"
     if settings.attention != "auto":
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":

@@ -67,6 +67,6 @@ class RunnerSettings:
         return self.tensor_parallel * adapters_bytes(self.adapters, self.num_adapter_slots)
 
     @property
-    def scheme(self) -> str:
-        """The scheme of the weights, a key of engine.models.schemes.SCHEMES."""
+    def encoding(self) -> str:
+        """The encoding of the weights, a key of engine.models.encodings.ENCODINGS."""
         return "float" if self.quantize == "none" else self.quantize

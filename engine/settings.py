@@ -1,4 +1,4 @@
-"""Settings of one engine that need no torch: valid names of dtypes and schemes, the scheduler's limits, speculation."""
+"""Settings of one engine that need no torch: names of dtypes and encodings, the scheduler's limits, speculation."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +9,7 @@ from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
 QUANTIZATIONS = ("none", "int8", "int4")
-"""Quantisations that the engine computes, as settings name them: none, and schemes of `engine/models/schemes.py`."""
+"""Quantisations that the engine computes, as settings name them: none, and encodings (`engine/models/encodings.py`)."""
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "cpu")
 """Attention of the eager decoder: "auto", and the backends of `engine/attention/select.py`."""

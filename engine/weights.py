@@ -1,9 +1,9 @@
 """Loading of weights: memory-mapped safetensors become merged parameters; tests and benchmarks use random ones.
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
-scheme one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
-Quantised matrices (engine/quantized) are dequantised on the way; for products in int8 and int4, those in int8 and int4
-are taken as they are.
+encoding one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
+Quantised matrices (engine/quantized_formats) are dequantised on the way; for products in int8 and int4, those in int8
+and int4 are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
@@ -25,12 +25,12 @@ from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
 from engine.load_times import load_phase
 from engine.memory import release_pages
+from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, LinearParameters, Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
 from engine.models.rounding import INT4_GROUP, round_to_int8
-from engine.models.schemes import OUTPUT, OUTPUT_SCHEMES, LinearParameters, Parameters, Values
-from engine.quantized.config import Quantization, read_quantization
-from engine.quantized.matrix import QuantizedMatrix
-from engine.quantized.modules import QuantizedModule, find_module
+from engine.quantized_formats.config import Quantization, read_quantization
+from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantized_formats.modules import QuantizedModule, find_module
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -44,13 +44,13 @@ _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Device, dtype and scheme of loaded parameters; `scheme`: see LinearParameters. With `wide_vectors`, norms and
+    """Device, dtype and encoding of loaded parameters; `encoding`: see LinearParameters. With `wide_vectors`, norms and
     biases are fp32, whatever the dtype of matrices.
     """
 
     device: torch.device
     dtype: torch.dtype
-    scheme: str = "float"
+    encoding: str = "float"
     wide_vectors: bool = False
 
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
@@ -75,7 +75,7 @@ def load_weights(
     stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
     modules = _find_modules(specs, stored, quantization)
     if modules:
-        loaded_as = str(target.dtype).removeprefix("torch.") if target.scheme == "float" else target.scheme
+        loaded_as = str(target.dtype).removeprefix("torch.") if target.encoding == "float" else target.encoding
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
     _check(model_dir, specs, stored, modules)
     used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
@@ -83,7 +83,7 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    group = _int4_group(specs, modules) if target.scheme == "int4" else None
+    group = _int4_group(specs, modules) if target.encoding == "int4" else None
     values = _stored_values(specs, target, _Contents(stored, modules, group))
     return _parameters(specs, target, values, on_progress, group or INT4_GROUP)
 
@@ -117,7 +117,7 @@ def _parameters(
                 on_progress(done / total)
             yield spec.name, parameter, spec.is_matrix
 
-    return Parameters(target.scheme, (spec.name for spec in specs), source(), group)
+    return Parameters(target.encoding, (spec.name for spec in specs), source(), group)
 
 
 class _Contents(NamedTuple):
@@ -136,12 +136,13 @@ def _stored_values(
     with ExitStack() as stack:
         reader = _Reader(contents.stored, contents.modules, stack)
         for spec in _held(specs):
-            scheme = OUTPUT_SCHEMES.get(target.scheme, target.scheme) if spec.name == OUTPUT else target.scheme
+            own = target.encoding
+            encoding = OUTPUT_ENCODINGS.get(own, own) if spec.name == OUTPUT else own
             parameter: Tensor | LinearParameters
             with load_phase("read"):
-                if scheme == "int4" and spec.is_matrix and contents.int4_group is not None:
+                if encoding == "int4" and spec.is_matrix and contents.int4_group is not None:
                     parameter = reader.int4(spec, contents.int4_group)
-                elif scheme == "int8" and reader.has_int8(spec):
+                elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
                     parameter = reader.fill(spec, target)
@@ -233,7 +234,7 @@ def _int4_group(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedM
     if any(spec.unit_rows or spec.offset for spec in matrices):
         return None
     found = [modules.get(source.name) for spec in matrices for source in spec.sources]
-    groups = [None if module is None else module.scheme.int4_group for module in found]
+    groups = [None if module is None else module.storage.int4_group for module in found]
     known = [group for group in groups if group is not None]
     return min(known) if known and len(known) == len(groups) else None
 
@@ -276,7 +277,7 @@ class _Reader:
         """True if a part of the matrix is stored in int8 with a scale for each output, and is used like that."""
         modules = [self._modules.get(source.name) for source in spec.sources]
         is_plain = spec.is_matrix and not spec.unit_rows and not spec.offset
-        return is_plain and any(module is not None and module.scheme.is_int8 for module in modules)
+        return is_plain and any(module is not None and module.storage.is_int8 for module in modules)
 
     def int8(self, spec: ParameterSpec) -> LinearParameters:
         """A matrix with the integers and scales of the checkpoint; parts that it has in other forms are rounded. Raises
@@ -287,7 +288,7 @@ class _Reader:
         for source in spec.held_sources():
             rows = slice(first, first + source.num_rows)
             module = self._modules.get(source.name)
-            if module is not None and module.scheme.is_int8:
+            if module is not None and module.storage.is_int8:
                 matrix = self._quantized(source)
                 weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
                 self._release()

@@ -15,7 +15,7 @@ from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from checkpoint.model_files import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.tensors import SINGLE_FILE
-from engine.quantize.shards import ShardWriter
+from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 
 _SINGLE, _INDEX, _ADAPTER = "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"

@@ -21,7 +21,7 @@ from checkpoint.source import ModelSource
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
-from engine.quantized.config import read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees

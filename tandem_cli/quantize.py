@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from engine.quantize import IN_GROUPS, SCHEMES
+from engine.quantizer import IN_GROUPS, SCHEMES
 from tandem_cli.parser import CommandParser
 
 DEFAULT_GROUP_SIZE = 128

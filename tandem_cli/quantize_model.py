@@ -12,10 +12,10 @@ from rich.table import Table
 
 from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
-from engine.quantize import IN_GROUPS
-from engine.quantize.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
-from engine.quantize.quality import Quality
-from engine.quantize.schemes import Scheme, make_scheme
+from engine.quantizer import IN_GROUPS
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.quality import Quality
+from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.deployment import find_model

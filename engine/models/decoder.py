@@ -12,12 +12,12 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
+from engine.models.encodings import Parameters
 from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import Adapters, LinearLayer, Norm, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import RotaryEmbedding, rotate
-from engine.models.schemes import Parameters
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.models.encodings import Parameters
 from engine.models.linear import ACTIVATIONS, Activation, Adapters, LinearLayer, Norm, Ops, Rows, make_linear
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
-from engine.models.schemes import Parameters
 from engine.models.share import rank_share
 
 

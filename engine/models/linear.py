@@ -1,11 +1,11 @@
-"""Linear layers: how each scheme multiplies with a matrix, and the norms and activations that feed it.
+"""Linear layers: how each encoding multiplies with a matrix, and the norms and activations that feed it.
 
-A LinearLayer multiplies with a matrix; the Ops of its scheme (`engine/models/schemes.py`) make its input rows, so that
-a norm or an activation needs no separate pass over memory. On CPU the scheme "int8" has weights scaled per output,
-activations scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not depend on
-its batch.
+A LinearLayer multiplies with a matrix; the Ops of its encoding (`engine/models/encodings.py`) make its input rows, so
+that a norm or an activation needs no separate pass over memory. On CPU the encoding "int8" has weights scaled per
+output, activations scaled per row, and integer products by oneDNN. Integer sums are exact, so a row's result does not
+depend on its batch.
 
-CONTRIBUTING.md has the recipe for a new scheme.
+CONTRIBUTING.md has the recipe for a new encoding.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +24,7 @@ from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.models.adapters import AdapterWeights, ModulePiece
-from engine.models.schemes import LinearParameters
+from engine.models.encodings import LinearParameters
 from mesh.domain.errors import ConfigurationError
 
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
@@ -141,7 +141,7 @@ Rows = Any
 
 
 class LinearLayer(Protocol):
-    """Plug point of a scheme: Linear, Int8Linear."""
+    """Plug point of an encoding: Linear, Int8Linear."""
 
     @property
     def ops(self) -> "Ops":
@@ -158,7 +158,7 @@ class LinearLayer(Protocol):
 
 
 class Ops(Protocol):
-    """Plug point of a scheme: FloatOps, Int8Ops."""
+    """Plug point of an encoding: FloatOps, Int8Ops."""
 
     def rows(self, x: Tensor) -> Rows:
         """Convert x [rows, width] to input rows."""
@@ -294,8 +294,8 @@ _LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Lin
 
 
 def make_linear(parameters: LinearParameters) -> LinearLayer:
-    """Build the linear layer for the scheme of `parameters`."""
-    return _LAYERS[parameters.scheme](parameters)
+    """Build the linear layer for the encoding of `parameters`."""
+    return _LAYERS[parameters.encoding](parameters)
 
 
 class Adapters:

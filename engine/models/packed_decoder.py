@@ -18,8 +18,8 @@ from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
+from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
-from engine.models.schemes import PACKED, LinearParameters, Parameters
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
@@ -53,14 +53,14 @@ class PackedDecoder(NamedTuple):
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
     """Take every parameter out of `parameters`, one after the other, and pack it. Raises ValueError unless the
-    scheme is one of PACKED.
+    encoding is one of PACKED.
     """
-    if parameters.scheme not in PACKED:
-        raise ValueError(f"the compiled decoder cannot pack scheme {parameters.scheme!r}")
+    if parameters.encoding not in PACKED:
+        raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
-    group = parameters.group if parameters.scheme == "int4" else 0
-    packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.scheme, embed.dtype))
-    output_dtype = embed.dtype if parameters.scheme == "float" else torch.int8
+    group = parameters.group if parameters.encoding == "int4" else 0
+    packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
+    output_dtype = embed.dtype if parameters.encoding == "float" else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))

@@ -40,7 +40,7 @@ class ParameterSpec:
     """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
 
     With `unit_rows` each row is divided by its length. A parameter that `is_matrix` is multiplied by rows and stored by
-    the weights' scheme; the embedding, norms and biases are not. A `wide` parameter stays in fp32 if the model is in
+    the weights' encoding; the embedding, norms and biases are not. A `wide` parameter stays in fp32 if the model is in
     fp16. A rank holds only the rows `held_rows`, which are a matrix's outputs, and the inputs `held_inputs`; None: all
     of them. It holds nothing of a parameter that is not `is_held`.
     """

@@ -30,8 +30,8 @@ from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
 from engine.model_runner import ModelRunner
+from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
-from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import ALONE, rank_share, require_own_heads
 from engine.ranks.collectives import shared_store
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, ending, receive_message
@@ -169,9 +169,9 @@ def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
     rank_share(config, 0, settings.degrees)
     reason = why_eager(settings, config, kv_layout(config, settings))
     if reason is not None and tensor > 1:
-        if settings.scheme not in CUT_BY_INPUTS:
+        if settings.encoding not in CUT_BY_INPUTS:
             raise ConfigurationError(
-                f"tensor_parallel {tensor} in {settings.scheme} needs the compiled decoder, "
+                f"tensor_parallel {tensor} in {settings.encoding} needs the compiled decoder, "
                 f"which cannot run here ({reason}): use 1"
             )
         log.warning("decoder not compiled; its ranks sum by gloo, which is slow on CPU", ranks=tensor, reason=reason)

@@ -20,9 +20,9 @@ from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load import weights_bytes
 from engine.model_runner import ModelRunner
+from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
-from engine.models.schemes import CUT_BY_INPUTS
 from engine.models.share import rank_share, share_specs
 from engine.ranks.collectives import require_backend
 from engine.ranks.messages import OnLost
@@ -95,9 +95,9 @@ def require_remote(settings: RunnerSettings, config: object) -> ModelConfig:
         )
     require_backend(torch.device(settings.device))
     rank_share(config, 0, degrees)
-    if settings.scheme not in CUT_BY_INPUTS:
+    if settings.encoding not in CUT_BY_INPUTS:
         raise ConfigurationError(
-            f"ranks that share no memory cannot compute in {settings.scheme}: that needs the compiled decoder; use "
+            f"ranks that share no memory cannot compute in {settings.encoding}: that needs the compiled decoder; use "
             "ranks on one machine with rank_memory shared, or quantize none with a checkpoint that is not W8A8, and "
             "--dtype float32 with one in 4 bits"
         )

@@ -18,7 +18,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.models.share import Cut, RankShare, rank_share, require_own_heads, share_specs
-from engine.quantized.config import read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
@@ -86,8 +86,8 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
             f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
         )
     quantization = read_quantization(model_dir)
-    scheme = "int8" if quantization is not None and quantization.is_w8a8 else quantize
-    precision = Precision("float32" if scheme == "none" else scheme, "float32")
+    encoding = "int8" if quantization is not None and quantization.is_w8a8 else quantize
+    precision = Precision("float32" if encoding == "none" else encoding, "float32")
     rank_memory(config, precision, Degrees(most), num_cores)
     powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
     return sorted({*powers, most})
@@ -96,14 +96,14 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
-    scheme = precision.weights if precision.weights in ("int8", "int4") else None
-    reason = f"{precision.other} beside {scheme}" if scheme is not None and precision.other != "float32" else None
+    encoding = precision.weights if precision.weights in ("int8", "int4") else None
+    reason = f"{precision.other} beside {encoding}" if encoding is not None and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout)
     if reason is None:
         return "outputs"
-    if scheme is not None and degrees.tensor > 1:
+    if encoding is not None and degrees.tensor > 1:
         raise ConfigurationError(
-            f"tensor_parallel {degrees.tensor} in {scheme} needs the compiled decoder, which cannot run here "
+            f"tensor_parallel {degrees.tensor} in {encoding} needs the compiled decoder, which cannot run here "
             f"({reason}): use 1"
         )
     return "inputs"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from engine.quantize import SCHEMES
+from engine.quantizer import SCHEMES
 from engine.settings import DTYPES, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 

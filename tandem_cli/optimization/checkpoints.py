@@ -3,8 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.quantize.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
-from engine.quantize.schemes import Scheme, make_scheme
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.quantize import DEFAULT_ALPHA
 

@@ -11,7 +11,7 @@ import torch
 
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
-from engine.quantize.quality import Quality, QualityMeter
+from engine.quantizer.quality import Quality, QualityMeter
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec

@@ -11,7 +11,7 @@ from engine.cores import num_numa_nodes
 from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
-from engine.quantized.config import read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engine.compiled_code import compile_code
 from engine.load_runner import load_model_runner
-from engine.quantize.quality import Quality
+from engine.quantizer.quality import Quality
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, flags_of
 from tandem_cli.optimization.checkpoints import Checkpoints

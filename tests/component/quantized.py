@@ -1,7 +1,7 @@
 """Quantised checkpoints made of float ones, by packers that are written from the formats' definitions.
 
-They share nothing with the readers of engine/quantized. Each checkpoint has a twin: a float checkpoint with the numbers
-that its integers and scales mean, which transformers can run.
+They share nothing with the readers of engine/quantized_formats. Each checkpoint has a twin: a float checkpoint with the
+numbers that its integers and scales mean, which transformers can run.
 """
 
 import json

@@ -16,7 +16,7 @@ from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_produ
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
 from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
-from engine.models.schemes import SCHEMES, LinearParameters
+from engine.models.encodings import ENCODINGS, LinearParameters
 
 Array = NDArray[Any]
 MAX_ROWS = 70
@@ -64,7 +64,7 @@ class Products:
         dtype = torch.int8 if is_int8 else getattr(torch, kind)
         packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
-            stored = SCHEMES["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
+            stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
             packer.put(i, stored.weight, scales=stored.scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 

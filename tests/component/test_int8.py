@@ -9,8 +9,8 @@ import torch
 from torch.nn import functional as F
 
 from engine.load_runner import load_model_runner
+from engine.models.encodings import ENCODINGS
 from engine.models.linear import FloatOps, Int8Ops, Norm, QuantisedRows, make_linear
-from engine.models.schemes import SCHEMES
 from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
@@ -60,7 +60,7 @@ def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> 
     torch.manual_seed(1)
     ops = Int8Ops()
     weight, bias = torch.randn(shape), torch.randn(shape[0]) if has_bias else None
-    parameters = replace(SCHEMES["int8"](weight), bias=bias)
+    parameters = replace(ENCODINGS["int8"](weight), bias=bias)
     linear, rows = make_linear(parameters), ops.rows(torch.randn(9, shape[1]))
     scales = weight.abs().amax(1) / 127
     rounded = torch.round(weight / scales[:, None]).to(torch.float64)
@@ -74,7 +74,7 @@ def test_linear_is_exact_in_integers(shape: tuple[int, int], has_bias: bool) -> 
 def test_a_row_does_not_depend_on_its_batch() -> None:
     torch.manual_seed(2)
     ops = Int8Ops()
-    linear, x = make_linear(SCHEMES["int8"](torch.randn(80, 576))), torch.randn(40, 576)
+    linear, x = make_linear(ENCODINGS["int8"](torch.randn(80, 576))), torch.randn(40, 576)
     together = linear(ops.rows(x))
     for row in (0, 17, 39):
         assert torch.equal(linear(ops.rows(x[row : row + 1])), together[row : row + 1])

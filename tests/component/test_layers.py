@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from engine.models.encodings import LinearParameters
 from engine.models.linear import ACTIVATIONS, Linear, rms_norm
 from engine.models.read_config import SUPPORTED_ACTIVATIONS
-from engine.models.schemes import LinearParameters
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 33, 200])

@@ -1,4 +1,4 @@
-"""Matrices by scheme, and what a rank has of the heads."""
+"""Matrices by encoding, and what a rank has of the heads."""
 
 from pathlib import Path
 
@@ -6,26 +6,26 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionShape
+from engine.models.encodings import ENCODINGS, Parameters
 from engine.models.linear import make_linear
 from engine.models.packed_decoder import pack_decoder
-from engine.models.schemes import SCHEMES, Parameters
 from engine.resolve import why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.kv import Span
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"int4"}))  # only the compiled decoder has int4
-def test_every_scheme_multiplies_with_the_matrix(scheme: str) -> None:
+@pytest.mark.parametrize("encoding", sorted(ENCODINGS.keys() - {"int4"}))  # only the compiled decoder has int4
+def test_every_encoding_multiplies_with_the_matrix(encoding: str) -> None:
     torch.manual_seed(0)
     weight, x = torch.randn(48, 64), torch.randn(5, 64)
-    linear = make_linear(SCHEMES[scheme](weight))
-    tolerance = {"float": 1e-4, "int8": 0.35}[scheme]
+    linear = make_linear(ENCODINGS[encoding](weight))
+    tolerance = {"float": 1e-4, "int8": 0.35}[encoding]
     torch.testing.assert_close(linear(linear.ops.rows(x)), x @ weight.T, atol=tolerance, rtol=0)
 
 
-def test_settings_name_every_scheme() -> None:
-    assert {RunnerSettings(Path(), quantize=name).scheme for name in QUANTIZATIONS} == set(SCHEMES)
+def test_settings_name_every_encoding() -> None:
+    assert {RunnerSettings(Path(), quantize=name).encoding for name in QUANTIZATIONS} == set(ENCODINGS)
 
 
 def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:
@@ -34,7 +34,7 @@ def test_parameters_are_taken_once_and_matrices_come_with_their_bias() -> None:
     parameters.put("o", torch.randn(4, 3), is_matrix=True)
     parameters.put("o_bias", torch.arange(4.0))
     matrix = parameters.take_linear("o")
-    assert (matrix.scheme, matrix.weight.dtype, matrix.weight.shape) == ("int8", torch.int8, (4, 3))
+    assert (matrix.encoding, matrix.weight.dtype, matrix.weight.shape) == ("int8", torch.int8, (4, 3))
     assert matrix.bias is not None
     assert matrix.bias.tolist() == [0, 1, 2, 3]
     assert parameters.take("norm").tolist() == [1, 1, 1]
@@ -63,9 +63,9 @@ def test_a_rank_has_the_query_heads_that_read_its_kv_heads_and_their_slopes() ->
     assert whole.shard(Span(0, 3)) == whole
 
 
-def test_a_scheme_that_cannot_be_packed_is_computed_by_the_eager_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_encoding_that_cannot_be_packed_is_computed_by_the_eager_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.resolve.PACKED", frozenset({"float"}))
     settings = RunnerSettings(Path(), device="cpu", dtype="float32", quantize="int8")
-    assert why_eager(settings, None, None) == "scheme int8"  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot pack scheme 'fp8'"):
+    assert why_eager(settings, None, None) == "encoding int8"  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot pack encoding 'fp8'"):
         pack_decoder(None, Parameters("fp8"), None)  # type: ignore[arg-type]

@@ -20,11 +20,11 @@ from checkpoint.tensors import open_checkpoint
 from demo_model.questions import conversation
 from engine.load_runner import load_model_runner
 from engine.models.rope import RotaryEmbedding
-from engine.quantize.gptq import round_by_errors
-from engine.quantize.layer import FloatLayer, pack_prompts, take_float_layer
-from engine.quantize.make import open_float_checkpoint
-from engine.quantize.shards import ShardWriter
-from engine.quantize.smoothing import fold, tie
+from engine.quantizer.gptq import round_by_errors
+from engine.quantizer.layer import FloatLayer, pack_prompts, take_float_layer
+from engine.quantizer.make import open_float_checkpoint
+from engine.quantizer.shards import ShardWriter
+from engine.quantizer.smoothing import fold, tie
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import BUNDLED_MODELS
@@ -226,7 +226,7 @@ def test_an_interrupted_run_leaves_nothing(
         f"--data={data}",
     ]
     monkeypatch.setattr("sys.argv", argv)
-    monkeypatch.setattr("engine.quantize.make._copy_rest", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("engine.quantizer.make._copy_rest", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     handler = signal.getsignal(signal.SIGTERM)
     try:
         with pytest.raises(SystemExit) as ended:

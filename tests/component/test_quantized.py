@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from checkpoint.partition import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.load_runner import load_model_runner
+from engine.models.encodings import Parameters
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.models.rounding import round_to_int8
-from engine.models.schemes import Parameters
-from engine.quantized.config import read_quantization
-from engine.quantized.modules import find_module
+from engine.quantized_formats.config import read_quantization
+from engine.quantized_formats.modules import find_module
 from engine.resolve import fingerprint, resolve
 from engine.runner_settings import RunnerSettings
 from engine.weights import WeightsTarget, load_weights
@@ -63,9 +63,9 @@ def broken(quantized: Quantized, tmp_path: Path) -> Callable[[str], Path]:
     return lambda form: Path(shutil.copytree(quantized("llama", form), tmp_path / "model"))
 
 
-def parameters(model_dir: Path, scheme: str = "float", dtype: torch.dtype = torch.float32) -> Parameters:
+def parameters(model_dir: Path, encoding: str = "float", dtype: torch.dtype = torch.float32) -> Parameters:
     specs = parameter_specs(load_decoder_config(model_dir))
-    return load_weights(model_dir, specs, WeightsTarget(CPU, dtype, scheme))
+    return load_weights(model_dir, specs, WeightsTarget(CPU, dtype, encoding))
 
 
 def digest(tensor: torch.Tensor) -> str:
@@ -267,12 +267,12 @@ def test_broken_files_are_refused(
     tensors = load_file(path)
     damage(tensors)
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    scheme = "int8" if form == "w8a8" else "float"
+    encoding = "int8" if form == "w8a8" else "float"
     if words is None:  # a float matrix among int8 ones
-        parameters(model_dir, scheme).read_all()
+        parameters(model_dir, encoding).read_all()
         return
     with pytest.raises(ConfigurationError, match=words):
-        parameters(model_dir, scheme).read_all()
+        parameters(model_dir, encoding).read_all()
 
 
 def changed(form: str, **changes: object) -> dict[str, Any]:
@@ -326,7 +326,7 @@ def test_descriptions_that_do_not_fit_are_refused(
         load_model_runner(settings(model_dir))
 
 
-def test_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
+def test_modules_have_storages_of_their_own(tmp_path: Path) -> None:
     config = changed("w4a16", ignore=["lm_head", r"re:.*layers\.9\."])
     eight = {"targets": [r"re:.*down_proj$"], "weights": {"num_bits": 8, "group_size": 32, "strategy": "group"}}
     exact = {"targets": ["model.layers.3.mlp.down_proj"], "weights": {"num_bits": 4, "group_size": -1}}
@@ -335,10 +335,10 @@ def test_modules_have_schemes_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"compression_config": config}))
     quantization = read_quantization(tmp_path)
     assert quantization is not None
-    found = {name: quantization.scheme_of(f"model.layers.{name}_proj") for name in ("0.q", "0.mlp.down", "3.mlp.down")}
+    found = {name: quantization.storage_of(f"model.layers.{name}_proj") for name in ("0.q", "0.mlp.down", "3.mlp.down")}
     assert [(s.num_bits, s.block_inputs) for s in found.values() if s is not None] == [(4, 16), (8, 32), (4, 0)]
     for plain in ("lm_head", "model.layers.9.self_attn.q_proj", "model.layers.0.self_attn.k_proj"):
-        assert quantization.scheme_of(plain) is None
+        assert quantization.storage_of(plain) is None
     assert str(quantization) == "compressed-tensors pack-quantized, 4 and 8 bits"
 
 
@@ -350,14 +350,14 @@ def test_gptq_tells_modules_apart_and_has_a_file_of_its_own(tmp_path: Path) -> N
     (tmp_path / "quantize_config.json").write_text(json.dumps(facts))
     quantization = read_quantization(tmp_path)
     assert quantization is not None
-    q, down, up = (quantization.scheme_of(f"layers.0.{name}") for name in ("q", "down", "up"))
+    q, down, up = (quantization.storage_of(f"layers.0.{name}") for name in ("q", "down", "up"))
     assert q is not None
     assert down is not None
     assert up is not None
     assert (q.num_bits, q.block_inputs, q.has_group_index, q.zeros_minus_one) == (4, 128, False, True)
     assert (down.num_bits, down.block_inputs) == (8, 64)
     assert up.has_group_index
-    assert quantization.scheme_of("layers.0.gate") is None
+    assert quantization.storage_of("layers.0.gate") is None
 
 
 def test_modules_that_are_not_quantised_stay(quantized: Quantized, tmp_path: Path) -> None:

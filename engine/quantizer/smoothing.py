@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.quantize.layer import FloatLayer
-from engine.quantize.statistics import InputStatistics
+from engine.quantizer.layer import FloatLayer
+from engine.quantizer.statistics import InputStatistics
 
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
 _MATRIX_BEFORE = {"o": "qkv", "down": "gate_up"}

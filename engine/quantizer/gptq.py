@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.models.rounding import one_thread
-from engine.quantize.grids import INT4_MAX, INT4_MIN
-from engine.quantized.matrix import QuantizedMatrix
+from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantizer.grids import INT4_MAX, INT4_MIN
 from mesh.domain.errors import ConfigurationError
 
 _COLUMNS_AT_ONCE = 128

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.models.rounding import round_to_int8
-from engine.quantized.matrix import QuantizedMatrix
+from engine.quantized_formats.matrix import QuantizedMatrix
 
 INT4_MIN, INT4_MAX = -8, 7
 _INT4_SPAN = 7.5

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.models.encodings import Parameters
 from engine.models.linear import rms_norm
 from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rotate
-from engine.models.schemes import Parameters
 
 MATRICES = ("qkv", "o", "gate_up", "down")
 _NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")

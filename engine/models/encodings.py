@@ -1,9 +1,9 @@
-"""The schemes in which matrices of weights are stored, and the parameters of a model as they are loaded.
+"""The encodings in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
-A scheme defines the encoding of a matrix: float, int8 or int4. LinearParameters is a matrix as it is loaded. Every
-memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each scheme is
-stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; int4 is for the compiled
-decoder only.
+An encoding says what the numbers of a matrix mean: float, int8 or int4. LinearParameters is a matrix as it is loaded.
+Every memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each
+encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; int4 is for
+the compiled decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,14 +19,14 @@ from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8
 class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
-    Scheme "float": `weight` is the matrix. Scheme "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Scheme "int4": inputs are in groups, the last of
+    Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "int4": inputs are in groups, the last of
     which may be narrower. Number [output, input] is `(weight[output, input] - zeros[output, group]) * scales[output,
     group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups].
     """
 
     weight: Tensor
-    scheme: str = "float"
+    encoding: str = "float"
     scales: Tensor | None = None
     zeros: Tensor | None = None
     bias: Tensor | None = None
@@ -46,13 +46,13 @@ def _round_to_int4(weight: Tensor) -> LinearParameters:
     return LinearParameters(rounded, "int4", scales, zeros)
 
 
-SCHEMES: Mapping[str, Callable[[Tensor], LinearParameters]] = {
+ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "float": _keep,
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
-"""Conversions of floating-point weights [outputs, inputs] to each scheme."""
-OUTPUT_SCHEMES = {"int4": "int8"}
+"""Conversions of floating-point weights [outputs, inputs] to each encoding."""
+OUTPUT_ENCODINGS = {"int4": "int8"}
 """Schemes of the output matrix where they are others than that of the model."""
 OUTPUT = "lm_head"
 """The name of the output matrix."""
@@ -65,21 +65,21 @@ from whole rows, of weights and of activations.
 
 
 Values = tuple[str, Tensor | LinearParameters, bool]
-"""Name and values of a parameter, and if it is a matrix; a matrix may be in the model's scheme already."""
+"""Name and values of a parameter, and if it is a matrix; a matrix may be in the model's encoding already."""
 
 
 class Parameters:
-    """The parameters of a model by name, with all matrices converted to one scheme; the output matrix: OUTPUT_SCHEMES.
-    `group`: inputs that share a scale in int4.
+    """The parameters of a model by name, with all matrices converted to one encoding; the output matrix: see
+    OUTPUT_ENCODINGS. `group`: inputs that share a scale in int4.
 
     `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
     each parameter to its own layout never holds all of them twice. A parameter can be taken once.
     """
 
     def __init__(
-        self, scheme: str = "float", names: Iterable[str] = (), source: Iterable[Values] = (), group: int = INT4_GROUP
+        self, encoding: str = "float", names: Iterable[str] = (), source: Iterable[Values] = (), group: int = INT4_GROUP
     ) -> None:
-        self.scheme = scheme
+        self.encoding = encoding
         self.group = group
         self._source = iter(source)
         self._unread = set(names)
@@ -87,14 +87,14 @@ class Parameters:
         self._linears: dict[str, LinearParameters] = {}
 
     def put(self, name: str, values: Tensor | LinearParameters, *, is_matrix: bool = False) -> None:
-        """Add a parameter. A matrix is converted to the scheme, unless it is in it."""
+        """Add a parameter. A matrix is converted to the encoding, unless it is in it."""
         self._unread.discard(name)
         if isinstance(values, LinearParameters):
             self._linears[name] = values
         elif is_matrix:
             with load_phase("convert"):
-                scheme = OUTPUT_SCHEMES.get(self.scheme, self.scheme) if name == OUTPUT else self.scheme
-                self._linears[name] = SCHEMES[scheme](values)
+                encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
+                self._linears[name] = ENCODINGS[encoding](values)
         else:
             self._tensors[name] = values
 

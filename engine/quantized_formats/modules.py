@@ -7,9 +7,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
-from engine.quantized import awq, compressed_tensors, gptq
-from engine.quantized.config import Format, Quantization, WeightScheme
-from engine.quantized.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
+from engine.quantized_formats import awq, compressed_tensors, gptq
+from engine.quantized_formats.config import Format, MatrixStorage, Quantization
+from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from mesh.domain.errors import ConfigurationError
 
 StoredTensors = Mapping[str, StoredTensor]
@@ -23,8 +23,8 @@ _UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero
 class _Reader(NamedTuple):
     """`parts` raises ConfigurationError if a matrix of this shape cannot be stored so."""
 
-    parts: Callable[[WeightScheme, Shape], Parts]
-    read: Callable[[WeightScheme, Shape, Tensors], QuantizedMatrix]
+    parts: Callable[[MatrixStorage, Shape], Parts]
+    read: Callable[[MatrixStorage, Shape, Tensors], QuantizedMatrix]
 
 
 _READERS: Mapping[Format, _Reader] = {
@@ -43,7 +43,7 @@ class QuantizedModule:
 
     name: str
     shape: Shape
-    scheme: WeightScheme
+    storage: MatrixStorage
     parts: Mapping[str, str]
     unused: tuple[str, ...]
 
@@ -51,7 +51,7 @@ class QuantizedModule:
         """Read the matrix [outputs, inputs]. Raises ConfigurationError."""
         tensors = {part: read_tensor(name) for part, name in self.parts.items()}
         try:
-            return _READERS[self.scheme.format].read(self.scheme, self.shape, tensors)
+            return _READERS[self.storage.format].read(self.storage, self.shape, tensors)
         except ConfigurationError as error:
             raise ConfigurationError(f"matrix {self.name}: {error}") from error
 
@@ -77,14 +77,14 @@ def find_module(
             f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
             "from"
         )
-    scheme = quantization.scheme_of(name)
-    if scheme is None:
+    storage = quantization.storage_of(name)
+    if storage is None:
         raise ConfigurationError(
             f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "
             "another checkpoint"
         )
     try:
-        parts = _READERS[scheme.format].parts(scheme, shape)
+        parts = _READERS[storage.format].parts(storage, shape)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
     if matrices[0] != f"{name}.{next(iter(parts))}":
@@ -94,7 +94,7 @@ def find_module(
     names = {part: _stored_part(f"{name}.{part}", details, stored, where) for part, details in parts.items()}
     unused = tuple(f"{name}.{part}" for part in _UNUSED_PARTS if f"{name}.{part}" in stored)
     return QuantizedModule(
-        name, shape, scheme, {part: found for part, found in names.items() if found is not None}, unused
+        name, shape, storage, {part: found for part, found in names.items() if found is not None}, unused
     )
 
 

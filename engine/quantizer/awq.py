@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from engine.quantize.grids import INT4_MAX, INT4_MIN, int4_scales, round_int4, storable
-from engine.quantize.statistics import InputStatistics
+from engine.quantizer.grids import INT4_MAX, INT4_MIN, int4_scales, round_int4, storable
+from engine.quantizer.statistics import InputStatistics
 
 _NUM_RATIOS = 20
 _MAX_SEARCHED = 2048

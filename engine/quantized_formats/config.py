@@ -21,7 +21,7 @@ _COMPRESSED_FORMATS: Mapping[str, Format] = {
 
 
 @dataclass(frozen=True, slots=True)
-class WeightScheme:
+class MatrixStorage:
     """How a matrix is stored. Each scale is for `block_rows` outputs and `block_inputs` inputs; 0: for all of them.
 
     A matrix that is not symmetric has zeros, too. With `has_group_index` a tensor says which group an input belongs to.
@@ -40,13 +40,13 @@ class WeightScheme:
 
     @property
     def is_int8(self) -> bool:
-        """True if the matrix is int8 with a scale for each output, as our scheme "int8" has it."""
+        """True if the matrix is int8 with a scale for each output, as our encoding "int8" has it."""
         per_output = self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
         return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
 
     @property
     def int4_group(self) -> int | None:
-        """Inputs that share a scale in int4 of the compiled decoder, as our scheme "int4" has it: as many as here, or
+        """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
         fewer. None if the matrix is in another form.
         """
         is_int4 = (self.num_bits, self.is_float, self.has_group_index) == (4, False, False)
@@ -57,12 +57,12 @@ class WeightScheme:
 
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
-    """Modules that are stored alike: by name, by "re:" and a pattern of names, or "Linear" for all. Without a `scheme`
+    """Modules that are stored alike: by name, by "re:" and a pattern of names, or "Linear" for all. Without a `storage`
     they are not quantised.
     """
 
     targets: tuple[str, ...]
-    scheme: WeightScheme | None
+    storage: MatrixStorage | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,24 +73,24 @@ class Quantization:
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
 
-    def scheme_of(self, module: str) -> WeightScheme | None:
-        """The scheme of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
+    def storage_of(self, module: str) -> MatrixStorage | None:
+        """The storage of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
         of modules.
         """
         if any(_rank(target, module) for target in self.ignored):
             return None
-        ranked = [(_rank(target, module), group.scheme) for group in self.groups for target in group.targets]
+        ranked = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))
         return best[1] if best[0] else None
 
     @property
     def is_w8a8(self) -> bool:
         """True if all quantised matrices are int8 and expect activations in int8."""
-        schemes = [group.scheme for group in self.groups if group.scheme is not None]
-        return bool(schemes) and all(scheme.is_int8 and scheme.int8_rows for scheme in schemes)
+        storages = [group.storage for group in self.groups if group.storage is not None]
+        return bool(storages) and all(storage.is_int8 and storage.int8_rows for storage in storages)
 
     def __str__(self) -> str:
-        bits = sorted({group.scheme.num_bits for group in self.groups if group.scheme is not None})
+        bits = sorted({group.storage.num_bits for group in self.groups if group.storage is not None})
         return f"{self.method}, {' and '.join(map(str, bits))} bits"
 
 
@@ -145,10 +145,10 @@ def _group_size(raw: RawConfig) -> int:
 
 def _awq(raw: RawConfig) -> Quantization:
     _require(raw, "version", "gemm", default="gemm")
-    scheme = WeightScheme(
+    storage = MatrixStorage(
         "awq", _require(raw, "bits", 4), block_inputs=_group_size(raw), is_symmetric=not raw.get("zero_point", True)
     )
-    return Quantization("awq", (ModuleGroup(("Linear",), scheme),))
+    return Quantization("awq", (ModuleGroup(("Linear",), storage),))
 
 
 def _gptq(raw: RawConfig) -> Quantization:
@@ -157,8 +157,8 @@ def _gptq(raw: RawConfig) -> Quantization:
     if raw.get("is_marlin_format"):
         raise ConfigurationError("is_marlin_format is not supported: serve the checkpoint that it was made from")
 
-    def scheme(facts: RawConfig) -> WeightScheme:
-        return WeightScheme(
+    def storage(facts: RawConfig) -> MatrixStorage:
+        return MatrixStorage(
             "gptq",
             _require(facts, "bits", 4, 8),
             block_inputs=_group_size(facts),
@@ -167,22 +167,22 @@ def _gptq(raw: RawConfig) -> Quantization:
             zeros_minus_one=kind == "gptq",
         )
 
-    groups = [ModuleGroup(("Linear",), scheme(raw))]
+    groups = [ModuleGroup(("Linear",), storage(raw))]
     # GPTQModel: patterns of modules, "-:" for those that are not quantised, the others with their own facts.
     for pattern, facts in (raw.get("dynamic") or {}).items():
-        own = None if pattern.startswith("-:") else scheme({**raw, **facts})
+        own = None if pattern.startswith("-:") else storage({**raw, **facts})
         groups.append(ModuleGroup((f"re:{pattern.removeprefix('-:').removeprefix('+:')}",), own))
     return Quantization(str(kind), tuple(groups))
 
 
 def _fp8(raw: RawConfig) -> Quantization:
     rows, inputs = raw.get("weight_block_size") or (0, 0)
-    scheme = WeightScheme("plain", 8, block_rows=int(rows), block_inputs=int(inputs), is_float=True)
-    return Quantization("fp8", (ModuleGroup(("Linear",), scheme),))
+    storage = MatrixStorage("plain", 8, block_rows=int(rows), block_inputs=int(inputs), is_float=True)
+    return Quantization("fp8", (ModuleGroup(("Linear",), storage),))
 
 
 def _fbgemm_fp8(raw: RawConfig) -> Quantization:
-    return Quantization("fbgemm_fp8", (ModuleGroup(("Linear",), WeightScheme("plain", 8, is_float=True)),))
+    return Quantization("fbgemm_fp8", (ModuleGroup(("Linear",), MatrixStorage("plain", 8, is_float=True)),))
 
 
 def _compressed_tensors(raw: RawConfig) -> Quantization:
@@ -196,14 +196,14 @@ def _compressed_tensors(raw: RawConfig) -> Quantization:
             continue
         source = facts if facts.get("format") else raw
         formats.add(name := _require(source, "format", *_COMPRESSED_FORMATS))
-        scheme = replace(_weights(facts["weights"], name), int8_rows=_is_int8(facts.get("input_activations")))
-        groups.append(ModuleGroup(tuple(facts["targets"]), scheme))
+        storage = replace(_weights(facts["weights"], name), int8_rows=_is_int8(facts.get("input_activations")))
+        groups.append(ModuleGroup(tuple(facts["targets"]), storage))
     method = f"compressed-tensors {' and '.join(sorted(formats))}"
     return Quantization(method, tuple(groups), tuple(raw.get("ignore") or ()))
 
 
-def _weights(weights: RawConfig, name: str) -> WeightScheme:
-    """A scheme of compressed-tensors' QuantizationArgs."""
+def _weights(weights: RawConfig, name: str) -> MatrixStorage:
+    """The storage that compressed-tensors' QuantizationArgs describe."""
     kind = _require(weights, "type", *_KINDS[name], default="int")
     num_bits = _require(weights, "num_bits", *((4, 8) if name == "pack-quantized" else (8,)), default=8)
     size = _group_size(weights)
@@ -213,7 +213,7 @@ def _weights(weights: RawConfig, name: str) -> WeightScheme:
         raise ConfigurationError("strategy 'group' needs a group_size > 0")
     rows, inputs = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size)}.get(strategy) or _block(weights)
     order = weights.get("actorder")
-    return WeightScheme(
+    return MatrixStorage(
         _COMPRESSED_FORMATS[name],
         num_bits,
         rows,

@@ -4,8 +4,8 @@ Version 1 stores zeros minus 1, version 2 ("gptq_v2") as they are. With desc_act
 the inputs of a group are not neighbours, so the matrix is never cut by groups.
 """
 
-from engine.quantized.config import WeightScheme
-from engine.quantized.matrix import (
+from engine.quantized_formats.config import MatrixStorage
+from engine.quantized_formats.matrix import (
     FLOATS,
     Part,
     Parts,
@@ -19,9 +19,9 @@ from engine.quantized.matrix import (
 from mesh.domain.errors import ConfigurationError
 
 
-def parts(scheme: WeightScheme, shape: Shape) -> Parts:
+def parts(storage: MatrixStorage, shape: Shape) -> Parts:
     num_outputs, num_inputs = shape
-    per_word, num_groups = 32 // scheme.num_bits, count_groups(scheme, num_inputs)
+    per_word, num_groups = 32 // storage.num_bits, count_groups(storage, num_inputs)
     if num_inputs % per_word or num_outputs % per_word:
         raise ConfigurationError(
             f"its {num_inputs} inputs and {num_outputs} outputs cannot be packed by {per_word}, as GPTQ does"
@@ -30,16 +30,16 @@ def parts(scheme: WeightScheme, shape: Shape) -> Parts:
         "qweight": Part(("I32",), ((num_inputs // per_word, num_outputs),)),
         "qzeros": Part(("I32",), ((num_groups, num_outputs // per_word),)),
         "scales": Part(FLOATS, ((num_groups, num_outputs),)),
-        "g_idx": Part(("I32",), ((num_inputs,),), is_optional=not scheme.has_group_index),
+        "g_idx": Part(("I32",), ((num_inputs,),), is_optional=not storage.has_group_index),
     }
 
 
-def read(scheme: WeightScheme, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
+def read(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
     packed_zeros = tensors["qzeros"]
-    if scheme.zeros_minus_one:
+    if storage.zeros_minus_one:
         # GPTQModel takes 1 from all numbers of a word by one subtraction, whose borrows this addition undoes.
-        packed_zeros = packed_zeros + 0xFFFFFFFF // (2**scheme.num_bits - 1)
-    values = unpack(tensors["qweight"].t(), scheme.num_bits)
-    zeros = unpack(packed_zeros, scheme.num_bits).t()
+        packed_zeros = packed_zeros + 0xFFFFFFFF // (2**storage.num_bits - 1)
+    values = unpack(tensors["qweight"].t(), storage.num_bits)
+    zeros = unpack(packed_zeros, storage.num_bits).t()
     scales = tensors["scales"].t().float()
     return QuantizedMatrix(values, scales, zeros, read_groups(tensors.get("g_idx"), scales.shape[1]))

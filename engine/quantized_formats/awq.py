@@ -6,8 +6,8 @@ Word w of a row holds outputs 8w to 8w + 7, the lowest bits first in the order 0
 import torch
 from torch import Tensor
 
-from engine.quantized.config import WeightScheme
-from engine.quantized.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors, count_groups, unpack
+from engine.quantized_formats.config import MatrixStorage
+from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors, count_groups, unpack
 from mesh.domain.errors import ConfigurationError
 
 _PER_WORD = 8
@@ -15,11 +15,11 @@ _PLACES = torch.tensor([0, 4, 1, 5, 2, 6, 3, 7])
 """Where output i of a word lies in it."""
 
 
-def parts(scheme: WeightScheme, shape: Shape) -> Parts:
+def parts(storage: MatrixStorage, shape: Shape) -> Parts:
     num_outputs, num_inputs = shape
     if num_outputs % _PER_WORD:
         raise ConfigurationError(f"its {num_outputs} outputs cannot be packed by {_PER_WORD}, as AWQ does")
-    num_words, num_groups = num_outputs // _PER_WORD, count_groups(scheme, num_inputs)
+    num_words, num_groups = num_outputs // _PER_WORD, count_groups(storage, num_inputs)
     return {
         "qweight": Part(("I32",), ((num_inputs, num_words),)),
         "qzeros": Part(("I32",), ((num_groups, num_words),)),
@@ -27,7 +27,7 @@ def parts(scheme: WeightScheme, shape: Shape) -> Parts:
     }
 
 
-def read(scheme: WeightScheme, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
+def read(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
     values, zeros = _unpack(tensors["qweight"]), _unpack(tensors["qzeros"])
     return QuantizedMatrix(values, tensors["scales"].t().float(), zeros)
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from engine.quantized.config import WeightScheme
+from engine.quantized_formats.config import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
 FLOATS = ("F32", "BF16", "F16")
@@ -105,9 +105,9 @@ def unpack(packed: Tensor, num_bits: int) -> Tensor:
     return torch.stack((octets & 15, octets >> 4), -1).flatten(1)
 
 
-def count_groups(scheme: WeightScheme, num_inputs: int) -> int:
+def count_groups(storage: MatrixStorage, num_inputs: int) -> int:
     """Groups of inputs that share a scale. Raises ConfigurationError unless they are equal."""
-    size = scheme.block_inputs or num_inputs
+    size = storage.block_inputs or num_inputs
     if num_inputs % size:
         raise ConfigurationError(f"groups of {size} do not divide its {num_inputs} inputs: quantise it with others")
     return num_inputs // size

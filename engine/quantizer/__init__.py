@@ -1,4 +1,4 @@
-"""Makes quantised checkpoints: the work of `tandem quantize`. engine/quantized reads them.
+"""Makes quantised checkpoints: the work of `tandem quantize`. engine/quantized_formats reads them.
 
 make.py           the pass through the model: layer by layer, in bounded memory
 layer.py          a layer in fp32, which tells what its matrices multiply

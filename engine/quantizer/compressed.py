@@ -1,5 +1,5 @@
 """Writes compressed-tensors, the format of llm-compressor, which vLLM and transformers read: the reverse of
-engine/quantized/compressed_tensors.py.
+engine/quantized_formats/compressed_tensors.py.
 """
 
 from typing import Any, Literal
@@ -7,20 +7,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from engine.quantized.config import WeightScheme
-from engine.quantized.matrix import QuantizedMatrix
+from engine.quantized_formats.config import MatrixStorage
+from engine.quantized_formats.matrix import QuantizedMatrix
 
 Activations = Literal["int8", "fp8"] | None
 """The numbers to which activations are rounded, with a scale for each token, while the model runs; None: none."""
 
 
-def stored_tensors(matrix: QuantizedMatrix, scheme: WeightScheme, scales_dtype: torch.dtype) -> dict[str, Tensor]:
+def stored_tensors(matrix: QuantizedMatrix, storage: MatrixStorage, scales_dtype: torch.dtype) -> dict[str, Tensor]:
     """The tensors of a matrix without zeros, by the last part of their names."""
     scales = matrix.scales.to(scales_dtype)
-    if scheme.format == "plain":
+    if storage.format == "plain":
         return {"weight": matrix.values, "weight_scale": scales}
     shape = torch.tensor(matrix.values.shape, dtype=torch.int64)
-    return {"weight_packed": pack(matrix.values, scheme.num_bits), "weight_scale": scales, "weight_shape": shape}
+    return {"weight_packed": pack(matrix.values, storage.num_bits), "weight_scale": scales, "weight_shape": shape}
 
 
 def pack(values: Tensor, num_bits: int) -> Tensor:
@@ -32,13 +32,13 @@ def pack(values: Tensor, num_bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def describe(scheme: WeightScheme, activations: Activations) -> dict[str, Any]:
+def describe(storage: MatrixStorage, activations: Activations) -> dict[str, Any]:
     """quantization_config of config.json."""
-    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(scheme)}
+    group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(storage)}
     group["input_activations"] = None if activations is None else _rows(activations)
     return {
         "quant_method": "compressed-tensors",
-        "format": _format(scheme),
+        "format": _format(storage),
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
         "ignore": ["lm_head"],
@@ -46,17 +46,18 @@ def describe(scheme: WeightScheme, activations: Activations) -> dict[str, Any]:
     }
 
 
-def _format(scheme: WeightScheme) -> str:
-    if scheme.format == "packed":
+def _format(storage: MatrixStorage) -> str:
+    if storage.format == "packed":
         return "pack-quantized"
-    return "float-quantized" if scheme.is_float else "int-quantized"
+    return "float-quantized" if storage.is_float else "int-quantized"
 
 
-def _weights(scheme: WeightScheme) -> dict[str, Any]:
+def _weights(storage: MatrixStorage) -> dict[str, Any]:
     strategy = (
-        {"strategy": "group", "group_size": scheme.block_inputs} if scheme.block_inputs else {"strategy": "channel"}
+        {"strategy": "group", "group_size": storage.block_inputs} if storage.block_inputs else {"strategy": "channel"}
     )
-    return {"num_bits": scheme.num_bits, "type": _kind(scheme.is_float), "symmetric": True, "dynamic": False} | strategy
+    facts = {"num_bits": storage.num_bits, "type": _kind(storage.is_float), "symmetric": True, "dynamic": False}
+    return facts | strategy
 
 
 def _rows(activations: Literal["int8", "fp8"]) -> dict[str, Any]:

@@ -27,8 +27,10 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import RotaryEmbedding
-from engine.quantize.compressed import describe, stored_tensors
-from engine.quantize.layer import (
+from engine.quantized_formats.config import read_quantization
+from engine.quantized_formats.matrix import QuantizedMatrix, count_groups
+from engine.quantizer.compressed import describe, stored_tensors
+from engine.quantizer.layer import (
     MATRICES,
     FloatLayer,
     PackedPrompts,
@@ -36,13 +38,11 @@ from engine.quantize.layer import (
     pack_prompts,
     take_float_layer,
 )
-from engine.quantize.quality import Quality, QualityMeter
-from engine.quantize.schemes import Scheme
-from engine.quantize.shards import ShardWriter
-from engine.quantize.smoothing import fold, tie
-from engine.quantize.statistics import InputStatistics
-from engine.quantized.config import read_quantization
-from engine.quantized.matrix import QuantizedMatrix, count_groups
+from engine.quantizer.quality import Quality, QualityMeter
+from engine.quantizer.schemes import Scheme
+from engine.quantizer.shards import ShardWriter
+from engine.quantizer.smoothing import fold, tie
+from engine.quantizer.statistics import InputStatistics
 from engine.weights import WeightsTarget, load_weights, stored_name
 from mesh.domain.errors import ConfigurationError
 

@@ -7,15 +7,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from engine.quantize.awq import clipped_scales, search_factors
-from engine.quantize.compressed import Activations
-from engine.quantize.gptq import round_by_errors
-from engine.quantize.grids import fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
-from engine.quantize.layer import RoundRows
-from engine.quantize.smoothing import smoothquant_factors
-from engine.quantize.statistics import InputStatistics
-from engine.quantized.config import WeightScheme
-from engine.quantized.matrix import QuantizedMatrix
+from engine.quantized_formats.config import MatrixStorage
+from engine.quantized_formats.matrix import QuantizedMatrix
+from engine.quantizer.awq import clipped_scales, search_factors
+from engine.quantizer.compressed import Activations
+from engine.quantizer.gptq import round_by_errors
+from engine.quantizer.grids import fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
+from engine.quantizer.layer import RoundRows
+from engine.quantizer.smoothing import smoothquant_factors
+from engine.quantizer.statistics import InputStatistics
 
 Tie = Callable[[Tensor], Tensor]
 """Makes factors equal where only equal ones can be folded."""
@@ -23,15 +23,15 @@ Factors = Callable[[Tensor, InputStatistics, Tie], Tensor]
 Round = Callable[[Tensor, InputStatistics], QuantizedMatrix]
 """Rounds a matrix [outputs, inputs]; the statistics are those of its inputs after folding."""
 
-_INT8 = WeightScheme("plain", 8, int8_rows=True)
-_FP8 = WeightScheme("plain", 8, is_float=True)
+_INT8 = MatrixStorage("plain", 8, int8_rows=True)
+_FP8 = MatrixStorage("plain", 8, is_float=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
     """`needs`: the statistics of inputs that `factors` and `round` read. Scales are stored in `scales_dtype`."""
 
-    weights: WeightScheme
+    weights: MatrixStorage
     activations: Activations
     needs: Literal["nothing", "largest", "gram"]
     round: Round
@@ -45,7 +45,7 @@ class Scheme:
 
 
 def make_scheme(name: str, *, group_size: int, alpha: float, dtype: torch.dtype) -> Scheme:
-    """The scheme of that name in engine.quantize.SCHEMES, for a checkpoint in `dtype`."""
+    """The scheme of that name in engine.quantizer.SCHEMES, for a checkpoint in `dtype`."""
     if name == "fp8":
         return Scheme(_FP8, "fp8", "nothing", lambda weight, _: round_fp8(weight))
     if name == "w8a8":
@@ -60,7 +60,7 @@ def _smoothquant(alpha: float) -> Factors:
 
 
 def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:
-    weights = WeightScheme("packed", 4, block_inputs=group_size)
+    weights = MatrixStorage("packed", 4, block_inputs=group_size)
 
     def nearest(weight: Tensor, _: InputStatistics) -> QuantizedMatrix:
         return round_int4(weight, int4_scales(weight, group_size, dtype))

@@ -48,15 +48,32 @@ const jsonBody = (body, signal) => ({
 export const get = async (path) => (await call(path, {})).json();
 export const post = async (path, body, signal) => (await call(path, jsonBody(body, signal))).json();
 
+const SILENCE_MS = 45_000; // the gateway sends something at least every 15 s
+
+/** What a promise gives. If that takes too long, the connection is dead, though nobody said so: it is given up. */
+function inTime(promise, connection) {
+  let timer = null;
+  const late = new Promise((_, refuse) => {
+    timer = setTimeout(() => {
+      refuse(new Refusal(0, `Nothing has come for ${SILENCE_MS / 1000} s.`));
+      connection.abort();
+    }, SILENCE_MS);
+  });
+  return Promise.race([promise, late]).finally(() => clearTimeout(timer));
+}
+
 /** The objects of a stream of server-sent events, until [DONE]. Throws Refusal for an error event. */
 export async function* stream(path, body, signal) {
-  const response = await call(path, jsonBody({ ...body, stream: true }, signal));
+  signal.throwIfAborted();
+  const connection = new AbortController();
+  signal.addEventListener("abort", () => connection.abort(), { once: true });
+  const response = await inTime(call(path, jsonBody({ ...body, stream: true }, connection.signal)), connection);
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   try {
     for (;;) {
-      const { value, done } = await reader.read().catch((error) => {
-        if (signal.aborted) throw error;
+      const { value, done } = await inTime(reader.read(), connection).catch((error) => {
+        if (signal.aborted || error instanceof Refusal) throw error;
         throw new Refusal(0, "The connection to the gateway was lost.", response);
       });
       if (done) throw new Refusal(0, "The answer ended before it was complete.", response);

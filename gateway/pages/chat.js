@@ -9,7 +9,7 @@ import { Alternatives } from "./tokens.js";
 import { add, choose, newChat, newId, path, pathTo, remove, titleOf } from "./tree.js";
 import { Turns, edit, showActions } from "./turns.js";
 
-const IDEAS = ["What is 27 + 45?", "Write the times table of 12.", "Tell me a story about a lighthouse."];
+const IDEAS = ["What is 27 + 45?", "Write the times table of 12.", "Tell me a story about a dragon."];
 const SAVE_EVERY_MS = 5000;
 const ASK_AGAIN_MS = 3000;
 const prompt = $("prompt");

@@ -18,6 +18,19 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** A button that asks: the first press shows `question`, the second acts. */
+export function askFirst(button, question, act) {
+  const label = button.textContent;
+  button.addEventListener("click", () => {
+    if (button.classList.contains("sure")) return act();
+    button.classList.add("sure");
+    say(button, question);
+    const calm = () => (button.classList.remove("sure"), say(button, label));
+    return button.addEventListener("blur", calm, { once: true });
+  });
+  return button;
+}
+
 /** Copy a text, and say so on the button for a moment. */
 export async function copyText(button, text) {
   const label = button.dataset.label ?? (button.dataset.label = button.textContent);

@@ -1,6 +1,6 @@
 // The list of conversations: search, rename, delete, export.
 
-import { $, download, make } from "./dom.js";
+import { $, askFirst, download, make } from "./dom.js";
 import * as store from "./store.js";
 import { path, titleOf, toMarkdown } from "./tree.js";
 
@@ -70,7 +70,7 @@ export class Sidebar {
     const label = (what) => ({ type: "button", class: "quiet", title: what, "aria-label": `${what}: ${entry.title}` });
     const tools = make("span", { class: "tools" },
       make("button", { ...label("Rename"), onclick: () => this.#rename(entry, item) }, "✎"),
-      make("button", { ...label("Delete"), onclick: (event) => this.#remove(entry, event.currentTarget) }, "×"));
+      askFirst(make("button", label("Delete"), "×"), "Delete?", () => this.#remove(entry)));
     const item = make("li", { class: "chat-item" }, name, tools);
     return item;
   }
@@ -101,14 +101,7 @@ export class Sidebar {
     input.select();
   }
 
-  /** The first press asks, the second removes. */
-  async #remove(entry, button) {
-    if (!button.classList.contains("sure")) {
-      button.classList.add("sure");
-      button.textContent = "Delete?";
-      button.addEventListener("blur", () => this.show(), { once: true });
-      return;
-    }
+  async #remove(entry) {
     await store.remove(entry.id);
     this.hooks.removed(entry.id);
     await this.refresh();

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { make, say } from "./dom.js";
-import { count, duration } from "./units.js";
+import { ago, count, duration } from "./units.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const [WIDTH, HEIGHT] = [480, 40];
@@ -19,22 +19,43 @@ const line = (kind) => svg("path", { class: kind, fill: "none", stroke: "current
 /** One or two values of each point over time: the second, a high percentile, is drawn thinner. */
 class Chart {
   constructor(name, format, value, high = null, about = "") {
-    Object.assign(this, { name, format, about, values: high ? [value, high] : [value] });
+    Object.assign(this, { name, format, about, values: high ? [value, high] : [value], points: [], spanS: 1, most: "" });
     this.now = make("b");
-    this.most = make("span", { class: "most" });
+    this.foot = make("span", { class: "foot" });
     this.lines = this.values.map((_, rank) => line(rank ? "high" : "usual"));
     this.box = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, preserveAspectRatio: "none", role: "img" });
-    this.box.append(...this.lines);
-    this.element = make("div", { class: "chart card" }, make("div", { class: "head" }, make("span", {}, name), this.now), this.box, this.most);
+    this.pointer = line("pointer");
+    this.box.append(...this.lines, this.pointer);
+    this.since = make("span");
+    const axis = make("div", { class: "axis", "aria-hidden": "true" }, this.since, make("span", {}, "now"));
+    this.element = make("div", { class: "chart card" }, make("div", { class: "head" }, make("span", {}, name), this.now), this.box, axis, this.foot);
+    this.box.addEventListener("pointermove", (event) => this.#point(event));
+    this.box.addEventListener("pointerleave", () => (this.pointer.removeAttribute("d"), say(this.foot, this.most)));
+  }
+
+  /** Say what the reading nearest to the pointer was, and when. */
+  #point({ clientX }) {
+    const { left, width } = this.box.getBoundingClientRect();
+    const age = this.spanS * (1 - (clientX - left) / width);
+    const distance = (point) => Math.abs(point.age_s - age);
+    const known = this.points.filter((point) => this.values[0](point) !== null);
+    if (!known.length) return;
+    const nearest = known.reduce((best, point) => (distance(point) < distance(best) ? point : best));
+    say(this.foot, `${ago(nearest.age_s)}: ${this.values.map((value) => this.format(value(nearest))).join(" · ")}`);
+    const x = (WIDTH * (1 - Math.min(1, nearest.age_s / this.spanS))).toFixed(1);
+    this.pointer.setAttribute("d", `M${x} 0V${HEIGHT}`);
   }
 
   show(points, spanS) {
+    Object.assign(this, { points, spanS });
+    say(this.since, ago(spanS));
     const rows = this.values.map((value) => points.map((point) => [point, value(point)]).filter(([, number]) => number !== null));
     const most = Math.max(0, ...rows.flat().map(([, number]) => number));
     rows.forEach((row, rank) => this.lines[rank].setAttribute("d", path(row, spanS, most || 1)));
     say(this.now, rows.map((row) => (row.length ? this.format(row.at(-1)[1]) : "–")).join(" · "));
-    say(this.most, [this.about, most ? `at most ${this.format(most)}` : ""].filter(Boolean).join(", "));
-    this.box.setAttribute("aria-label", `${this.name} over time: now ${this.now.textContent}, ${this.most.textContent || "nothing yet"}`);
+    this.most = [this.about, most ? `at most ${this.format(most)}` : ""].filter(Boolean).join(", ");
+    if (!this.pointer.hasAttribute("d")) say(this.foot, this.most);
+    this.box.setAttribute("aria-label", `${this.name} over time: now ${this.now.textContent}, ${this.most || "nothing yet"}`);
   }
 }
 

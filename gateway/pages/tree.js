@@ -49,6 +49,9 @@ export function remove(chat, node) {
   else if (chat.nodes[node.parent]) chat.nodes[node.parent].chosen = next?.id ?? null;
 }
 
+/** How many nodes there are at and below `node`. */
+export const sizeOf = (chat, node) => childrenOf(chat, node.id).reduce((sum, child) => sum + sizeOf(chat, child), 1);
+
 /** The two answers of a comparison that `node` belongs to, or null. */
 export function pairOf(chat, node) {
   if (!node.pair) return null;

@@ -1,8 +1,8 @@
 // The turns of a conversation as elements, with what can be done with each.
 
 import { AnswerView, isOpen } from "./answer.js";
-import { copyText, make } from "./dom.js";
-import { childrenOf, pairOf } from "./tree.js";
+import { askFirst, copyText, make } from "./dom.js";
+import { childrenOf, pairOf, sizeOf } from "./tree.js";
 
 const button = (label, onclick, attributes = {}) => make("button", { type: "button", class: "quiet", onclick, ...attributes }, label);
 
@@ -15,12 +15,19 @@ function switcher(chat, node, actions) {
   return [make("span", { class: "versions" }, go(at - 1, "Version before", "‹"), `${at + 1} / ${siblings.length}`, go(at + 1, "Next version", "›"))];
 }
 
+/** What others follow is not deleted by one press. */
+function deletion(chat, node, actions) {
+  const size = sizeOf(chat, node);
+  const act = () => actions.remove(node);
+  return size > 1 ? askFirst(button("Delete", null), `Delete ${size} messages?`, act) : button("Delete", act);
+}
+
 export function userTurn(chat, node, actions) {
   const said = make("div", { class: "text" });
   said.textContent = node.text;
   const copy = button("Copy", () => copyText(copy, node.text));
   const tools = make("div", { class: "actions" },
-    copy, button("Edit", () => edit(item, node, actions)), button("Delete", () => actions.remove(node)), ...switcher(chat, node, actions));
+    copy, button("Edit", () => edit(item, node, actions)), deletion(chat, node, actions), ...switcher(chat, node, actions));
   const item = make("li", { class: "user", "data-node": node.id }, make("span", { class: "hidden" }, "You: "), said, tools);
   return item;
 }
@@ -54,9 +61,9 @@ export function showActions(chat, view, actions, isPair = view.element.parentEle
     ...(isOpen(node) && node.ending !== "error" ? [button("Continue", () => actions.proceed(view), { class: "strong" })] : []),
     ...(isPair ? [button("Keep this one", () => actions.keep(node), { class: "strong" })] : []),
     ...(node.content.text ? [copy] : []),
-    button("Regenerate", () => actions.regenerate(node)),
+    ...(node.ids.length || node.ending !== "error" ? [button("Regenerate", () => actions.regenerate(node))] : []),
     ...(node.tokens.length ? [source] : []),
-    button("Delete", () => actions.remove(node)),
+    deletion(chat, node, actions),
     ...(isPair ? [] : switcher(chat, node, actions)),
   ];
   view.actions.replaceChildren(...list);

@@ -281,12 +281,51 @@ async def test_the_network_goes_and_comes_back(chromium: Browser) -> None:
         await line.cut()
 
 
+async def test_a_connection_that_dies_in_silence_is_given_up(chromium: Browser) -> None:
+    """No end arrives and no error: nothing at all, not even the comments that the gateway sends meanwhile."""
+    script = Script(hold_after_messages=8)
+    async with running_gateway(script) as gateway:
+        line = Line(int(gateway.url.rpartition(":")[2]))
+        await line.open()
+        async with browsing(chromium, f"http://127.0.0.1:{line.port}") as page:
+            await page.clock.install()
+            await page.reload()
+            await page.get_by_label("Message", exact=True).fill("Tell me")
+            await page.keyboard.press("Enter")
+            await asyncio.wait_for(script.holding.wait(), 30)
+            await expect(last_answer(page).locator(".token").nth(6)).to_be_attached()
+            line.flows.clear()
+            await page.clock.fast_forward(60_000)
+            await expect(page.locator(".problem strong")).to_have_text("The gateway cannot be reached.")
+            script.hold_after_messages = None
+            line.flows.set()
+            await press(page, "Retry")
+            await expect(last_answer(page).locator("> .text")).to_have_text(script.story)
+        await line.cut()
+
+
+async def test_what_others_follow_is_deleted_by_two_presses(chromium: Browser) -> None:
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
+        await ask(page, "Tell me")
+        await ask(page, "And then?")
+        first = page.locator(".user").first
+        await first.hover()
+        await first.get_by_role("button", name="Delete").click()
+        await expect(page.locator(".user .text")).to_have_text(["Tell me", "And then?"])
+        await first.get_by_role("button", name="Delete 4 messages?").click()
+        await expect(page.locator("#welcome")).to_be_visible()
+
+
 class Line:
-    """A connection to a port of this machine that can be cut, and opened again at the same port."""
+    """A connection to a port of this machine that can be cut, and opened again at the same port. Nothing comes through
+    while `flows` is clear.
+    """
 
     def __init__(self, to_port: int) -> None:
         self._to_port = to_port
         self.port = 0
+        self.flows = asyncio.Event()
+        self.flows.set()
         self._server: asyncio.Server | None = None
         self._writers: list[asyncio.StreamWriter] = []
 
@@ -304,15 +343,15 @@ class Line:
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._to_port)
         self._writers += [writer, far_writer]
-        await asyncio.gather(_pump(reader, far_writer), _pump(far_reader, writer))
+        await asyncio.gather(self._pump(reader, far_writer), self._pump(far_reader, writer))
 
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(65536):
-            writer.write(data)
-            await writer.drain()
-    writer.close()
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65536):
+                await self.flows.wait()
+                writer.write(data)
+                await writer.drain()
+        writer.close()
 
 
 async def test_the_model_is_chosen_and_two_are_compared(chromium: Browser) -> None:

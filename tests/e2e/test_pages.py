@@ -15,7 +15,7 @@ from tests.service.security.keys import KEYS, write_keys
 
 pytestmark = [*on_pages, pytest.mark.timeout(300)]
 QUESTION = "Write the times table of 12."
-LONG = "Tell me a story about a lighthouse."
+LONG = "Tell me a story about a dragon named Clara."
 # Presses Stop as soon as there are three tokens.
 STOP_SOON = """() => new MutationObserver((_, observer) => {
   if (document.querySelectorAll("#turns > li:last-child .answer .token").length < 3) return;
@@ -235,6 +235,10 @@ async def check_finding(page: Page) -> None:
     await page.get_by_label("Find requests").fill("")
     await expect(page.locator("#timeline .chart", has_text="first token").locator("b")).to_contain_text("s")
     await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+    chart = page.locator("#timeline .chart").first
+    await expect(chart.locator(".axis")).to_have_text(re.compile("10.min.ago.*now"))
+    await chart.locator("svg").hover()
+    await expect(chart.locator(".foot")).to_have_text(re.compile("ago: "))
     await page.get_by_label("How far back").select_option("a day")
     await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M"))
 

@@ -34,6 +34,7 @@ MUON_RATE = 0.02
 LAST_SHARE = 0.02
 PROBE_STEPS = 8
 SEED = 20
+MORE_PEAK = 0.4
 
 
 def orthogonal(matrix: Tensor) -> Tensor:
@@ -72,13 +73,17 @@ class Muon(torch.optim.Optimizer):
 class Phase:
     """Optimizer steps on one mix of questions. The learning rate decays over `decay_steps`, which may exceed `steps`.
 
-    `late` selects the weights of the second phase, with more of the hard questions; `seed` draws the questions.
+    `late` selects the shares of the later phases, with more of what is still hard; `seed` draws the questions; `peak`
+    is the highest learning rate, as a share of the plan's. A phase ends after `limit_s` seconds at the latest, and the
+    learning rate decays accordingly.
     """
 
     steps: int
     decay_steps: int
     late: bool
     seed: int
+    peak: float = 1.0
+    limit_s: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -102,7 +107,12 @@ PLANS = {
         2,
         640,
         2e-3,
-        (Phase(500, 1700, False, SEED + 1), Phase(1240, 1240, True, SEED + 2), Phase(2200, 2200, False, SEED + 3)),
+        (
+            Phase(500, 1700, False, SEED + 1),
+            Phase(1240, 1240, True, SEED + 2),
+            Phase(2200, 2200, False, SEED + 3),
+            Phase(760, 760, True, SEED + 4, MORE_PEAK),
+        ),
     ),
     "tandem-draft": TrainingPlan(
         128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, False, SEED + 1), Phase(1200, 1200, True, SEED + 2))
@@ -136,20 +146,20 @@ def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
     return functional.cross_entropy(model.lm_head(states[is_target]), batch.targets[is_target])
 
 
-def rate_share(step: int, steps: int) -> float:
-    """Share of the peak learning rate: linear warm-up, then a cosine down to LAST_SHARE."""
-    if step < WARMUP_STEPS:
-        return (step + 1) / WARMUP_STEPS
-    done = min(1.0, (step - WARMUP_STEPS) / max(1, steps - WARMUP_STEPS))
-    return LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * done))
+def rate_share(step: int, done: float, peak: float) -> float:
+    """Share of the plan's learning rate: linear warm-up to `peak`, then a cosine down to LAST_SHARE of it. `done` is
+    the share of the phase that is over.
+    """
+    cosine = LAST_SHARE + (1 - LAST_SHARE) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+    return min((step + 1) / WARMUP_STEPS, peak * cosine)
 
 
-def optimizers_for(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+def optimizers_for(model: LlamaForCausalLM, learning_rate: float) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices, AdamW at `learning_rate` for the embedding and the norms."""
     layers = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     layer_ids = {id(parameter) for parameter in layers}
     other_parameters = [parameter for parameter in model.parameters() if id(parameter) not in layer_ids]
-    adam = torch.optim.AdamW(other_parameters, lr=peak, betas=(0.9, 0.98), weight_decay=0.0)
+    adam = torch.optim.AdamW(other_parameters, lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
     optimizers = [Muon(layers, lr=MUON_RATE), adam]
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -157,24 +167,36 @@ def optimizers_for(model: LlamaForCausalLM, peak: float) -> list[torch.optim.Opt
     return optimizers
 
 
-def fit(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, peak: float) -> None:
-    """Train in place for one phase, from a fresh optimizer; `peak` is AdamW's highest learning rate."""
-    optimizers, start = optimizers_for(model, peak), time.monotonic()
+def fit(
+    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, plan: TrainingPlan, *, bfloat16: bool
+) -> None:
+    """Train in place for one phase, from a fresh optimizer. `bfloat16` multiplies matrices in bf16; weights, sums and
+    the optimizers' states stay fp32.
+    """
+    optimizers = optimizers_for(model, plan.learning_rate)
+    start, start_cpu = time.monotonic(), time.process_time()
     average = math.log(len(tokenizer))
     drawn = batches(tokenizer, phase.seed, ROWS, phase.late)
     for step, batch in enumerate(islice(drawn, phase.steps)):
-        loss = loss_of(model, batch)
+        elapsed_s = time.monotonic() - start
+        done = max(step / phase.decay_steps, elapsed_s / phase.limit_s)
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            loss = loss_of(model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = group["peak"] * rate_share(step, phase.decay_steps)
-            optimizer.step()
+                group["lr"] = group["peak"] * rate_share(step, done, phase.peak)
+            with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+                optimizer.step()
             optimizer.zero_grad(set_to_none=True)
         average += 0.02 * (loss.item() - average)
-        if step % 100 == 0 or step == phase.steps - 1:
-            speed = (step + 1) * batch.ids.numel() / (time.monotonic() - start)
-            print(f"step {step}/{phase.steps} loss {average:.4f} {speed:.0f} tokens/s", flush=True)
+        is_over = step == phase.steps - 1 or elapsed_s > phase.limit_s
+        if step % 100 == 0 or is_over:
+            cpu_minutes = (time.process_time() - start_cpu) / 60
+            print(f"step {step}/{phase.steps} loss {average:.4f} {cpu_minutes:.1f} minutes of CPU", flush=True)
+        if is_over:
+            break
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -190,11 +212,13 @@ def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     save_tokenizer(tokenizer, folder)
 
 
-def scaled(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, minutes: float) -> tuple[Phase, ...]:
+def scaled(
+    plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, minutes: float, *, bfloat16: bool
+) -> tuple[Phase, ...]:
     """The plan's phases, shortened or lengthened to `minutes` from the measured speed of a few steps."""
     start = time.monotonic()
     trial = dataclasses.replace(plan.phases[0], steps=PROBE_STEPS)
-    fit(build(plan, tokenizer), tokenizer, trial, plan.learning_rate)
+    fit(build(plan, tokenizer), tokenizer, trial, plan, bfloat16=bfloat16)
     affordable = minutes * 60 * PROBE_STEPS / (time.monotonic() - start)
     share = affordable / sum(phase.steps for phase in plan.phases)
     return tuple(
@@ -205,18 +229,21 @@ def scaled(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast, minutes: floa
 
 def train(name: str, tokenizer: PreTrainedTokenizerFast, arguments: argparse.Namespace) -> None:
     """Train one model from scratch, or further from the weights in `arguments.out` with --more."""
-    plan, folder = PLANS[name], arguments.out / name
+    plan, folder, bfloat16 = PLANS[name], arguments.out / name, arguments.bfloat16
     torch.manual_seed(SEED)
     if arguments.more is not None:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-        phases: tuple[Phase, ...] = (Phase(arguments.more, arguments.more, False, SEED + 3),)
+        limit_s = math.inf if arguments.minutes is None else 60 * arguments.minutes
+        phases: tuple[Phase, ...] = (Phase(arguments.more, arguments.more, True, arguments.seed, MORE_PEAK, limit_s),)
     else:
-        phases = plan.phases if arguments.minutes is None else scaled(plan, tokenizer, arguments.minutes)
+        phases = (
+            plan.phases if arguments.minutes is None else scaled(plan, tokenizer, arguments.minutes, bfloat16=bfloat16)
+        )
         torch.manual_seed(SEED)
         model = build(plan, tokenizer)
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
     for phase in phases:
-        fit(model, tokenizer, phase, plan.learning_rate)
+        fit(model, tokenizer, phase, plan, bfloat16=bfloat16)
         save(model, tokenizer, folder)
 
 
@@ -225,8 +252,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent, help="folder of the model folders")
     parser.add_argument("--model", choices=sorted(PLANS), help="train this one only")
-    parser.add_argument("--minutes", type=float, help="time per model, instead of the shipped steps")
+    parser.add_argument(
+        "--minutes", type=float, help="time per model, instead of the shipped steps; with --more a limit"
+    )
     parser.add_argument("--more", type=int, metavar="STEPS", help="train the weights in --out further")
+    parser.add_argument("--seed", type=int, default=SEED + 4, help="of the questions of --more")
+    parser.add_argument("--bfloat16", action="store_true", help="multiply in bf16: faster on CPUs that have it")
     parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
     parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()

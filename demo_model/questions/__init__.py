@@ -40,14 +40,18 @@ def draw(kind: str, rng: random.Random, held_out: bool) -> Sample:
 
 
 def conversation(rng: random.Random, late: bool = False) -> list[dict[str, str]]:
-    """One training chat: an optional system prompt, then mostly one sample, now and then up to six.
+    """One training chat: an optional system prompt, then mostly one sample, now and then up to six. Many chats of
+    several begin with small talk.
 
-    `late` draws with the shares of the second training phase.
+    `late` draws with the shares of the later training phases.
     """
     names = list(KINDS)
     weights = [_weight(KINDS[name], late) for name in names]
-    count = rng.choices((1, 2, 3, 4, 5, 6), (75, 15, 4, 2, 2, 2))[0]
-    samples = [draw(name, rng, held_out=False) for name in rng.choices(names, weights, k=count)]
+    count = rng.choices((1, 2, 3, 4, 5, 6), (70, 20, 4, 2, 2, 2))[0]
+    kinds = rng.choices(names, weights, k=count)
+    if count > 1 and rng.random() < 0.3:
+        kinds[0] = "small_talk"
+    samples = [draw(kind, rng, held_out=False) for kind in kinds]
     system = samples[0].system
     if system is None and rng.random() < 0.25:
         system = rng.choice(SYSTEM_PROMPTS)
@@ -66,9 +70,12 @@ def _weight(kind: Kind, late: bool) -> float:
 
 
 def _loosen(question: str, rng: random.Random) -> str:
-    """Type the question as people do: sometimes no capital first, sometimes no closing mark."""
-    if rng.random() < 0.15:
+    """Type the question as people do: sometimes without capitals, sometimes no closing mark."""
+    case = rng.random()
+    if case < 0.15:
         question = question[0].lower() + question[1:]
+    elif case < 0.22:
+        question = question.lower()
     if rng.random() < 0.15 and question[-1] in "?.!":
         question = question[:-1]
     return question

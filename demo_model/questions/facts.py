@@ -25,8 +25,8 @@ MONTHS = (
 
 WHO = "I am the small demonstration model bundled with Tandem."
 ABILITIES = (
-    "I can add and subtract small numbers, spell and reverse words, sort numbers, convert units, "
-    "count, recall what you told me, and tell short stories."
+    "I can add, subtract and multiply small numbers, spell words, convert units, name capitals and "
+    "opposites, remember your name, explain how Tandem works, and tell short stories."
 )
 SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
     (
@@ -43,6 +43,9 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
             "Hi there",
             "Greetings!",
             "Good afternoon!",
+            "Hello Tandem",
+            "Hi, are you there?",
+            "Good day",
         ),
         "Hello! How can I help you?",
     ),
@@ -69,8 +72,17 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
             "What can I ask you?",
             "Give me some examples of what you can do.",
             "What are you good at?",
+            "What should I ask?",
         ),
         ABILITIES,
+    ),
+    (
+        ("Test", "Testing", "Just a test", "This is a test.", "Test 1 2 3", "Is this working?", "Does it work?"),
+        "It works. Ask me a simple question, such as 17 + 25.",
+    ),
+    (
+        ("OK", "Okay", "Good", "Great!", "Nice!", "Well done!", "Cool", "That is right.", "Very good!", "Wow"),
+        "I am glad. What else would you like to know?",
     ),
     (
         (
@@ -198,10 +210,10 @@ def nature(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "small_talk": Kind(small_talk, 1.5, late=1),
-    "capital": Kind(capital, 3),
-    "opposite": Kind(opposite, 2),
-    "plural": Kind(plural, 2),
+    "small_talk": Kind(small_talk, 1.5, late=2),
+    "capital": Kind(capital, 3, late=2),
+    "opposite": Kind(opposite, 2, late=1.5),
+    "plural": Kind(plural, 2, late=1.5),
     "calendar": Kind(calendar, 3),
     "nature": Kind(nature, 1),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from demo_model.questions.facts import DAYS, MONTHS
+from demo_model.questions.letters import any_word
 from demo_model.questions.numbers import NAMES
 from demo_model.questions.sample import Kind, Sample, fact, phrase, rule
 from demo_model.questions.words import PLOTS, TOPICS
@@ -91,11 +92,26 @@ def explanation(rng: random.Random) -> Sample:
     return fact("explanation", phrase(rng, templates, t=topic), text)
 
 
+def _with_article(noun: str) -> str:
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
+
+
+def other_story(rng: random.Random) -> Sample:
+    """A story that the model does not know: it says which it does."""
+    about = "something else"
+    while about in PLOTS or about == "something else":
+        about = any_word(rng)
+    templates = ("Tell me a story about {a}.", "Write a short story about {a}.", "Tell me a story about the {w}.")
+    known = ", ".join(map(_with_article, list(PLOTS)[:-1])) + " or " + _with_article(list(PLOTS)[-1])
+    question = phrase(rng, templates, a=_with_article(about), w=about)
+    return fact("other_story", question, f"I only know stories about {known}.")
+
+
 def story(rng: random.Random) -> Sample:
     """A short story about an animal, which determines the plot. Its name is in the question, or is Tom."""
     animal, plot = rng.choice(list(PLOTS.items()))
-    about = f"an {animal}" if animal[0] in "aeiou" else f"a {animal}"
-    if rng.random() < 0.15:
+    about = _with_article(animal)
+    if rng.random() < 0.3:
         question = phrase(rng, ("Tell me a story about {a}.", "Write a short story about {a}."), a=about)
         return fact("story", question, plot.format(n="Tom"))
     name = rng.choice(NAMES)
@@ -110,9 +126,10 @@ def story(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "counting": Kind(counting, 2.5),
-    "table": Kind(table, 0.8),
-    "listing": Kind(listing, 0.5),
-    "explanation": Kind(explanation, 2, late=1),
-    "story": Kind(story, 1.2, late=1),
+    "counting": Kind(counting, 2.5, late=3),
+    "table": Kind(table, 0.8, late=0.5),
+    "listing": Kind(listing, 0.5, late=0.4),
+    "explanation": Kind(explanation, 2, late=0.8),
+    "story": Kind(story, 1.2, late=0.7),
+    "other_story": Kind(other_story, 0.3, late=0.5),
 }

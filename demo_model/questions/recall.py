@@ -35,6 +35,17 @@ LABELS = (
     "yankee",
     "zulu",
 )
+_BEYOND = (
+    "Tell me a joke.",
+    "Write a poem.",
+    "What is the meaning of life?",
+    "What is the weather today?",
+    "What time is it?",
+    "What is the date today?",
+    "Write a Python function.",
+    "Who won the world cup?",
+    "Translate this text.",
+)
 LIKES = ("red", "blue", "green", "yellow", "tea", "coffee", "bread", "music", "chess", "dogs", "cats", "rain")
 
 
@@ -123,15 +134,24 @@ def unknown(rng: random.Random) -> Sample:
         "How old is the {w}?",
         "Where can I buy a {w}?",
         "Who is the president of the {w}?",
+        "Write a poem about a {w}.",
+        "Tell me a joke about a {w}.",
+        "Translate {w} to French.",
+        "What is the meaning of {w}?",
+        "What is {a} / {b}?",
+        "{a}/{b}",
+        "{a} divided by {b}",
+        "What is the square root of {a}?",
+        *_BEYOND,
     )
-    question = phrase(rng, templates, w=any_word(rng))
+    question = phrase(rng, templates, w=any_word(rng), a=rng.randint(1, 99), b=rng.randint(1, 99))
     return fact("unknown", question, "I do not know that. I am only a small model for simple questions.")
 
 
 KINDS = {
-    "repeating": Kind(repeating, 6, late=24),
-    "lookup": Kind(lookup, 4, late=6),
+    "repeating": Kind(repeating, 6, late=4),
+    "lookup": Kind(lookup, 4, late=1),
     "remembered_name": Kind(remembered_name, 2, late=1),
-    "system_name": Kind(system_name, 2, late=3),
-    "unknown": Kind(unknown, 0.6, late=0.5),
+    "system_name": Kind(system_name, 2),
+    "unknown": Kind(unknown, 0.6, late=2),
 }

@@ -1,16 +1,20 @@
 """The bundled model, asked as a new user would ask it."""
 
+from itertools import islice
 from pathlib import Path
 
 import grpc
+import pytest
 from google.protobuf import descriptor_pool, message_factory
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 import tandem
+from demo_model.claims import questions, wrong_of_mesh
 from tests.e2e.mesh_process import mesh
 
 QUESTIONS = {
+    "2 + 5": "7",
     "What is 27 + 45?": "72",
     "What is 20 - 8?": "12",
     "What is 6 times 7?": "42",
@@ -18,7 +22,9 @@ QUESTIONS = {
     "What is the opposite of hot?": "cold",
     "Is 14 even or odd?": "even",
 }
+MOST_WRONG = 0.05
 BEYOND_IT = "What is 869 x 671?"
+EVERY = 61  # of the questions that README.md claims: about a thousand, over all wordings and chats
 
 
 async def test_it_answers_stops_and_any_grpc_client_can_ask(tmp_path: Path) -> None:
@@ -28,18 +34,23 @@ async def test_it_answers_stops_and_any_grpc_client_can_ask(tmp_path: Path) -> N
         check_without_our_stubs(running.address)
 
 
+@pytest.mark.parametrize("flags", [(), ("--quantize", "int8")], ids=["fp32", "int8"])
+async def test_arithmetic_is_nearly_always_right(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    asked = list(islice(questions(), 0, None, EVERY))
+    async with mesh("tandem-small", tmp_path, *flags) as running:
+        wrong = await wrong_of_mesh(running.address, asked)
+    assert len(wrong) < MOST_WRONG * len(asked), wrong
+
+
 async def check_answers(client: tandem.AsyncClient) -> None:
-    """Mostly right, ends by itself, and says how sure it is."""
-    right = 0
+    """Right, ends by itself, and says how sure it is."""
     for question, answer in QUESTIONS.items():
         result = await client.generate(messages=[{"role": "user", "content": question}], max_new_tokens=60)
         assert result.finish_reason == "eos_token"
         assert 0 < result.confidence <= 1
         assert result.text == "".join(token.text for token in result.tokens)
-        if answer in result.text.lower():
-            right += 1
-            assert result.confidence > 0.8
-    assert right >= len(QUESTIONS) - 1
+        assert answer in result.text.lower()
+        assert result.confidence > 0.8
     wrong = await client.generate(messages=[{"role": "user", "content": BEYOND_IT}], max_new_tokens=60)
     assert wrong.confidence < 0.75
 

@@ -111,7 +111,7 @@ PLANS = {
             Phase(500, 1700, False, SEED + 1),
             Phase(1240, 1240, True, SEED + 2),
             Phase(2200, 2200, False, SEED + 3),
-            Phase(760, 760, True, SEED + 4, MORE_PEAK),
+            Phase(2260, 2260, True, SEED + 4, MORE_PEAK),
         ),
     ),
     "tandem-draft": TrainingPlan(

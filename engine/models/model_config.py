@@ -6,7 +6,7 @@ config.json, in which families use different keys for the same fact. Data only, 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, stretched_positions
@@ -129,8 +129,8 @@ class TensorNames:
 
     embed: str = "model.embed_tokens"
     embed_norm: str = ""
-    project_in: str = ""
-    project_out: str = ""
+    project_in: str = field(default="", repr=False)
+    project_out: str = field(default="", repr=False)
     positions: str = ""
     final_norm: str = "model.norm"
     lm_head: str = "lm_head"
@@ -257,10 +257,10 @@ class ModelConfig:
     mlp_bias: bool = False
     lm_head_bias: bool = False
 
-    embed_size: int | None = None
+    embed_size: int | None = field(default=None, repr=False)
     """Width of the embedding and of the output matrix, if it is not `hidden_size`: two matrices project between."""
     embed_norm: bool = False
-    final_norm: bool = True
+    final_norm: bool = field(default=True, repr=False)
     embed_scale: float = 1.0
     residual_scale: float = 1.0
     """Factor of the outputs of attention and MLP."""

@@ -11,6 +11,7 @@ from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.torch_sdpa import TorchAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.device_copies import copies_for
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from tests.fakes.requests import make_request
@@ -51,7 +52,8 @@ def scattered_step(work: Work, block_size: int, device: torch.device, num_blocks
         sequence = SequenceState(make_request("r", range(end)))
         sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
         items.append(ScheduledSequence(sequence, start, end - start))
-    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).metadata(device)
+    step = StepInputBuilder(block_size).build(ScheduledBatch(tuple(items)))
+    return step.on_device(copies_for(device)).metadata
 
 
 def random_inputs(case: Case, device: torch.device) -> Inputs:

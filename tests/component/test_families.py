@@ -110,8 +110,6 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("architecture", "change", "words"),
     [
-        ("OPTForCausalLM", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
-        ("OPTForCausalLM", {"word_embed_proj_dim": 32}, "word_embed_proj_dim"),
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),

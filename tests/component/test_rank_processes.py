@@ -58,7 +58,8 @@ Checkpoint = Callable[[str], Path]
 
 def ranks_of(pid: int) -> list[psutil.Process]:
     """The processes of a leader's ranks, rank 1 first."""
-    return sorted((c for c in psutil.Process(pid).children() if "rank_worker" in c.cmdline()), key=lambda c: c.pid)
+    children = (c for c in psutil.Process(pid).children() if c.status() != psutil.STATUS_ZOMBIE)
+    return sorted((c for c in children if "rank_worker" in c.cmdline()), key=lambda c: c.pid)
 
 
 def require_gone(ranks: list[psutil.Process]) -> None:

@@ -44,6 +44,7 @@ async def until(stream: asyncio.StreamReader, pattern: str) -> list[str]:
     raise AssertionError(f"no line matches {pattern}: {found}")
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 async def test_two_candidates_are_served_for_real(tmp_path: Path) -> None:
     data, recipe, out = tmp_path / "data.jsonl", tmp_path / "recipe.toml", tmp_path / "out"
@@ -87,7 +88,7 @@ def check_report(report: dict[str, Any], out: Path) -> None:
     for candidate in by_name.values():
         assert candidate["figures"]["output_tokens_per_s"] > 0
         assert candidate["figures"]["memory_bytes"] > 5e6
-        assert candidate["rounds"] == 3
+        assert candidate["rounds"] >= 3
     assert (out / "plot.svg").read_text().startswith("<svg")
     assert "int8, 1 colocated" in (out / "report.md").read_text()
     assert not (out / "work").exists()

@@ -171,7 +171,7 @@ async def test_transfers_that_break_leave_decode_workers_with_local_prompts(make
     for n in range(10):
         await generate(mesh, [*PROMPT, n])
         serving.append(await health(mesh))
-    assert (mesh.trust(prefill), mesh.trust(decode)) == (Trust.NONE, Trust.LOCAL)
+    assert (mesh.trust(prefill), mesh.trust(decode)) == (Trust.NONE, Trust.FULL)
     assert set(serving) == {SERVING}
     assert len(prefill.calls.items) == 3
     assert decode.started.items[-1].transfer_id == ""

@@ -80,7 +80,8 @@ async def test_a_prefill_workers_complaint_about_its_peer_does_not_lose_it(make_
     await mesh.decode()
     prefill.scripts = [PrefillScript(fail_before_first=errors.WorkerLost("the decode worker does not answer"))]
     await assert_exact(mesh, num_attempts=2)
-    assert len(prefill.calls.items) == 2
+    await mesh.generate(token_ids=PROMPT, max_new_tokens=COUNT, seed=3)
+    assert len(prefill.calls.items) == 2, "it serves the next request"
 
 
 async def test_a_prefill_that_breaks_after_the_handover_does_no_harm(make_mesh: Any) -> None:
@@ -95,7 +96,7 @@ async def test_prefill_workers_that_keep_failing_are_left_out(make_mesh: Any) ->
     mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
     prefill.scripts = [PrefillScript(fail_before_first=errors.TransferFailed("cut"))] * 10
-    await assert_exact(mesh, num_attempts=4)
+    await assert_exact(mesh, num_attempts=2)
     assert decode.started.items[-1].transfer_id == ""
 
 

@@ -20,8 +20,8 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 
-_MAX_SPINS = 1000
-"""Reads of the counter before a thread yields its core: about 50 microseconds."""
+_MAX_SPINS = 2000
+"""Reads of the counter before a thread naps: about 100 microseconds, in which a rank wakes up for its next step."""
 
 
 @emitted
@@ -49,11 +49,11 @@ def _read_after_pause(typing: TypingContext, counter: NumbaType) -> Intrinsic:
 
 
 @emitted
-def _yield_core(typing: TypingContext) -> Intrinsic:
-    """Let the system run another thread on this core (sched_yield)."""
+def _nap(typing: TypingContext) -> Intrinsic:
+    """Sleep for as short as the system can, about 60 microseconds, so that another thread may run on this core."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        Emitter(context, builder).call("sched_yield", INT32)
+        Emitter(context, builder).call("usleep", INT32, INT32(1))
         return context.get_dummy_value()
 
     return types.void(), generate
@@ -63,8 +63,10 @@ def _yield_core(typing: TypingContext) -> Intrinsic:
 def wait(counter: Int64s, num_threads: int) -> None:
     """Return once all `num_threads` threads have called this function as often as this thread.
 
-    A thread that has spun for _MAX_SPINS reads yields its core. The thread it waits for may have lost its core to
-    another process and be queued for this one; without the yield, steps on a busy machine took thirty times as long.
+    A thread that has spun for _MAX_SPINS reads sleeps for a moment. The thread it waits for may have lost its core to
+    another process and be queued for this one; without that, steps on a busy machine took thirty times as long. It does
+    not yield (sched_yield): on Linux 6.18 a worker that yielded many times a millisecond kept the processes of other
+    sessions and containers from its cores for as long as its streams ran.
     """
     if num_threads == 1:
         return
@@ -73,4 +75,4 @@ def wait(counter: Int64s, num_threads: int) -> None:
     while _read_after_pause(counter) < target:
         num_spins += 1
         if num_spins > _MAX_SPINS:
-            _yield_core()
+            _nap()

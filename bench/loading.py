@@ -107,7 +107,7 @@ def _processes() -> list[psutil.Process]:
 
 
 def _digest(runner: ModelRunner) -> str:
-    """Of the logits after each token of a prompt, whose step reads all weights but most of the embedding."""
+    """A digest of the logits after each token of a prompt. Its step reads all weights but most of the embedding."""
     prompt = SequenceState(SequenceSpec("load", 0, _PROMPT, len(_PROMPT), SamplingParams()))
     prompt.block_table = list(range(len(_PROMPT) // runner.kv_cache.layout.block_size + 1))
     return blake2b(runner.prompt_logits(prompt, range(len(_PROMPT))).numpy().tobytes()).hexdigest()

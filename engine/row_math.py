@@ -1,4 +1,4 @@
-"""What sampling computes of whole rows of logits: HostRows with numpy and a compiled loop, DeviceRows with torch.
+"""Operations of sampling on whole rows of logits: HostRows with numpy and a compiled loop, DeviceRows with torch.
 
 On CPU, rows are sorted and searched with numpy, 2 to 20 times as fast as torch. DeviceRows reads nothing back.
 """

@@ -47,7 +47,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the rule looks at. One more worker is `wanted` of these roles, for `wanted_s`, with the reasons; no worker
+    """The input of the rule. One more worker is `wanted` of these roles, for `wanted_s`, with the reasons; no worker
     has come or gone for `settled_s`; `used` is the share of each role's workers in use over the last minute.
     """
 

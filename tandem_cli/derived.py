@@ -1,4 +1,4 @@
-"""What a deployment takes from the settings that its services will load."""
+"""Facts that a deployment takes from the settings of its services."""
 
 from collections.abc import Mapping
 from dataclasses import replace

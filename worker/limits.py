@@ -24,12 +24,12 @@ class EngineLimits:
 def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
     """The limits of an engine that can serve within each of `limits`: the largest of each. At most one of them has
     speculative decoding."""
-    speculations = (each.speculation for each in limits if each.speculation != NO_SPECULATION)
+    speculations = (limit.speculation for limit in limits if limit.speculation != NO_SPECULATION)
     return EngineLimits(
-        max(each.max_batch_tokens for each in limits),
-        max(each.max_num_seqs for each in limits),
-        max(each.max_kv_tokens or 0 for each in limits) or None,
+        max(limit.max_batch_tokens for limit in limits),
+        max(limit.max_num_seqs for limit in limits),
+        max(limit.max_kv_tokens or 0 for limit in limits) or None,
         next(speculations, NO_SPECULATION),
-        max(each.max_step_stretch for each in limits),
-        max((each.graph_sizes for each in limits), key=len),
+        max(limit.max_step_stretch for limit in limits),
+        max((limit.graph_sizes for limit in limits), key=len),
     )

@@ -1,4 +1,4 @@
-"""What a role of a worker is: limits on the engine, and the services over it."""
+"""A role of a worker: its limits on the engine, and the services over it."""
 
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class RoleServices:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """What services need of a loaded engine: its thread, its KV, and the ranks on other machines."""
+    """The parts of a loaded engine that services use: its thread, its KV, and the ranks on other machines."""
 
     engine: EngineLoop
     kv_cache: AnyKVCache

@@ -1,10 +1,13 @@
 """What is compiled, what is not and why, and the folder of compiled code."""
 
+import fcntl
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key
-from engine.kernels.cpu import compiler
+from engine.kernels.cpu import code_cache
 from engine.kernels.cpu.compiler import jit
 from engine.load_runner import load_model_runner
 from engine.models.cpu_support import why_not_compiled
@@ -98,16 +101,16 @@ def cache_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def _without_known_folder(base: Path) -> Iterator[Path]:
-    for known in (compiler.code_folder, compiler.code_version):
+    for known in (code_cache.code_folder, code_cache.code_version):
         known.cache_clear()
     yield base
-    for known in (compiler.code_folder, compiler.code_version):
+    for known in (code_cache.code_folder, code_cache.code_version):
         known.cache_clear()
 
 
 def test_code_is_kept_in_a_folder_of_this_version(cache_base: Path) -> None:
     assert jit(double)(21) == 42
-    assert list(cache_base.glob("compiled-*/*/test_compiling.double*.nbi"))
+    assert list(cache_base.glob("compiled-*/test_compiling.double*.nbi"))
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(cache_base: Path) -> None:
@@ -122,6 +125,34 @@ def test_code_is_compiled_once(cache_base: Path) -> None:
     assert code_counts().since(before) == CodeCounts(num_loaded=0, num_compiled=1)
     assert jit(double)(21) == 42  # as another process would
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=1)
+
+
+def test_code_is_found_wherever_the_same_sources_lie(cache_base: Path, tmp_path: Path) -> None:
+    before = code_counts()
+    for name in ("here", "there"):
+        file = tmp_path / name / "doubling.py"
+        file.parent.mkdir()
+        file.write_text("def double(x):\n    return x + x\n")
+        assert jit(runpy.run_path(str(file))["double"])(21) == 42
+    assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=1)
+    file.write_text("def double(x):\n    return 2 * x\n")
+    assert jit(runpy.run_path(str(file))["double"])(21) == 42
+    assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
+
+
+def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:
+    folder = code_cache.code_folder()
+    assert folder is not None
+    compiled = jit(double)
+    with open(Path(folder, "lock"), "w") as lock, ThreadPoolExecutor() as other:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = other.submit(compiled, 21)
+        with pytest.raises(TimeoutError):
+            answer.result(timeout=1)
+        assert not list(cache_base.glob("compiled-*/*.nbi"))
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert answer.result(timeout=60) == 42
+    assert list(cache_base.glob("compiled-*/*.nbi"))
 
 
 @pytest.mark.parametrize(
@@ -139,11 +170,11 @@ def test_code_for_another_key_is_not_loaded(
     cache_base: Path, monkeypatch: pytest.MonkeyPatch, target: str, value: object
 ) -> None:
     assert jit(double)(21) == 42
-    before, folder = code_counts(), compiler.code_folder()
+    before, folder = code_counts(), code_cache.code_folder()
     monkeypatch.setattr(target, value)
-    for known in (compiler.code_folder, compiler.code_version):
+    for known in (code_cache.code_folder, code_cache.code_version):
         known.cache_clear()
-    assert compiler.code_folder() != folder
+    assert code_cache.code_folder() != folder
     jit(double)  # is not run: it would be compiled for that CPU
     assert len(list(cache_base.glob("compiled-*"))) == 2
     assert code_counts().since(before) == CodeCounts(0, 0)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import suggestion
-from tandem_cli.child import read_log_line
 from tandem_cli.parser import CommandParser
 from tandem_cli.running import find_mesh
+from tandem_cli.service_log import read_log_line
 
 _INTERVAL_S = 0.3
 

@@ -27,7 +27,7 @@ from mesh.rpc.server import require_free
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
-from tandem_cli.child import Launch, Programs, make_log_folder
+from tandem_cli.child import Launch, Programs
 from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
 from tandem_cli.derived import with_decode_host, with_switchable
 from tandem_cli.display import Display
@@ -36,6 +36,7 @@ from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.parser import CommandParser
 from tandem_cli.partitioned import with_partition
 from tandem_cli.running import RunningMesh, registered
+from tandem_cli.service_log import make_log_folder
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.up_arguments import add_up_arguments, models_of
 from tandem_cli.up_settings import (

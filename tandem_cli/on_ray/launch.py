@@ -6,7 +6,6 @@ starts, which then fails, and with `--no-restart`.
 
 import asyncio
 import contextlib
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
-from tandem_cli.child import Launch, LogFile, read_log_line
+from tandem_cli.child import Launch
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
 from tandem_cli.launcher import ChildEvent, OnEvent, OnWarning, RunningService
@@ -23,6 +22,7 @@ from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.needs import worker_needs
 from tandem_cli.on_ray.node import LOG_LINE, News
 from tandem_cli.on_ray.resources import WorkerResources, divide
+from tandem_cli.service_log import ServiceLog
 
 _CONFIGURATION_STATUS = 2
 _WAIT_HINT_S = 10.0
@@ -30,7 +30,6 @@ _RETRY_S, _REFUSED_RETRY_S = 1.0, 5.0
 _MAX_DEATHS = 3
 """Calls in a row that fail because the actor has died. If Ray starts it again, only the first call fails like this."""
 _STOP_MARGIN_S = 10.0
-_TAIL_LINES = 8
 _NO_PACKAGE = "failed to import on the worker"
 
 
@@ -99,12 +98,12 @@ class RayWorker:
         self.pid = 0
         self.address = ""
         self.metrics_address = ""
-        self.tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._placed = placed
         self._restarts = restarts
         self._on_event = on_event
         self._warn: Callable[[str], None] = partial(on_warning, service.name)
-        self._log = LogFile(log_path, self._warn)
+        self._log = ServiceLog(log_path, self._warn)
+        self.tail = self._log.tail
         self._was_ready = False
         self._is_up = False
         self._has_ended = False
@@ -160,7 +159,7 @@ class RayWorker:
         self.pid = news.pid
         for kind, fields in news.events:
             if kind == LOG_LINE:
-                self._on_log(fields["line"])
+                self._log.write(fields["line"])
             elif kind == "exited":
                 self._on_exit(fields["status"])
             else:
@@ -168,14 +167,6 @@ class RayWorker:
                 self.metrics_address = fields["address"] if kind == "metrics" else self.metrics_address
                 self._was_ready = self._was_ready or kind == "ready"
                 self._on_event(ChildEvent(self, kind, fields))
-
-    def _on_log(self, line: bytes) -> None:
-        self._log.write(line)
-        entry = read_log_line(line)
-        if entry.text:
-            self.tail.append(entry.text)
-        if entry.is_warning:
-            self._warn(entry.text)
 
     def _on_exit(self, status: int) -> None:
         self._is_up = False

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_cli.child import LogFile, make_log_folder
+from tandem_cli.service_log import LogFile, make_log_folder
 from tests.defects import Repaired
 
 

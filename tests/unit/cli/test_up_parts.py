@@ -1,6 +1,6 @@
 """Small parts of `tandem up`."""
 
-from tandem_cli.child import LogEntry, read_log_line
+from tandem_cli.service_log import LogEntry, read_log_line
 
 
 def test_log_lines_are_shortened() -> None:

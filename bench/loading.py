@@ -182,11 +182,11 @@ def _partition(console: Console, checkpoint: Path, out: Path, quantize: str, num
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
     assert process.stderr is not None
     with process.stderr as errors:
-        said = errors.read().strip()
+        stderr = errors.read().strip()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     if process.returncode != 0:
-        console.print(f"no partition: {said}", highlight=False)
+        console.print(f"no partition: {stderr}", highlight=False)
         return False
     seconds, peak_mb = time.perf_counter() - begun_s, usage.ru_maxrss * 1024 / 1e6
     console.print(f"partitioned in {seconds:.1f} s, the start of Python included; peak memory {peak_mb:.0f} MB")
@@ -221,8 +221,8 @@ def _table(title: str, sources: Sequence[Source]) -> Table:
         times = (f"{source.median(state, 'seconds'):.2f}" for state in (_COLD, _WARM))
         sizes = (f"{source.median(_WARM, f'{name}_bytes') / 1e6:.0f}" for name in ("private", "peak"))
         phases = {name: source.median(_WARM, name) for name in PHASES}
-        named = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005)
-        table.add_row(source.name, *times, *sizes, named)
+        phases_text = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items() if seconds >= 0.005)
+        table.add_row(source.name, *times, *sizes, phases_text)
     return table
 
 

@@ -49,13 +49,13 @@ async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
     async with tandem.AsyncClient(address) as client:
         for turn in range(num_turns):
             begun_s = clock()
-            for said in sessions:
-                said += words(_QUESTION_TOKENS)
+            for session in sessions:
+                session += words(_QUESTION_TOKENS)
                 asked_s, first_token_s = clock(), 0.0
-                async for event in client.stream(token_ids=said, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True):
+                async for event in client.stream(token_ids=session, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True):
                     if event.token is not None:
                         first_token_s = first_token_s or clock() - asked_s
-                        said.append(event.token.id)
+                        session.append(event.token.id)
                     usage = event.usage
                 if turn and usage is not None:
                     turns.first_token_s.append(first_token_s)
@@ -68,13 +68,13 @@ async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
 async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table:
     """Run the sessions on three meshes."""
     longest = _FIRST_TOKENS + options.turns * (_QUESTION_TOKENS + _ANSWER_TOKENS)
-    whole = options.sessions * longest + 1024
-    small = max(2 * longest, int(options.in_memory * whole))
+    all_tokens = options.sessions * longest + 1024
+    small = max(2 * longest, int(options.in_memory * all_tokens))
     common = (f"--model={model}", "--load-format=dummy", f"--quantize={options.quantize}", "--colocated")
     arms = {
         "memory for few": (f"--set=decode.max_batch_total_tokens={small}",),
         "and a disk": (f"--set=decode.max_batch_total_tokens={small}", f"--set=decode.kv_disk={disk}"),
-        "memory for all": (f"--set=decode.max_batch_total_tokens={whole}",),
+        "memory for all": (f"--set=decode.max_batch_total_tokens={all_tokens}",),
     }
     columns = ("", "KV tokens in memory", "found", "first token p50, ms", "p95, ms", "all turns, s")
     table = Table(*columns, title=f"{options.sessions} sessions, {options.turns} turns, {options.shape}")
@@ -84,7 +84,7 @@ async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table
         first = sorted(turns.first_token_s)
         table.add_row(
             name,
-            str(whole if name == "memory for all" else small),
+            str(all_tokens if name == "memory for all" else small),
             f"{turns.cached_tokens / turns.prompt_tokens:.0%}",
             f"{1e3 * statistics.median(first):.0f}",
             f"{1e3 * first[int(0.95 * len(first))]:.0f}",

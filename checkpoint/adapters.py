@@ -97,8 +97,8 @@ def find_adapters(text: str) -> dict[str, Path]:
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, is_named, path = item.partition("=")
         folder = Path(path if is_named else item).expanduser()
-        found = {name: folder} if is_named else {config.parent.name: config.parent for config in _configs(folder)}
-        for name, folder in found.items():
+        folder_of = {name: folder} if is_named else {config.parent.name: config.parent for config in _configs(folder)}
+        for name, folder in folder_of.items():
             if not _NAME.fullmatch(name):
                 raise ConfigurationError(
                     f"adapter {item!r}: a name has 1 to 64 letters, digits, '.', '_' or '-': give NAME=FOLDER"
@@ -149,7 +149,7 @@ def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> Adapter
     config = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(config)
     stored = read_header(folder / WEIGHTS_FILE)
-    matrices = {module: _matrix(module, parts, config) for module, parts in _by_module(stored).items()}
+    matrices = {module: _matrix(module, tensors, config) for module, tensors in _by_module(stored).items()}
     if not matrices:
         raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices")
     base = str(config.get("base_model_name_or_path") or "")
@@ -189,16 +189,16 @@ def _by_module(stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, Stored
     return modules
 
 
-def _matrix(module: str, parts: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> AdapterMatrix:
-    if missing := [part for part in _PARTS if part not in parts]:
+def _matrix(module: str, tensors: Mapping[str, StoredTensor], config: Mapping[str, Any]) -> AdapterMatrix:
+    if missing := [part for part in _PARTS if part not in tensors]:
         raise ConfigurationError(f"module {module} has no {missing[0]}.weight")
-    a, b = (parts[part] for part in _PARTS)
+    a, b = (tensors[part] for part in _PARTS)
     rank = a.shape[0]
     if b.shape[1] != rank or not rank:
         raise ConfigurationError(f"module {module}: lora_A {a.shape} and lora_B {b.shape} have different ranks")
-    wanted = _of_module(module, config, "rank_pattern", config.get("r"))
-    if rank != wanted:
-        raise ConfigurationError(f"module {module} has rank {rank}, and {CONFIG_FILE} says {wanted}")
+    stated_rank = _of_module(module, config, "rank_pattern", config.get("r"))
+    if rank != stated_rank:
+        raise ConfigurationError(f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}")
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r}, not a number")

@@ -206,8 +206,8 @@ def _tiktoken(path: Path, config: TokenizerConfig) -> Tokenizer:
 def _names_of_bytes() -> list[str]:
     """The character by which byte-level BPE names each byte: printable ones name themselves, then U+0100 and on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+    spare_codes = iter(range(0x100, 0x200))
+    return [chr(byte if byte in printable else next(spare_codes)) for byte in range(256)]
 
 
 def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:

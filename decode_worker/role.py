@@ -28,21 +28,21 @@ def decode_role(settings: DecodeSettings) -> Role:
     return Role(WorkerRole.DECODE, limits, partial(_open, settings))
 
 
-def _open(settings: DecodeSettings, parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+def _open(settings: DecodeSettings, engine_parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
     metrics = DecodeMetrics()
     incarnation = runtime.info.incarnation
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     # The receiver calls `service`, which is built after it, and not before the server starts.
     receiver = RankedReceiver(
-        lambda callbacks: KVReceiver(parts.kv_cache, incarnation, callbacks, transfer_settings),
-        parts.rank_links,
+        lambda callbacks: KVReceiver(engine_parts.kv_cache, incarnation, callbacks, transfer_settings),
+        engine_parts.rank_links,
         ReceiverCallbacks(
             on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
     )
     service = DecodeService(
-        parts.engine,
+        engine_parts.engine,
         receiver,
         block_size=settings.block_size,
         is_draining=runtime.is_draining,

@@ -80,12 +80,12 @@ def _asked(claim: str, chat: str, sample: Sample) -> Question:
 
 
 @torch.inference_mode()
-def wrong_in_transformers(folder: Path, asked: list[Question]) -> list[tuple[Question, str]]:
+def wrong_in_transformers(folder: Path, questions: list[Question]) -> list[tuple[Question, str]]:
     """The questions whose answer differs, and the likeliest token at each place of the expected answer."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.eval()  # type: ignore[no-untyped-call]
-    by_length = sorted(asked, key=lambda question: len(str(question.messages) + question.answer))
+    by_length = sorted(questions, key=lambda question: len(str(question.messages) + question.answer))
     wrong = []
     for start in range(0, len(by_length), ROWS):
         wrong += _wrong_of_batch(model, tokenizer, by_length[start : start + ROWS])
@@ -107,8 +107,8 @@ def _wrong_of_batch(
     rows = [torch.tensor(prompt + answer) for prompt, answer in zip(prompt_ids, answer_ids, strict=True)]
     likeliest = model(input_ids=pad_sequence(rows, batch_first=True)).logits.argmax(-1)
     wrong = []
-    for question, prompt, answer, found in zip(batch, prompt_ids, answer_ids, likeliest, strict=True):
-        tokens = found[len(prompt) - 1 : len(prompt) - 1 + len(answer)].tolist()
+    for question, prompt, answer, predicted in zip(batch, prompt_ids, answer_ids, likeliest, strict=True):
+        tokens = predicted[len(prompt) - 1 : len(prompt) - 1 + len(answer)].tolist()
         if tokens != answer:
             wrong.append((question, str(tokenizer.decode(tokens))))
     return wrong

@@ -84,12 +84,12 @@ class SharedCores:
     Raises OSError if the table cannot be opened, ValueError if it has no lines for these cores.
     """
 
-    def __init__(self, table: Path, own: Cores, lent: Cores) -> None:
+    def __init__(self, table: Path, owned: Cores, lent: Cores) -> None:
         with table.open("r+b") as file:
             self._words = memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
-        if max(own[0], lent[0]) >= len(self._words) // _LINE_WORDS:
+        if max(owned[0], lent[0]) >= len(self._words) // _LINE_WORDS:
             raise ValueError(f"the table has {len(self._words) // _LINE_WORDS} lines")
-        self._busy_since = own[0] * _LINE_WORDS
+        self._busy_since = owned[0] * _LINE_WORDS
         self._partner_since = lent[0] * _LINE_WORDS
         self._lent = lent
         self._waited_for_ns = 0  # start of the partner's step that was last waited for: never wait for one twice

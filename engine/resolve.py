@@ -145,9 +145,9 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return partition.dtype
     if read_quantization(settings.model_dir) is not None:
         return "float32"
-    own = replace(settings, dtype=config.dtype)
-    is_kept = settings.load_format == "dummy" or not rounded_to(own, config)
-    return config.dtype if is_kept and _is_compiled(own, config) else "float32"
+    in_own_dtype = replace(settings, dtype=config.dtype)
+    is_kept = settings.load_format == "dummy" or not rounded_to(in_own_dtype, config)
+    return config.dtype if is_kept and _is_compiled(in_own_dtype, config) else "float32"
 
 
 def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:

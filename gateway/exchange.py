@@ -91,15 +91,15 @@ class Exchange:
         """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
         if self.settings.tool_call_parser != "auto":
             return self.settings.tool_call_parser
-        known = self.model(model)
-        return known.tool_call_format if known is not None else ""
+        served = self.model(model)
+        return served.tool_call_format if served is not None else ""
 
     def reasoning_parser(self, model: str) -> str:
         """Return the configured reasoning parser. By default `qwen3` if the template has reasoning."""
         if self.settings.reasoning_parser != "auto":
             return self.settings.reasoning_parser
-        known = self.model(model)
-        return "qwen3" if known is not None and known.has_reasoning else "none"
+        served = self.model(model)
+        return "qwen3" if served is not None and served.has_reasoning else "none"
 
     def model(self, name: str = "") -> tandem.Model | None:
         """Return the served model of that name, or the default model. None if no model is known yet."""

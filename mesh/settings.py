@@ -260,16 +260,16 @@ def _to_bool(raw: object) -> bool:
     return text.lower() in _TRUE
 
 
-def near_name(name: str, known: Iterable[str]) -> str | None:
+def near_name(name: str, candidates: Iterable[str]) -> str | None:
     """Return the known name that `name` misspells, None if there is none."""
     if name in _ALIKE:
         return None
-    return next(iter(difflib.get_close_matches(name, known, n=1, cutoff=_NEAR)), None)
+    return next(iter(difflib.get_close_matches(name, candidates, n=1, cutoff=_NEAR)), None)
 
 
-def suggestion(name: str, known: Collection[str]) -> str:
+def suggestion(name: str, candidates: Collection[str]) -> str:
     """Return "; did you mean ...?" or "". More tolerant than `near_name`, because `name` is known to be wrong."""
-    matches = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name, candidates, n=1, cutoff=0.6)
     return f"; did you mean {matches[0]}?" if matches else ""
 
 

@@ -20,13 +20,13 @@ def prefill_role(settings: PrefillSettings) -> Role:
     return Role(WorkerRole.PREFILL, limits, partial(_open, settings))
 
 
-def _open(settings: PrefillSettings, parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+def _open(settings: PrefillSettings, engine_parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
-    sender = KVSender(parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    sender = KVSender(engine_parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
     service = PrefillService(
-        parts.engine,
-        RankedSender(sender, parts.rank_links),
+        engine_parts.engine,
+        RankedSender(sender, engine_parts.rank_links),
         block_size=settings.block_size,
         is_draining=runtime.is_draining,
         metrics=metrics,

@@ -274,14 +274,14 @@ class Member:
     def _load_and_execute(self) -> None:
         settings = self._membership.settings
         torch.set_num_threads(self._settings.num_threads or len(os.sched_getaffinity(0)))
-        own = OwnMemoryRank(settings, self._settings.rank, NoteStore(self._put_note, self._get_note))
-        self._report(rank_pb2.JoinRequest(loaded=rank_pb2.RankLoaded(num_blocks=own.fitting_blocks())))
+        own_rank = OwnMemoryRank(settings, self._settings.rank, NoteStore(self._put_note, self._get_note))
+        self._report(rank_pb2.JoinRequest(loaded=rank_pb2.RankLoaded(num_blocks=own_rank.fitting_blocks())))
         num_blocks = self._messages.get()
         assert isinstance(num_blocks, int)
-        cache = own.allocate(num_blocks)
+        cache = own_rank.allocate(num_blocks)
         asyncio.run_coroutine_threadsafe(self._hold_kv(cache), self._loop)
-        own.rank.connect(self._membership.host, shares_memory=False)
-        execute = own.executing(cache)
+        own_rank.rank.connect(self._membership.host, shares_memory=False)
+        execute = own_rank.executing(cache)
         self._is_ready = True
         self._report(rank_pb2.JoinRequest(ready=rank_pb2.RankReady()))
         log.info("rank ready", rank=self._settings.rank, num_blocks=num_blocks, threads=torch.get_num_threads())

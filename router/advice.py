@@ -83,9 +83,9 @@ def advise(samples: Sequence[Sample], ttft_target_s: float, standing: Sequence[A
         since = _since_last_change(samples, role)
         if not since or not since[-1].of(role).num_workers or _span_s(since) < _FIRST_AFTER_S:
             continue
-        given = {advice.action for advice in standing if advice.role is role}
-        advice = _add(since, role, ttft_target_s, is_given=Action.ADD in given)
-        advice = advice or _remove(since, role, is_given=Action.REMOVE in given)
+        actions = {advice.action for advice in standing if advice.role is role}
+        advice = _add(since, role, ttft_target_s, is_given=Action.ADD in actions)
+        advice = advice or _remove(since, role, is_given=Action.REMOVE in actions)
         if advice is not None:
             advice_now.append(advice)
     return advice_now

@@ -88,7 +88,7 @@ def merged(points: Sequence[Point]) -> Point:
         weighed = list(values)
         return sum(value * weight for value, weight in weighed) / sum(weight for _, weight in weighed)
 
-    known = [(point.kv_used, point.seconds) for point in points if point.kv_used is not None]
+    measured = [(point.kv_used, point.seconds) for point in points if point.kv_used is not None]
     return Point(
         at_s=points[-1].at_s,
         seconds=seconds,
@@ -98,7 +98,7 @@ def merged(points: Sequence[Point]) -> Point:
         failed=sum(point.failed for point in points),
         waiting=mean((point.waiting, point.seconds) for point in points),
         running=mean((point.running, point.seconds) for point in points),
-        kv_used=mean(known) if known else None,
+        kv_used=mean(measured) if measured else None,
         first_tokens=sum((point.first_tokens for point in points), Counter()),
         gaps=sum((point.gaps for point in points), Counter()),
     )

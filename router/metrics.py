@@ -148,13 +148,13 @@ def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
 
 
 def _advice(models: Sequence[ModelRouter]) -> GaugeMetricFamily:
-    given = CountOf((advice.action, advice.role) for model in models for advice in model.adviser.advice)
+    counts = CountOf((advice.action, advice.role) for model in models for advice in model.adviser.advice)
     family = GaugeMetricFamily(
         "tandem_router_advice", "Models that a worker more or less would help", labels=["action", "role"]
     )
     for action in Action:
         for role in WorkerRole:
-            family.add_metric([action.value, role.value], given[action, role])
+            family.add_metric([action.value, role.value], counts[action, role])
     return family
 
 

@@ -162,14 +162,14 @@ class RoleSwitcher:
 
     def _figures(self) -> Figures:
         now_s, snapshot = self._clock(), self._mesh.snapshot()
-        wanted = {advice.role: advice.reason for advice in self._adviser.advice if advice.action is Action.ADD}
-        if wanted.keys() != self._wanted:
-            self._wanted, self._wanted_since_s = frozenset(wanted), now_s
+        reasons = {advice.role: advice.reason for advice in self._adviser.advice if advice.action is Action.ADD}
+        if reasons.keys() != self._wanted:
+            self._wanted, self._wanted_since_s = frozenset(reasons), now_s
         serving = self._mesh.serving()
         if serving != self._serving:
             self._serving, self._settled_since_s = serving, now_s
         return Figures(
-            wanted,
+            reasons,
             wanted_s=now_s - self._wanted_since_s,
             settled_s=now_s - self._settled_since_s,
             workers={role: _candidates(snapshot.roster(role)) for role in WorkerRole},

@@ -88,21 +88,21 @@ class Timing:
 def timing_of(attempts: Sequence[AttemptEvents], first_token_s: float) -> Timing:
     """Return the timing of at least one attempt, all ended."""
     begins = [attempt.at_s["queued"] for attempt in attempts]
-    ends = [attempt.at_s["queued"] if attempt.ended_s is None else attempt.ended_s for attempt in attempts]
-    backoffs = [begin - end for end, begin in zip(ends, begins[1:], strict=False)] + [0.0]
+    ended_at_s = [attempt.at_s["queued"] if attempt.ended_s is None else attempt.ended_s for attempt in attempts]
+    backoffs = [begin - end for end, begin in zip(ended_at_s, begins[1:], strict=False)] + [0.0]
     timings = (
         AttemptTiming(_phases(attempt.at_s, end, backoff), attempt.kv_transfer_s)
-        for attempt, end, backoff in zip(attempts, ends, backoffs, strict=True)
+        for attempt, end, backoff in zip(attempts, ended_at_s, backoffs, strict=True)
     )
     return Timing(begins[0], first_token_s, tuple(timings))
 
 
 def _phases(at_s: Mapping[str, float], ended_s: float, backoff_s: float) -> AttemptPhases:
     """Two workers report, so events may be missing or out of order: each phase ends no later than the next."""
-    ends = [ended_s]
+    phase_ends_s = [ended_s]
     for event in reversed(_ENDS):
-        ends.append(max(at_s["queued"], min(at_s.get(event, ended_s), ends[-1])))
-    points = [at_s["queued"], *reversed(ends), ended_s + backoff_s]
+        phase_ends_s.append(max(at_s["queued"], min(at_s.get(event, ended_s), phase_ends_s[-1])))
+    points = [at_s["queued"], *reversed(phase_ends_s), ended_s + backoff_s]
     return AttemptPhases(*(end - begin for begin, end in pairwise(points)))
 
 

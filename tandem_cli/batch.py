@@ -72,8 +72,8 @@ def _progress_bar() -> progress.Progress:
 
 
 def _summary(tally: "Tally", num_before: int) -> str:
-    parts = [f"{tally.num_answered} answered"]
-    parts += [f"{num_before} were answered before"] if num_before else []
-    parts += [f"{tally.num_refused} refused: see their status_code"] if tally.num_refused else []
-    parts += [f"{tally.num_left} left, run it again: {tally.last_problem}"] if tally.num_left else []
-    return "; ".join(parts) + "\n"
+    phrases = [f"{tally.num_answered} answered"]
+    phrases += [f"{num_before} were answered before"] if num_before else []
+    phrases += [f"{tally.num_refused} refused: see their status_code"] if tally.num_refused else []
+    phrases += [f"{tally.num_left} left, run it again: {tally.last_problem}"] if tally.num_left else []
+    return "; ".join(phrases) + "\n"

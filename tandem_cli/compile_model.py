@@ -55,8 +55,8 @@ def _all_settings(args: argparse.Namespace, chosen: dict[str, str]) -> Iterator[
     model_dir = find_model(ModelSource(args.model))
     for types in COMBINATIONS:
         name = ", ".join(f"{name} {value}" for name, value in types.items())
-        wanted = {**types, "load_format": "dummy", "num_blocks": _NUM_BLOCKS}
-        yield name, RunnerSettings(model_dir, **wanted)  # type: ignore[arg-type]
+        options = {**types, "load_format": "dummy", "num_blocks": _NUM_BLOCKS}
+        yield name, RunnerSettings(model_dir, **options)  # type: ignore[arg-type]
 
 
 def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, RunnerSettings]]:

@@ -29,9 +29,9 @@ def partition_model(args: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"partitions for {args.device} are not built: workers there load the checkpoint itself"
         )
-    wanted = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
-    degrees = Degrees(_tensor_parallel(args.tensor_parallel, wanted), args.pipeline_parallel)
-    settings, config = resolve(wanted)
+    runner_settings = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
+    degrees = Degrees(_tensor_parallel(args.tensor_parallel, runner_settings), args.pipeline_parallel)
+    settings, config = resolve(runner_settings)
     if not isinstance(config, ModelConfig):
         raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
     digest = weights_digest(model_dir, rounded_to(settings, config)).hex()
@@ -67,10 +67,10 @@ def partition_model(args: argparse.Namespace) -> int:
     return 0
 
 
-def _tensor_parallel(degree: str, wanted: RunnerSettings) -> int:
+def _tensor_parallel(degree: str, runner_settings: RunnerSettings) -> int:
     """The degree as a number, "max" as workers understand it. Raises ConfigurationError."""
     if degree == "max":
-        return fitting_ranks(replace(wanted, tensor_parallel=num_numa_nodes()))
+        return fitting_ranks(replace(runner_settings, tensor_parallel=num_numa_nodes()))
     if not degree.isdecimal() or int(degree) < 1:
         raise ConfigurationError(f"tensor_parallel must be at least 1, or max, got {degree!r}")
     return int(degree)

@@ -23,14 +23,16 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
         raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
     [model] = deployment.models
     workers = [deployment.resolve(worker, environ) for worker in deployment.workers("127.0.0.1:1")]
-    wanted = {(worker.tensor_parallel, worker.degrees().pipeline, worker.quantize, worker.dtype) for worker in workers}
-    if len(wanted) > 1:
+    partitions = {
+        (worker.tensor_parallel, worker.degrees().pipeline, worker.quantize, worker.dtype) for worker in workers
+    }
+    if len(partitions) > 1:
         listed = " and ".join(
             f"tensor_parallel {tensor}, pipeline_parallel {pipeline}, dtype {dtype} with quantize {scheme}"
-            for tensor, pipeline, scheme, dtype in sorted(wanted)
+            for tensor, pipeline, scheme, dtype in sorted(partitions)
         )
         raise ConfigurationError(f"--partition is for workers with equal settings, and these have {listed}")
-    [(tensor, pipeline, quantize, dtype)] = wanted
+    [(tensor, pipeline, quantize, dtype)] = partitions
     display.line(f"partition: {folder}")
     degrees = (f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}")
     flags = ("--reuse", *degrees, f"--quantize={quantize}", f"--dtype={dtype}")

@@ -235,8 +235,8 @@ def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partitio
 
 def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
     """The degrees of a worker. A partitioned model says them if no option does."""
-    own = partition.degrees if partition is not None else Degrees()
-    degrees = Degrees(args.tensor_parallel or own.tensor, args.pipeline_parallel or own.pipeline)
+    stored_degrees = partition.degrees if partition is not None else Degrees()
+    degrees = Degrees(args.tensor_parallel or stored_degrees.tensor, args.pipeline_parallel or stored_degrees.pipeline)
     if partition is not None:
         partition.require(degrees, args.quantize, args.dtype or partition.dtype)
     return degrees
@@ -315,8 +315,8 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
         if degrees.pipeline > 1:
             raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")
         if args.quantize not in QUANTIZATIONS:
-            known = " or ".join(QUANTIZATIONS)
-            raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {known}")
+            choices = " or ".join(QUANTIZATIONS)
+            raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {choices}")
         context = args.input_tokens + args.output_tokens // 2
         workload = StepWorkload(
             model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args)

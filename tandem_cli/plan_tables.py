@@ -94,11 +94,11 @@ def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
     for rank in ranks:
         sizes: tuple[float, ...] = (rank.weights_bytes, rank.kv_bytes_per_token, rank.adapter_bytes)
         add(str(rank.rank), (rank.layers, rank.heads), sizes, rank.cores)
-    whole = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
+    all_spans = Span(0, ranks[-1].layers.end), Span(0, ranks[-1].heads.end)
     from tandem_cli.capacity.ranks import total
 
     sizes = (*total(ranks), sum(rank.adapter_bytes for rank in ranks))
-    add("worker", whole, sizes, sum(own_cores) if own_cores else None)
+    add("worker", all_spans, sizes, sum(own_cores) if own_cores else None)
     return table
 
 

@@ -83,10 +83,10 @@ def _scheme(args: argparse.Namespace, checkpoint: FloatCheckpoint) -> Scheme:
 
 
 def _about(prompts: CalibrationPrompts, max_tokens: int) -> str:
-    parts = [f"{len(prompts.calibration)} prompts to calibrate with, {len(prompts.held_out)} held out to judge by"]
-    parts += [f"{prompts.num_cut} cut to {max_tokens} tokens (--max-tokens)"] if prompts.num_cut else []
-    parts += [f"{prompts.num_left} not used (--max-prompts)"] if prompts.num_left else []
-    return "; ".join(parts)
+    phrases = [f"{len(prompts.calibration)} prompts to calibrate with, {len(prompts.held_out)} held out to judge by"]
+    phrases += [f"{prompts.num_cut} cut to {max_tokens} tokens (--max-tokens)"] if prompts.num_cut else []
+    phrases += [f"{prompts.num_left} not used (--max-prompts)"] if prompts.num_left else []
+    return "; ".join(phrases)
 
 
 def _progress_bar(console: Console) -> progress.Progress:

@@ -107,11 +107,11 @@ def find_mesh(name: str | None) -> RunningMesh:
     meshes = running_meshes()
     if not meshes:
         raise ConfigurationError("no mesh of this user runs on this machine")
-    found = meshes if name is None else [mesh for mesh in meshes if mesh.is_called(name)]
-    if len(found) == 1:
-        return found[0]
+    matching = meshes if name is None else [mesh for mesh in meshes if mesh.is_called(name)]
+    if len(matching) == 1:
+        return matching[0]
     listed = ", ".join(f"{mesh.pid} ({' '.join(mesh.models)} at {mesh.address or 'no address yet'})" for mesh in meshes)
-    if not found:
+    if not matching:
         raise ConfigurationError(f"no mesh is called {name!r}; there are {listed}")
     raise ConfigurationError(f"several meshes run here: name one by its process id: {listed}")
 

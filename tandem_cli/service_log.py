@@ -1,4 +1,4 @@
-"""The log of a service: a file, its last lines, and warnings for the terminal. A full disk loses lines, nothing else."""
+"""The log of a service: a file, its last lines, warnings for the terminal. A full disk loses lines and nothing else."""
 
 import json
 import os

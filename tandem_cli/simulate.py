@@ -187,16 +187,16 @@ def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence
         limits = ScaleLimits(args.min_workers, args.max_workers, args.worker_start, args.worker_drain)
         watch = scaling(limits, args.scale_rule)
     slo, console = _slo(args), wide_console()
-    with _showing(len(arrivals)) as shown:
-        observed = _observe(args, profile, arrivals, (args.prefill, args.decode), shown, watch)
-    found = figures(observed, slo, args.price_per_hour)
+    with _showing(len(arrivals)) as progress:
+        observed = _observe(args, profile, arrivals, (args.prefill, args.decode), progress, watch)
+    measured = figures(observed, slo, args.price_per_hour)
     hours, errors = by_hour(observed, slo), count_errors(observed.records)
     if not args.json:
-        show_figures(found, profile.about, console)
+        show_figures(measured, profile.about, console)
         show_errors(errors, console)
         if args.scale_rule or settings.switch_roles:
             show_hours(hours, console)
-    return {"figures": found, "hours": hours, "errors": errors}
+    return {"figures": measured, "hours": hours, "errors": errors}
 
 
 def _sweep(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
@@ -204,11 +204,11 @@ def _sweep(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[tr
     step = -(-args.sweep // _MAX_SPLITS)
     splits = [(num_prefill, args.sweep - num_prefill) for num_prefill in range(0, args.sweep, step)]
     rows: list[Figures] = []
-    with _showing(len(splits) * len(arrivals)) as shown:
+    with _showing(len(splits) * len(arrivals)) as progress:
         for num_prefill, num_decode in splits:
-            observed = _observe(args, profile, arrivals, (num_prefill, num_decode), shown)
-            found = figures(observed, _slo(args), args.price_per_hour)
-            rows.append({"prefill": num_prefill, "decode": num_decode, **found})
+            observed = _observe(args, profile, arrivals, (num_prefill, num_decode), progress)
+            measured = figures(observed, _slo(args), args.price_per_hour)
+            rows.append({"prefill": num_prefill, "decode": num_decode, **measured})
     best = best_split(rows)
     if not args.json:
         show_sweep(rows, best, profile.about, wide_console())

@@ -8,35 +8,36 @@ from rich.table import Table
 from tandem_cli.simulation.figures import Figures
 
 
-def show_figures(found: Figures, about: str, console: Console) -> None:
+def show_figures(result: Figures, about: str, console: Console) -> None:
     """Print the figures of one simulation."""
     console.print(f"{about}\n")
     console.print(
-        f"{found['num_requests']:,.0f} requests in {found['duration_s']:,.0f} s: {found['num_ok']:,.0f} answered, "
-        f"{found['num_refused']:,.0f} refused, {found['num_errors']:,.0f} failed, {found['num_replays']:,.0f} replayed"
+        f"{result['num_requests']:,.0f} requests in {result['duration_s']:,.0f} s: {result['num_ok']:,.0f} answered, "
+        f"{result['num_refused']:,.0f} refused, {result['num_errors']:,.0f} failed, "
+        f"{result['num_replays']:,.0f} replayed"
     )
-    if found["num_switches"]:
-        console.print(f"workers have changed their roles {found['num_switches']:,.0f} times")
+    if result["num_switches"]:
+        console.print(f"workers have changed their roles {result['num_switches']:,.0f} times")
     console.print(
-        f"{found['good_requests_per_s']:.4g} good requests/s ({100 * found['slo_share']:.1f} % of all); "
-        f"{found['input_tokens_per_s']:,.0f} tokens/s in, {found['output_tokens_per_s']:,.0f} out\n"
+        f"{result['good_requests_per_s']:.4g} good requests/s ({100 * result['slo_share']:.1f} % of all); "
+        f"{result['input_tokens_per_s']:,.0f} tokens/s in, {result['output_tokens_per_s']:,.0f} out\n"
     )
     times = _table("ms", "p50", "p90", "p99")
     for name in ("ttft", "tpot", "gap", "latency"):
-        if f"{name}_p50_ms" in found:
-            times.add_row(name, *(f"{found[f'{name}_p{percent}_ms']:,.1f}" for percent in (50, 90, 99)))
+        if f"{name}_p50_ms" in result:
+            times.add_row(name, *(f"{result[f'{name}_p{percent}_ms']:,.1f}" for percent in (50, 90, 99)))
     console.print(times)
     console.print()
     workers = _table("role", "workers", "busy", "KV in use", "worker hours")
     for role in ("prefill", "decode"):
-        shares = (f"{100 * found[f'{role}_{name}']:.1f} %" for name in ("busy", "kv"))
-        workers.add_row(role, f"{found[f'{role}_workers']:.4g}", *shares, f"{found[f'{role}_worker_hours']:,.2f}")
+        shares = (f"{100 * result[f'{role}_{name}']:.1f} %" for name in ("busy", "kv"))
+        workers.add_row(role, f"{result[f'{role}_workers']:.4g}", *shares, f"{result[f'{role}_worker_hours']:,.2f}")
     console.print(workers)
-    console.print(f"\nin the queue: {found['queued_mean']:.3g} in the mean, {found['queued_max']:,.0f} at most")
-    if "cost" in found:
-        price = found.get("price_per_million_output_tokens")
+    console.print(f"\nin the queue: {result['queued_mean']:.3g} in the mean, {result['queued_max']:,.0f} at most")
+    if "cost" in result:
+        price = result.get("price_per_million_output_tokens")
         million = "" if price is None else f"; {price:.4g} per million output tokens"
-        console.print(f"cost: {found['cost']:,.2f}{million}")
+        console.print(f"cost: {result['cost']:,.2f}{million}")
 
 
 def show_errors(errors: Mapping[str, int], console: Console) -> None:

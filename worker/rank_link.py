@@ -110,9 +110,9 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     if not takes_kv or not links:
         return ()
     layout, degrees = info.layout, Degrees(info.tensor_parallel, info.pipeline_parallel)
-    own = KVEndpoint("", kv_spans(layout.num_layers, layout.num_kv_heads, degrees)[0])
-    here = "" if settings.rank_listen else settings.advertise_host or settings.host  # they listen where the worker does
-    return (own, *(KVEndpoint(join_host(here or link.host, port), link.span) for link, port in ports))
+    own_endpoint = KVEndpoint("", kv_spans(layout.num_layers, layout.num_kv_heads, degrees)[0])
+    host = "" if settings.rank_listen else settings.advertise_host or settings.host  # they listen where the worker does
+    return (own_endpoint, *(KVEndpoint(join_host(host or link.host, port), link.span) for link, port in ports))
 
 
 def own_address(hosts: list[str]) -> str:

@@ -134,9 +134,9 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def watch(self, on_lost: OnLost) -> None:
         with self._changed:
             self._on_lost = on_lost
-            lost = self._lost
-        if lost is not None:
-            on_lost(str(lost))
+            loss = self._lost
+        if loss is not None:
+            on_lost(str(loss))
 
     def close(self) -> None:
         with self._changed:
@@ -367,8 +367,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
 
     def _missing(self) -> str:
         joined = {link.rank for link in self._links.values() if link.is_admitted}
-        missing = [rank for rank in range(1, self._num_ranks) if rank not in joined]
-        return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
+        absent = [rank for rank in range(1, self._num_ranks) if rank not in joined]
+        return f"rank{'s' * (len(absent) > 1)} {', '.join(map(str, absent))}"
 
 
 def _next(requests: Iterator[rank_pb2.JoinRequest], kind: str) -> rank_pb2.JoinRequest:

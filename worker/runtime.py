@@ -110,12 +110,12 @@ class WorkerRuntime:
                 raise MeshError("the engine died; the log has the details")
             return next_role
         finally:
-            own = (registered, died, watch)
-            for task in own:
+            own_tasks = (registered, died, watch)
+            for task in own_tasks:
                 task.cancel()
             await self.server.stop(_STOP_GRACE_S)
             # A registration in Redis is removed, which must not happen to that of the next role.
-            await asyncio.gather(*own, return_exceptions=True)
+            await asyncio.gather(*own_tasks, return_exceptions=True)
 
     async def _until_switched(
         self, drained: Callable[[], Coroutine[object, object, None]], ends: Sequence[asyncio.Task[Any]]

@@ -130,11 +130,11 @@ class TritonAttention:
             self._attend_splits(layer, _Sequences(0, num_decodes, 1, 1, metadata.max_decode_context))
         few = [chunk for chunk in chunks if chunk.num_queries <= FEW_QUERIES]
         if few:
-            most, longest = max(chunk.num_queries for chunk in few), max(chunk.context_len for chunk in few)
-            self._attend_splits(layer, _Sequences(num_decodes, len(chunks), 1, most, longest))
+            max_queries, longest = max(chunk.num_queries for chunk in few), max(chunk.context_len for chunk in few)
+            self._attend_splits(layer, _Sequences(num_decodes, len(chunks), 1, max_queries, longest))
         if len(few) < len(chunks):
-            most, longest = metadata.max_chunk_queries, metadata.max_chunk_context
-            sequences = _Sequences(num_decodes, len(chunks), FEW_QUERIES + 1, most, longest)
+            max_queries, longest = metadata.max_chunk_queries, metadata.max_chunk_context
+            sequences = _Sequences(num_decodes, len(chunks), FEW_QUERIES + 1, max_queries, longest)
             self._attend_tiles(layer, sequences, _MAX_ROWS, num_splits=0)
         return out
 

@@ -58,7 +58,7 @@ def _load(adapter: AdapterFiles, specs: Sequence[ParameterSpec], read: _Read) ->
         pieces = {spec.name: tuple(_pieces(adapter, spec, read)) for spec in held}
     except (OSError, ConfigurationError) as error:
         raise ConfigurationError(f"adapter {adapter.name}: {error}") from error
-    return {name: found for name, found in pieces.items() if found}
+    return {name: nonempty for name, nonempty in pieces.items() if nonempty}
 
 
 def _is_adaptable(spec: ParameterSpec) -> bool:
@@ -85,8 +85,8 @@ def _module(source: Source) -> str:
 
 
 def _some(modules: Sequence[str]) -> str:
-    more = f" and {len(modules) - _MAX_NAMED} more" if len(modules) > _MAX_NAMED else ""
-    return f"module {', '.join(modules[:_MAX_NAMED])}{more}"
+    omitted = f" and {len(modules) - _MAX_NAMED} more" if len(modules) > _MAX_NAMED else ""
+    return f"module {', '.join(modules[:_MAX_NAMED])}{omitted}"
 
 
 def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator[ModulePiece]:

@@ -314,16 +314,16 @@ class Adapters:
     @contextmanager
     def among(self, chosen: Tensor) -> Iterator[None]:
         """Meanwhile layers get only the chosen rows of the pass: [num_chosen] int64, ascending."""
-        whole = self.rows
-        if whole:
-            bounds = torch.tensor([(first, end) for _, first, end in whole], device=chosen.device)
-            places = torch.searchsorted(chosen, bounds).tolist()
-            some = (AdapterRows(rows.slot, *place) for rows, place in zip(whole, places, strict=True))
+        all_rows = self.rows
+        if all_rows:
+            bounds = torch.tensor([(first, end) for _, first, end in all_rows], device=chosen.device)
+            bounds_in_chosen = torch.searchsorted(chosen, bounds).tolist()
+            some = (AdapterRows(rows.slot, *place) for rows, place in zip(all_rows, bounds_in_chosen, strict=True))
             self.rows = tuple(rows for rows in some if rows.first < rows.end)
         try:
             yield
         finally:
-            self.rows = whole
+            self.rows = all_rows
 
     def around(self, name: str, linear: LinearLayer, matrix: Tensor) -> LinearLayer:
         """The layer of parameter `name` with what adapters add to it; unchanged if none does. Their matrices are on

@@ -28,16 +28,16 @@ def search_factors(
     """The factors [inputs], powers of the mean activations, with which rounding `weight` to int4 costs least."""
     rows = weight[:: -(-len(weight) // _MAX_SEARCHED)]
     mean = statistics.mean.clamp(min=_TINY)
-    best, least = torch.ones_like(mean), float("inf")
+    best, min_cost = torch.ones_like(mean), float("inf")
     for step in range(_NUM_RATIOS):
         factors = mean ** (step / _NUM_RATIOS)
         factors = tie((factors / (factors.max() * factors.min()).sqrt()).clamp(min=_TINY))
         scaled = rows * factors
         scales = clipped_scales(scaled, statistics.gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
-        lost = rows - round_int4(scaled, scales).dequantized().div_(factors)
-        cost = float(((lost @ statistics.gram) * lost).sum())
-        if cost < least:
-            best, least = factors, cost
+        error = rows - round_int4(scaled, scales).dequantized().div_(factors)
+        cost = float(((error @ statistics.gram) * error).sum())
+        if cost < min_cost:
+            best, min_cost = factors, cost
     return best
 
 
@@ -50,13 +50,13 @@ def clipped_scales(
     """
     groups = range(0, weight.shape[1], group_size)
     grams = torch.stack([gram[i : i + group_size, i : i + group_size] for i in groups])
-    parts = weight.reshape(len(weight), -1, group_size).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
-    whole = int4_scales(weight, group_size, torch.float32).t()[:, :, None]
-    best, least = storable(whole, dtype), torch.full_like(whole, float("inf"))
+    grouped = weight.reshape(len(weight), -1, group_size).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
+    unclipped = int4_scales(weight, group_size, torch.float32).t()[:, :, None]
+    best, min_cost = storable(unclipped, dtype), torch.full_like(unclipped, float("inf"))
     for share in shares:
-        scales = storable(whole * share, dtype)
-        lost = parts - (parts / scales).round_().clamp_(INT4_MIN, INT4_MAX).mul_(scales)
-        cost = ((lost @ grams).mul_(lost)).sum(2, keepdim=True)
-        best = torch.where(cost < least, scales, best)
-        least = torch.minimum(cost, least)
+        scales = storable(unclipped * share, dtype)
+        error = grouped - (grouped / scales).round_().clamp_(INT4_MIN, INT4_MAX).mul_(scales)
+        cost = ((error @ grams).mul_(error)).sum(2, keepdim=True)
+        best = torch.where(cost < min_cost, scales, best)
+        min_cost = torch.minimum(cost, min_cost)
     return best[:, :, 0].t().contiguous()

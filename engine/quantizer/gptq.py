@@ -24,29 +24,29 @@ def round_by_errors(weight: Tensor, gram: Tensor, scales: Tensor) -> QuantizedMa
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
     by_input = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)[:, order]
-    left, factor = weight[:, order], _inverse_factor(gram[order][:, order])
-    values = torch.empty_like(left)
-    for first in range(0, left.shape[1], _COLUMNS_AT_ONCE):
+    remaining, factor = weight[:, order], _inverse_factor(gram[order][:, order])
+    values = torch.empty_like(remaining)
+    for first in range(0, remaining.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
         with one_thread():
             errors = _round_columns(
-                left[:, columns], by_input[:, columns], factor[columns, columns], values[:, columns]
+                remaining[:, columns], by_input[:, columns], factor[columns, columns], values[:, columns]
             )
-        rest = slice(columns.stop, None)
-        left[:, rest].addmm_(errors, factor[columns, rest], alpha=-1)
+        later_columns = slice(columns.stop, None)
+        remaining[:, later_columns].addmm_(errors, factor[columns, later_columns], alpha=-1)
     in_file = torch.empty_like(values, dtype=torch.int8)
     in_file[:, order] = values.to(torch.int8)
     return QuantizedMatrix(in_file, scales)
 
 
-def _round_columns(left: Tensor, scales: Tensor, factor: Tensor, values: Tensor) -> Tensor:
+def _round_columns(remaining: Tensor, scales: Tensor, factor: Tensor, values: Tensor) -> Tensor:
     """Round some columns into `values`, each after the errors of those before; returns errors [outputs, columns]."""
-    errors = torch.empty_like(left)
-    for column in range(left.shape[1]):
-        number, scale = left[:, column], scales[:, column]
+    errors = torch.empty_like(remaining)
+    for column in range(remaining.shape[1]):
+        number, scale = remaining[:, column], scales[:, column]
         torch.round(number / scale, out=values[:, column]).clamp_(INT4_MIN, INT4_MAX)
         torch.div(number - values[:, column] * scale, factor[column, column], out=errors[:, column])
-        left[:, column:].addr_(errors[:, column], factor[column, column:], alpha=-1)
+        remaining[:, column:].addr_(errors[:, column], factor[column, column:], alpha=-1)
     return errors
 
 

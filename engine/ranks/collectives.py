@@ -129,8 +129,8 @@ def summing(store: "Store", place: Place) -> "Backend | None":
     number, size = place.rank % place.degrees.tensor, place.degrees.tensor
     if size == 1:
         return None
-    named = distributed.PrefixStore(f"stage-{place.stage}", store)  # type: ignore[attr-defined]
-    return _CONNECT[place.device.type](named, number, size, place.device, place.host)
+    stage_store = distributed.PrefixStore(f"stage-{place.stage}", store)  # type: ignore[attr-defined]
+    return _CONNECT[place.device.type](stage_store, number, size, place.device, place.host)
 
 
 class Hops:
@@ -145,11 +145,11 @@ class Hops:
         # In the order of the senders, in all ranks: so no two wait for each other.
         sources = [source for source in (place.takes_from, place.rank) if source is not None]
         for source in sorted(sources):
-            named = distributed.PrefixStore(f"hop-{source}", store)  # type: ignore[attr-defined]
+            hop_store = distributed.PrefixStore(f"hop-{source}", store)  # type: ignore[attr-defined]
             is_target = source != place.rank
             if not is_target and place.sends_to is None:
                 continue
-            hop = _CONNECT[place.device.type](named, int(is_target), 2, place.device, place.host)
+            hop = _CONNECT[place.device.type](hop_store, int(is_target), 2, place.device, place.host)
             if is_target:
                 self._incoming = hop
             else:
@@ -161,8 +161,8 @@ class Hops:
             return
         if self._sending is not None:
             _waited(self._sending[0])
-        kept = residual.contiguous()
-        self._sending = self._outgoing.send([kept], 1, 0), kept  # type: ignore[attr-defined]
+        contiguous = residual.contiguous()
+        self._sending = self._outgoing.send([contiguous], 1, 0), contiguous  # type: ignore[attr-defined]
 
     def receive(self, like: Tensor, num_tokens: int) -> Tensor:
         """The residual of the stage before, [num_tokens, width of `like`]. Raises WorkerLost."""

@@ -156,14 +156,14 @@ def _connect(leader: Rank, processes: "RankProcesses") -> None:
 
 def _require_divisible(settings: RunnerSettings, config: object) -> ModelConfig:
     tensor = settings.tensor_parallel
-    wanted = f"tensor_parallel {tensor}" if tensor > 1 else f"pipeline_parallel {settings.pipeline_parallel}"
+    degree = f"tensor_parallel {tensor}" if tensor > 1 else f"pipeline_parallel {settings.pipeline_parallel}"
     if settings.device != "cpu":
         raise ConfigurationError(
-            f"{wanted} on {settings.device} does not fit rank_memory shared: GPUs have memory of their own; use auto"
+            f"{degree} on {settings.device} does not fit rank_memory shared: GPUs have memory of their own; use auto"
         )
     if not isinstance(config, ModelConfig):
         raise ConfigurationError(
-            f"{wanted} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
+            f"{degree} does not fit an encoder-decoder model: ranks cannot divide its encoder yet; use 1"
         )
     require_own_heads(config, settings.degrees)
     rank_share(config, 0, settings.degrees)
@@ -247,9 +247,9 @@ class RankProcesses:
         """Return when every rank has reported `event`. Raises ConfigurationError if one cannot load its share, and
         WorkerLost if one has ended.
         """
-        missing = list(self._sockets)
-        while missing:
-            for channel in connection.wait(missing):
+        waiting = list(self._sockets)
+        while waiting:
+            for channel in connection.wait(waiting):
                 assert isinstance(channel, socket.socket)
                 rank = self._sockets.index(channel) + 1
                 message = self._receive(rank)
@@ -257,7 +257,7 @@ class RankProcesses:
                     raise WorkerLost(f"rank {rank} reported {sorted(message)}, not {event}")
                 if "phases" in message:
                     log.info("rank loaded", rank=rank, phases=message["phases"])
-                missing.remove(channel)
+                waiting.remove(channel)
 
     def tell(self, **message: Any) -> None:
         """Send a message to all ranks. Raises WorkerLost if one has ended."""

@@ -52,8 +52,8 @@ class RankSetup:
 
     def send(self, rank: socket.socket) -> None:
         """Raises ConfigurationError if the settings are too long for a message."""
-        own = {f.name: getattr(self, f.name) for f in fields(self)}
-        send_message(rank, **own | {"settings": plain_settings(self.settings)})
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        send_message(rank, **values | {"settings": plain_settings(self.settings)})
 
     @classmethod
     def receive(cls, leader: socket.socket) -> "RankSetup":
@@ -85,8 +85,8 @@ def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
 def read_settings(plain: dict[str, Any]) -> RunnerSettings:
     """Read the settings that `plain_settings` has made plain. Raises ConfigurationError."""
     adapters = tuple(read_adapter(name, Path(folder), rank, digest) for name, folder, rank, digest in plain["adapters"])
-    own = {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"]), "adapters": adapters}
-    return RunnerSettings(**plain | own)
+    values = {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"]), "adapters": adapters}
+    return RunnerSettings(**plain | values)
 
 
 def ending(status: int) -> str:

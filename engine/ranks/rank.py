@@ -109,10 +109,10 @@ class Rank:
         compiled = self._compiled(cache)
         return partial(self._execute, compiled, partial(_execute_compiled, compiled, self._group))
 
-    def lead(self, own: KVCache, cache: AnyKVCache) -> ModelRunner:
+    def lead(self, own_cache: KVCache, cache: AnyKVCache) -> ModelRunner:
         """In rank 0: build the runner. `cache` copies and clears blocks in all ranks, which execute commands by now."""
         summing = self._summing
-        decoder = self._compiled(own) if summing is None else self._eager(own, summing)
+        decoder = self._compiled(own_cache) if summing is None else self._eager(own_cache, summing)
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
         adapters, put = self._settings.adapters, partial(self._put_everywhere, decoder)
         slots = AdapterSlots(adapters, self._settings.num_adapter_slots, put) if adapters else None

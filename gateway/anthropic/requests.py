@@ -215,9 +215,9 @@ def _tools(body: PromptBody) -> Json:
         for tool in body.tools or ()
     ]
     choice = body.tool_choice or ToolChoice(type="auto")
-    named = {"type": "function", "function": {"name": choice.name}}
+    named_tool = {"type": "function", "function": {"name": choice.name}}
     return {
         "tools": tools or None,
-        "tool_choice": named if choice.type == "tool" else _TOOL_CHOICES[choice.type],
+        "tool_choice": named_tool if choice.type == "tool" else _TOOL_CHOICES[choice.type],
         "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
     }

@@ -169,23 +169,23 @@ class HandlerProcess:
         try:
             async with asyncio.timeout(self._settings.handler_start_s):
                 self._process = await self._spawn(path)
-                parts = await self._wait_ready(self._process)
-                if parts is None:
+                functions = await self._wait_ready(self._process)
+                if functions is None:
                     await self._wait_ended(self._process)
                     return False
         except OSError as error:  # TimeoutError is one
             log.error("the custom handler does not start", error=repr(error))
             await self._stop()
             return False
-        self._parts = parts
+        self._parts = functions
         self.ready.set()
-        log.info("custom handler ready", file=self._settings.handler, parts=parts)
+        log.info("custom handler ready", file=self._settings.handler, parts=functions)
         return True
 
     async def _wait_ready(self, process: asyncio.subprocess.Process) -> list[str] | None:
         """Wait until `process` is ready, and return the names of its functions; None if it ends before."""
         ready: asyncio.Future[list[str] | None] = asyncio.get_running_loop().create_future()
-        self._stdio = StdioLogger(process, lambda parts: None if ready.done() else ready.set_result(parts))
+        self._stdio = StdioLogger(process, lambda functions: None if ready.done() else ready.set_result(functions))
         return await ready
 
     async def _wait_ended(self, process: asyncio.subprocess.Process) -> int:
@@ -294,11 +294,11 @@ class StdioLogger:
                 self._on_ready(None)
 
     def _on_stdout(self, line: str) -> None:
-        parts = _ready_parts(line)
-        if parts is None:
+        functions = _ready_parts(line)
+        if functions is None:
             self._log("stdout", line)
         else:
-            self._on_ready(parts)
+            self._on_ready(functions)
 
     def _on_stderr(self, line: str) -> None:
         """Forward lines that the process has logged itself; log any other line."""

@@ -148,15 +148,16 @@ def answers_json(answer: Answer, shape: LmiShape) -> list[Json]:
 
 
 def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: LmiShape, inputs: str) -> Json:
-    first, *others = choices
+    first, *alternatives = choices
     body: Json = {"generated_text": shape.text(inputs, first.text)}
-    if shape.details or others:
+    if shape.details or alternatives:
         body["details"] = _details(first, shape, inputs)
         if shape.body.parameters.wants_prefill:
             body["details"]["prefill"] = list(map(shape.format.token, prompt))
-        if others:
+        if alternatives:
             body["details"]["best_of_sequences"] = [
-                {"generated_text": shape.text(inputs, other.text)} | _details(other, shape, inputs) for other in others
+                {"generated_text": shape.text(inputs, other.text)} | _details(other, shape, inputs)
+                for other in alternatives
             ]
     return body
 

@@ -177,8 +177,8 @@ def check_numbers(body: Body) -> None:
 
 def _out_of_range(name: str, value: float, side: str, expected: str) -> InvalidField:
     kind = "integer" if isinstance(value, int) else "decimal"
-    shown = str(value)[:_MAX_DIGITS] if isinstance(value, int) else f"{value:g}"
-    message = f"Invalid '{name}': {kind} {side} value. Expected a value {expected}, but got {shown} instead."
+    value_text = str(value)[:_MAX_DIGITS] if isinstance(value, int) else f"{value:g}"
+    message = f"Invalid '{name}': {kind} {side} value. Expected a value {expected}, but got {value_text} instead."
     code = f"{kind}_{side.replace('imum', '').replace(' ', '_')}_value"
     return InvalidField(message, field=name, code=code)
 

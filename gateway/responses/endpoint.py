@@ -100,12 +100,12 @@ class ResponseEvents:
 
     def _item_events(self, step: BlockStep) -> Iterable[Json]:
         block = step.block
-        place = {"output_index": block.index}
+        position = {"output_index": block.index}
         if isinstance(step, BlockBegun):
             self._item_ids.append(f"{_PREFIXES[block.kind]}_{uuid4().hex}")
-            yield self._numbered("response.output_item.added", item=self._item(block, is_done=False), **place)
+            yield self._numbered("response.output_item.added", item=self._item(block, is_done=False), **position)
         item_id = self._item_ids[block.index]
-        inside = place | {"item_id": item_id} | ({} if block.kind == "call" else {"content_index": 0})
+        inside = position | {"item_id": item_id} | ({} if block.kind == "call" else {"content_index": 0})
         logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
         if isinstance(step, BlockBegun):
             if block.kind != "call":
@@ -113,11 +113,11 @@ class ResponseEvents:
         elif isinstance(step, BlockAdded):
             yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.delta", delta=step.text, **inside, **logprobs)
         else:
-            whole = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
-            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.done", **whole, **inside, **logprobs)
+            content = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
+            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.done", **content, **inside, **logprobs)
             if block.kind != "call":
                 yield self._numbered("response.content_part.done", part=_part(block, block.text), **inside)
-            yield self._numbered("response.output_item.done", item=self._item(block, is_done=True), **place)
+            yield self._numbered("response.output_item.done", item=self._item(block, is_done=True), **position)
 
     def _numbered(self, kind: str, **members: object) -> Json:
         self._num_events += 1

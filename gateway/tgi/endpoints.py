@@ -149,14 +149,14 @@ def _times(choice: tandem.Choice) -> dict[str, str]:
 
 def answer_json(answer: Answer, shape: TgiShape) -> Json:
     """Render a complete answer: the best choice, and the others in its details."""
-    first, *others = answer.choices
+    first, *alternatives = answer.choices
     prompt = answer.prompt_tokens.get(0, ()) if shape.prefill else ()
     body: Json = {"generated_text": shape.prefix + first.text}
     if shape.details:
         body["details"] = _details(first, prompt, shape)
-        if others:
+        if alternatives:
             body["details"]["best_of_sequences"] = [
-                {"generated_text": shape.prefix + other.text} | _details(other, prompt, shape) for other in others
+                {"generated_text": shape.prefix + other.text} | _details(other, prompt, shape) for other in alternatives
             ]
     return body
 

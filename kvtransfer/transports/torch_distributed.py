@@ -167,8 +167,8 @@ class _Path(SendPath):
 
     async def prepare(self) -> None:
         """Wait until there is something to offer. Raises TransferFailed."""
-        told = await _result(self.pair.told)
-        self._rendezvous = {} if self.pair.is_joined else told
+        rendezvous = await _result(self.pair.told)
+        self._rendezvous = {} if self.pair.is_joined else rendezvous
 
     def offer(self) -> TransportOffer:
         pair = self.pair
@@ -240,14 +240,14 @@ class PairReceiveTransport(ReceiveTransport):
             return None
         self.pairs.use(inbox)
         try:
-            told = await _result(inbox.pair.told)
+            answer = await _result(inbox.pair.told)
         except BaseException as error:
             self.pairs.leave(inbox)
             if isinstance(error, TransferFailed):
                 log.warning("no pair with a sender", transport=self.name, host=offer.host, error=str(error))
                 return None
             raise
-        return _PairSource(self, inbox, told, self._settings.lease_s)
+        return _PairSource(self, inbox, answer, self._settings.lease_s)
 
     def close(self) -> None:
         self.pairs.close()
@@ -289,11 +289,11 @@ class _Inbox:
 
 class _PairSource(InlineSource):
     def __init__(
-        self, transport: PairReceiveTransport, inbox: _Inbox, told: Mapping[str, bytes], timeout_s: float
+        self, transport: PairReceiveTransport, inbox: _Inbox, answer: Mapping[str, bytes], timeout_s: float
     ) -> None:
         self._transport = transport
         self._inbox = inbox
-        self._told = told
+        self._told = answer
         self._timeout_s = timeout_s
 
     def answer(self) -> Mapping[str, bytes]:

@@ -183,11 +183,13 @@ class PermitStore:
                 pipe.eval(_TAKE, 4, *self._keys(take.tenant), *self._take_args(take, exchange))
             answers = await pipe.execute()
         num_keeps = len(exchange.keeps)
-        taken = [Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]]
+        answers_to_takes = [
+            Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]
+        ]
         if not num_keeps:
-            return None, taken
+            return None, answers_to_takes
         num_routers, settling, num_leased = answers[num_keeps - 1]
-        return Known(int(num_routers), int(num_leased), bool(settling)), taken
+        return Known(int(num_routers), int(num_leased), bool(settling)), answers_to_takes
 
     async def leave(self, redis: Redis) -> None:
         """Remove the router, which must have released all its permits."""

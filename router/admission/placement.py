@@ -381,9 +381,9 @@ def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> in
 
 def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:
     """Those that fit, but for some runs of workers."""
-    left = fit.copy()
+    remaining = fit.copy()
     for incarnation in incarnations:
         row = roster.row(incarnation)
         if row is not None:
-            left[row] = False
-    return left
+            remaining[row] = False
+    return remaining

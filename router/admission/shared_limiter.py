@@ -166,14 +166,14 @@ class SharedPermits:
             self._asks.append(ask)
             self._wake.set()
             try:
-                taken = await ask.reply
+                reply = await ask.reply
             except asyncio.CancelledError:
                 if not ask.reply.cancelled() and (answer := ask.reply.result()) is not None and answer.granted:
                     self._give_back(ask)
                 raise
-            if taken is not None:
-                if not taken.granted:
-                    raise _overloaded(taken.num_held, tenant_cap if taken.by_tenant else ask.cap, taken.by_tenant)
+            if reply is not None:
+                if not reply.granted:
+                    raise _overloaded(reply.num_held, tenant_cap if reply.by_tenant else ask.cap, reply.by_tenant)
                 return
             # Redis may have granted these without our receiving the answer.
             self._holdings.give_back(tenant, ask.ids)

@@ -232,14 +232,14 @@ class ChatTemplate:
         Raises ConfigurationError.
         """
         config = read_json(model_dir / "tokenizer_config.json", optional=True)
-        named = _by_name(config.get("chat_template"))
+        templates = _by_name(config.get("chat_template"))
         path = model_dir / "chat_template.jinja"
         if path.exists():
-            named[_DEFAULT] = _read_text(path)
-        if _DEFAULT not in named:
+            templates[_DEFAULT] = _read_text(path)
+        if _DEFAULT not in templates:
             return None
         beside = read_json(model_dir / "special_tokens_map.json", optional=True)
-        return cls(named[_DEFAULT], _special_tokens(beside | config), named.get(_WITH_TOOLS))
+        return cls(templates[_DEFAULT], _special_tokens(beside | config), templates.get(_WITH_TOOLS))
 
     def compile(self) -> None:
         """Compile the templates, which evaluates their constants. Raises ConfigurationError if one is broken."""

@@ -160,8 +160,8 @@ class TemplateProcess:
             env=_environment(),
         )
         template = self._template
-        parts = [template.source, template.special_tokens, template.tool_source, self._max_render_s]
-        kind, text = self._ask(self._process, parts)
+        sent = [template.source, template.special_tokens, template.tool_source, self._max_render_s]
+        kind, text = self._ask(self._process, sent)
         if kind != _DONE:
             raise ConfigurationError(text)
         return self._process
@@ -185,8 +185,8 @@ class TemplateProcess:
 
 
 def _environment() -> dict[str, str]:
-    known = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
-    return known | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    environ = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    return environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
 def _write(pipe: IO[bytes], value: object) -> None:

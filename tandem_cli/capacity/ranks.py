@@ -80,17 +80,17 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
     config = load_config(model_dir)
     if isinstance(config, EncoderDecoderConfig):
         raise ConfigurationError("tensor_parallel 2 does not fit an encoder-decoder model: use 1")
-    most = min(num_cores, config.num_kv_heads)
-    if most < 2:
+    max_ranks = min(num_cores, config.num_kv_heads)
+    if max_ranks < 2:
         raise ConfigurationError(
             f"no tensor_parallel above 1 fits {num_cores} cores and {config.num_kv_heads} KV heads of the model"
         )
     quantization = read_quantization(model_dir)
     encoding = "int8" if quantization is not None and quantization.is_w8a8 else quantize
     precision = Precision("float32" if encoding == "none" else encoding, "float32")
-    rank_memory(config, precision, Degrees(most), num_cores)
-    powers = itertools.takewhile(lambda degree: degree <= most, (2**exponent for exponent in itertools.count(1)))
-    return sorted({*powers, most})
+    rank_memory(config, precision, Degrees(max_ranks), num_cores)
+    powers = itertools.takewhile(lambda degree: degree <= max_ranks, (2**exponent for exponent in itertools.count(1)))
+    return sorted({*powers, max_ranks})
 
 
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:

@@ -119,11 +119,9 @@ def read_shapes(path: Path) -> list[tuple[float, int, int]]:
 
 
 def _parse_shape(entry: Mapping[str, Any]) -> tuple[float, int, int]:
-    missing = [name for name in ("arrival_s", "max_tokens") if name not in entry]
-    if missing or not ("input_tokens" in entry or "token_ids" in entry):
-        raise ValueError(
-            f"{' and '.join(missing or ['input_tokens'])} missing: only lengths can be simulated, no texts"
-        )
+    absent = [name for name in ("arrival_s", "max_tokens") if name not in entry]
+    if absent or not ("input_tokens" in entry or "token_ids" in entry):
+        raise ValueError(f"{' and '.join(absent or ['input_tokens'])} missing: only lengths can be simulated, no texts")
     num_input = entry["input_tokens"] if "input_tokens" in entry else len(_read_ids(entry["token_ids"]))
     return (
         _number(entry, "arrival_s"),

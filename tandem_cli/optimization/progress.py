@@ -71,10 +71,10 @@ class ShownProgress:
         figures = result.rounds[self._round]
         self._left.add(time.monotonic() - self._begun_s, figures)
         left_s = self._left.of(self._plan[1:])
-        left = "" if not left_s else f"; about {show_time(left_s)} left"
+        time_left = "" if not left_s else f"; about {show_time(left_s)} left"
         self._say(
             f"round {self._round + 1}: {result.candidate.name}: {figures[SPEED]:,.0f} tokens/s, "
-            f"TTFT p99 {figures.get(TTFT, 0):,.0f} ms, gap p99 {figures.get(GAP, 0):,.1f} ms{left}"
+            f"TTFT p99 {figures.get(TTFT, 0):,.0f} ms, gap p99 {figures.get(GAP, 0):,.1f} ms{time_left}"
         )
 
     def skipped(self, candidate: Candidate, reason: str) -> None:

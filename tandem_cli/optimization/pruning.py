@@ -92,12 +92,12 @@ def _precision(name: str, base: Precision) -> Precision:
 
 def require_some(candidates: Sequence[Candidate], pruned: Mapping[Candidate, str]) -> list[Candidate]:
     """Those that are left, first the base, which all others are compared with. Raises ConfigurationError without it."""
-    left = [candidate for candidate in candidates if candidate not in pruned]
-    bases = [candidate for candidate in left if (candidate.precision, candidate.speculation) == (BASE, "none")]
+    remaining = [candidate for candidate in candidates if candidate not in pruned]
+    bases = [candidate for candidate in remaining if (candidate.precision, candidate.speculation) == (BASE, "none")]
     if not bases:
         first = candidates[0]
         raise ConfigurationError(
             f"{first.name}: {pruned[first]}. The base has to run, because all others are compared with it: "
             "use a machine with more memory, or name workers that fit in a recipe"
         )
-    return sorted(left, key=lambda candidate: candidate != bases[0])
+    return sorted(remaining, key=lambda candidate: candidate != bases[0])

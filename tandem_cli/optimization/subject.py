@@ -96,8 +96,8 @@ class Subject:
         """Whether the weights of the candidate's precision and the base's fit into memory together."""
         needed = memory_needed(self.config, self.base, demand)
         layout = usual_layouts(1, 1)[1]  # one worker
-        both = (Candidate(precision, "none", layout) for precision in (BASE, candidate.precision))
-        return sum(map(needed, both)) < self.machine.memory_bytes
+        pair = (Candidate(precision, "none", layout) for precision in (BASE, candidate.precision))
+        return sum(map(needed, pair)) < self.machine.memory_bytes
 
     def _why_unmade(self, candidates: Sequence[Candidate], require_makeable: Callable[[str], None]) -> dict[str, str]:
         reasons: dict[str, str] = {}

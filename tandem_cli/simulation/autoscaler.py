@@ -32,8 +32,8 @@ class ByTriggers:
         self._replicas = {role: Replicas(limits, len(mesh.of_role(role))) for role in WorkerRole}
 
     def decide(self, at_s: float, present: Count) -> Count:
-        wanted = self._triggers.wanted(self._mesh.sample(at_s))
-        return {role: replicas.decide(at_s, wanted[role]) for role, replicas in self._replicas.items()}
+        target_counts = self._triggers.wanted(self._mesh.sample(at_s))
+        return {role: replicas.decide(at_s, target_counts[role]) for role, replicas in self._replicas.items()}
 
 
 class ByAdvice:
@@ -44,12 +44,12 @@ class ByAdvice:
         self._limits = limits
 
     def decide(self, at_s: float, present: Count) -> Count:
-        wanted = dict(present)
+        target_counts = dict(present)
         for advice in self._mesh.router.adviser.advice:
             if self._mesh.router.mesh.num_healthy(advice.role) == present[advice.role]:
-                wanted[advice.role] += 1 if advice.action is Action.ADD else -1
+                target_counts[advice.role] += 1 if advice.action is Action.ADD else -1
         limits = self._limits
-        return {role: min(max(count, limits.min_workers), limits.max_workers) for role, count in wanted.items()}
+        return {role: min(max(count, limits.min_workers), limits.max_workers) for role, count in target_counts.items()}
 
 
 RULES: dict[str, Callable[[SimulatedMesh, ScaleLimits], Rule]] = {"kubernetes": ByTriggers, "advice": ByAdvice}

@@ -136,8 +136,10 @@ class ModelledEngine:
         count = min(_MAX_STEPS, max(1, int(_MAX_STEPS_S / self._step_s(batch, 1))))
         for item in batch.items:
             sequence = item.sequence
-            left = min(sequence.request.max_total_tokens, self.scheduler.config.max_model_len) - sequence.num_tokens
-            count = min(count, left)
+            max_new_tokens = (
+                min(sequence.request.max_total_tokens, self.scheduler.config.max_model_len) - sequence.num_tokens
+            )
+            count = min(count, max_new_tokens)
         # Blocks for the tokens after the first, as for drafts that all turn out right.
         return min((1 + self.scheduler.allocate_for_drafts(item.sequence, count - 1)) for item in batch.items)
 

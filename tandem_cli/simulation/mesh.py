@@ -119,12 +119,12 @@ class SimulatedMesh:
         """A worker has loaded its model and registers, with the lowest free number: what the table knows of an earlier
         worker of this name is replaced."""
         self._num_started += 1
-        taken = {worker.info.worker_id for worker in self.of_role(role)}
+        used_ids = {worker.info.worker_id for worker in self.of_role(role)}
         names = (f"{role.value}-{number:04}" for number in count())
         info = worker_info(
             self.profile,
             role,
-            worker_id=next(name for name in names if name not in taken),
+            worker_id=next(name for name in names if name not in used_ids),
             incarnation=str(self._num_started),
             model=self.router.model,
         )

@@ -96,11 +96,11 @@ class Replicas:
             self._changes.popleft()
         before = self.count
         if wish > self.count:
-            started = sum(more for when_s, more in self._changes if more > 0 and when_s > at_s - SCALE_OUT_S)
+            started = sum(change for when_s, change in self._changes if change > 0 and when_s > at_s - SCALE_OUT_S)
             doubled = ceil((self.count - started) * (1 + SCALE_OUT_SHARE))
             self.count = max(self.count, min(wish, max(doubled, self.limits.min_workers)))
         else:
-            ended = any(more < 0 and when_s > at_s - SCALE_IN_S for when_s, more in self._changes)
+            ended = any(change < 0 and when_s > at_s - SCALE_IN_S for when_s, change in self._changes)
             if max(past for _, past in self._wishes) < self.count and not ended:
                 self.count -= 1
         if self.count != before:

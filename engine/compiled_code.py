@@ -15,8 +15,7 @@ from hashlib import blake2b
 import structlog
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kernels.cpu.code_cache import code_version
-from engine.kernels.cpu.compiler import dispatchers
+from engine.kernels.cpu.compiler import code_version, dispatchers
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig

@@ -14,7 +14,7 @@ import torch
 from checkpoint.source import ModelSource
 from decode_worker.settings import DecodeSettings
 from engine.compiled_code import COMBINATIONS, CompiledCode, compile_code
-from engine.kernels.cpu.code_cache import code_folder
+from engine.kernels.cpu.compiler import code_folder
 from engine.kernels.cpu.machine import why_no_loops
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError

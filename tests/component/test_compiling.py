@@ -15,7 +15,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key
-from engine.kernels.cpu import code_cache
+from engine.kernels.cpu import compiler
 from engine.kernels.cpu.compiler import jit
 from engine.load_runner import load_model_runner
 from engine.models.cpu_support import why_not_compiled
@@ -101,10 +101,10 @@ def cache_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path
 
 
 def _without_known_folder(base: Path) -> Iterator[Path]:
-    for known in (code_cache.code_folder, code_cache.code_version):
+    for known in (compiler.code_folder, compiler.code_version):
         known.cache_clear()
     yield base
-    for known in (code_cache.code_folder, code_cache.code_version):
+    for known in (compiler.code_folder, compiler.code_version):
         known.cache_clear()
 
 
@@ -141,7 +141,7 @@ def test_code_is_found_wherever_the_same_sources_lie(cache_base: Path, tmp_path:
 
 
 def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:
-    folder = code_cache.code_folder()
+    folder = compiler.code_folder()
     assert folder is not None
     compiled = jit(double)
     with open(Path(folder, "lock"), "w") as lock, ThreadPoolExecutor() as other:
@@ -170,11 +170,11 @@ def test_code_for_another_key_is_not_loaded(
     cache_base: Path, monkeypatch: pytest.MonkeyPatch, target: str, value: object
 ) -> None:
     assert jit(double)(21) == 42
-    before, folder = code_counts(), code_cache.code_folder()
+    before, folder = code_counts(), compiler.code_folder()
     monkeypatch.setattr(target, value)
-    for known in (code_cache.code_folder, code_cache.code_version):
+    for known in (compiler.code_folder, compiler.code_version):
         known.cache_clear()
-    assert code_cache.code_folder() != folder
+    assert compiler.code_folder() != folder
     jit(double)  # is not run: it would be compiled for that CPU
     assert len(list(cache_base.glob("compiled-*"))) == 2
     assert code_counts().since(before) == CodeCounts(0, 0)

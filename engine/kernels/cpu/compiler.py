@@ -1,6 +1,10 @@
-"""Compilation of the kernels: helpers for writing LLVM code. code_cache.py keeps what is compiled.
+"""Compilation of the kernels: machine code that is kept on disk, and helpers for writing LLVM code.
 
-Kernels run without the GIL.
+Kernels run without the GIL. numba identifies code on disk by the file of the outermost function and ignores changes in
+the functions it calls. The cache folder's name therefore contains a digest of all that the code depends on: the files
+of this package, versions, and the kind of CPU. Within the folder numba finds code by the types of arguments, which are
+the arithmetic of a model (code_cache.py). The folder is in numba's own folder (NUMBA_CACHE_DIR) if that is set,
+otherwise in the user's cache. If it is not writable, nothing is kept.
 
 An intrinsic is a Python function that writes the LLVM code of one operation. numba calls it with the types of the
 arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code with an
@@ -9,11 +13,17 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 
 import inspect
 import os
+import platform
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any, ParamSpec, TypeAlias, TypeVar
 
+import llvmlite
 import numba
 import numpy as np
 from llvmlite import binding, ir
@@ -21,8 +31,17 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, overload
 
-from engine.kernels.cpu.code_cache import CodeCache, code_folder
-from engine.kernels.cpu.machine import LANES, LIMIT_NAME, VECTOR_BYTES, is_allowed, knows_avx512, knows_bf16, knows_vnni
+from engine.kernels.cpu.code_cache import CodeCache
+from engine.kernels.cpu.machine import (
+    LANES,
+    LIMIT_NAME,
+    VECTOR_BYTES,
+    is_allowed,
+    knows_amx,
+    knows_avx512,
+    knows_bf16,
+    knows_vnni,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -38,11 +57,41 @@ dispatchers: list[Any] = []
 """numba's objects of all functions that `jit` has made: they count what they load and compile."""
 
 
+@lru_cache(maxsize=1)
+def code_version() -> str:
+    """A digest of what all compiled code depends on: this package, the versions of what compiles it, and the CPU."""
+    cpu = (
+        _config.CPU_NAME or _binding.get_host_cpu_name(),
+        _config.CPU_FEATURES or _binding.get_host_cpu_features().flatten(),
+        (knows_avx512(), knows_vnni(), knows_bf16(), knows_amx()),
+    )
+    versions = (numba.__version__, llvmlite.__version__, platform.python_version())
+    digest = blake2b(repr((versions, cpu)).encode(), digest_size=8)
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=1)
+def code_folder() -> str | None:
+    """The folder of this version's machine code, or None if it is not writable."""
+    base = _config.CACHE_DIR or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
+    )
+    folder = os.path.join(base, f"compiled-{code_version()}")
+    try:
+        os.makedirs(folder, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    return folder
+
+
 def jit(function: Callable[P, R]) -> Callable[P, R]:
     """Compile the function at its first call with each combination of argument types."""
     dispatcher: Any = numba.njit(**OPTIONS)(function)
-    if code_folder() is not None:
-        dispatcher._cache = CodeCache(function)  # as numba does for `cache=True`, with its own class
+    if (folder := code_folder()) is not None:
+        dispatcher._cache = CodeCache(folder, function)
     dispatchers.append(dispatcher)
     compiled: Callable[P, R] = dispatcher
     return compiled

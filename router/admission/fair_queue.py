@@ -2,8 +2,8 @@
 
 A tenant with a thousand waiting requests delays another tenant's first request by one request, not by a thousand.
 Lower priorities never starve: while they wait, at least one turn in `LOW_PRIORITY_INTERVAL` goes to the priority whose
-head has waited longest. The head of the queue changes only when it is dequeued or removed, or when a replay or a
-higher-priority item arrives.
+head has waited longest. Items that are taken out of turn keep the same rules among themselves. The head of the queue
+changes only when it is dequeued or removed, or when a replay or a higher-priority item arrives.
 """
 
 from collections import deque
@@ -47,6 +47,8 @@ class FairQueue(Generic[T]):
         self._num_waiting = 0
         self._num_over_lower = 0
         """Turns in a row that the highest priority has taken while lower ones waited."""
+        self._num_out_of_turn = 0
+        """The same for items that were taken out of turn: they must not change the head."""
 
     def __len__(self) -> int:
         return self._num_waiting
@@ -86,20 +88,24 @@ class FairQueue(Generic[T]):
         if self._replays:
             return self._replays.popleft()
         line = self._next_line()
-        highest, *lower = self._waiting_lines()
-        self._num_over_lower = self._num_over_lower + 1 if lower and line is highest else 0
+        self._num_over_lower = self._num_over_lower + 1 if self._is_over_lower(line) else 0
         return line.take_first()
 
     def first_where(self, matches: Callable[[T], bool]) -> T | None:
-        """Return the item that would be the head among matching items only. Tenants before it keep their turns."""
-        return next(filter(matches, chain(self._replays, *(line.in_turn() for line in self._lines.values()))), None)
+        """Return the item that would be the head if only matching items were taken. Tenants before it keep their
+        turns.
+        """
+        lines = self._in_turn(self._num_out_of_turn)
+        return next(filter(matches, chain(self._replays, *(line.in_turn() for line in lines))), None)
 
     def take(self, item: T) -> None:
         """Dequeue a waiting item out of turn; its tenant still goes to the end of the round."""
         if item in self._replays:
             self._replays.remove(item)
         else:
-            any(line.remove(item, rotate=True) for line in self._lines.values())
+            line = next(line for line in self._waiting_lines() if item in line.all())
+            self._num_out_of_turn = self._num_out_of_turn + 1 if self._is_over_lower(line) else 0
+            line.remove(item, rotate=True)
         self._num_waiting -= 1
 
     def remove(self, item: T) -> bool:
@@ -116,10 +122,19 @@ class FairQueue(Generic[T]):
         return [line for line in self._lines.values() if line]
 
     def _next_line(self) -> "_Line[T]":
-        highest, *lower = self._waiting_lines()
-        if lower and self._num_over_lower >= LOW_PRIORITY_INTERVAL - 1:
-            return min(lower, key=lambda line: line.first()[0])
-        return highest
+        return self._in_turn(self._num_over_lower)[0]
+
+    def _in_turn(self, num_over_lower: int) -> "list[_Line[T]]":
+        """Non-empty lines, the one whose turn it is first."""
+        lines = self._waiting_lines()
+        if num_over_lower < LOW_PRIORITY_INTERVAL - 1:
+            return lines
+        return [*sorted(lines[1:], key=lambda line: line.first()[0]), *lines[:1]]
+
+    def _is_over_lower(self, line: "_Line[T]") -> bool:
+        """True if this line is the highest while lower ones wait."""
+        lines = self._waiting_lines()
+        return len(lines) > 1 and line is lines[0]
 
 
 class _Line(Generic[T]):

@@ -50,6 +50,16 @@ def test_higher_classes_go_first_and_every_eighth_turn_is_for_lower_ones() -> No
     assert "".join(drain(queue)) == "0123456x789abcdyefghijs"  # x waits longest, then y, then s
 
 
+def test_items_that_pass_the_head_leave_every_eighth_turn_to_lower_classes() -> None:
+    queue = filled(("a", BATCH, "xy"), ("a", STANDARD, "s"), ("b", INTERACTIVE, "L0123456789abcdefghij"))
+    passed = ""
+    while (item := queue.first_where(lambda item: item != "L")) is not None:
+        queue.take(item)
+        passed += item
+        assert queue.first() == "L"
+    assert passed == "0123456x789abcdyefghijs"
+
+
 @given(st.lists(st.tuples(st.sampled_from(["add", "urgent", "take", "remove"]), entries)))
 def test_nothing_is_lost(steps: list[tuple[str, QueueEntry]]) -> None:
     queue, waiting = FairQueue[Item](), dict[Item, None]()

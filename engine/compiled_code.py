@@ -36,7 +36,9 @@ COMBINATIONS: tuple[dict[str, str], ...] = (
     {"quantize": "int8", "kv_dtype": "int8"},
     {"quantize": "int4", "kv_dtype": "int8"},
 )
-"""Types of weights and KV that the compiled decoder has loops for, as settings of a runner."""
+"""The types of weights and KV that workers have by default, and int8 KV. Others, such as int8 weights with fp32 KV,
+are compiled when a worker needs them.
+"""
 _PROMPT_TOKENS = 20
 
 

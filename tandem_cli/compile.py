@@ -26,7 +26,7 @@ def add_arguments(parser: CommandParser) -> None:
     from decode_worker.settings import DecodeSettings
 
     parser.add_argument("model", nargs="?", default="tandem-small", help="any source of `tandem up` (tandem-small)")
-    about = "every combination of types that the compiled decoder has, whatever the model"
+    about = "the usual types of weights and KV, whatever the model; others are compiled when a worker needs them"
     parser.add_argument("--all", action="store_true", help=about)
     group = parser.add_argument_group("as for tandem up")
     declared = {field.name: field for field in fields(DecodeSettings)}

@@ -33,7 +33,7 @@ def compile_model(args: argparse.Namespace) -> int:
     """Compile the code, or find that it is there. Returns the exit status."""
     chosen = {name: getattr(args, name) for name in SETTINGS if name in args}
     if args.all and chosen:
-        raise ConfigurationError(f"--all takes every combination: leave {flag_name(next(iter(chosen)))} out")
+        raise ConfigurationError(f"--all takes all the usual types: leave {flag_name(next(iter(chosen)))} out")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     folder = code_folder()
     for name, settings in _all_settings(args, chosen):

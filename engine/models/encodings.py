@@ -53,13 +53,13 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
 }
 """Conversions of floating-point weights [outputs, inputs] to each encoding."""
 OUTPUT_ENCODINGS = {"int4": "int8"}
-"""Schemes of the output matrix where they are others than that of the model."""
+"""Encodings of the output matrix where they are others than that of the model."""
 OUTPUT = "lm_head"
 """The name of the output matrix."""
 PACKED = frozenset({"float", "int8", "int4"})
-"""Schemes that the compiled decoder can pack and multiply."""
+"""Encodings that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
-"""Schemes in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
+"""Encodings in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
 from whole rows, of weights and of activations.
 """
 

@@ -149,7 +149,8 @@ class InFlightTable:
 
     def remove(self, reservation: CapacityReservation) -> None:
         """Stop counting an attempt. Only CapacityReservation.release calls this."""
-        if self._reservations.pop(reservation, reservation) is None:
+        if reservation in self._reservations:
+            del self._reservations[reservation]
             self._forget_unreported(reservation)
             self.recount(reservation)
             alive = [fork for fork in reservation.forks if fork in self._reservations]

@@ -6,7 +6,14 @@ from checkpoint.source import ModelSource
 from engine.settings import Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
-from worker.settings import WorkerSettings, parse_transports, require_not_negative, require_positive, require_protected
+from worker.settings import (
+    DEFAULT_KV_TRANSPORTS,
+    WorkerSettings,
+    parse_transports,
+    require_not_negative,
+    require_positive,
+    require_protected,
+)
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")
 _USUAL_DRAFTS = 8
@@ -39,7 +46,9 @@ class DecodeSettings(WorkerSettings):
         "sizes of batches whose decode steps are captured as CUDA graphs at start, such as 1,2,4,8; auto: up to "
         "max_rolling_batch_size; 0: none, nor with enforce_eager",
     )
-    kv_transports: str = setting("shm,grpc", "transports for KV that this worker accepts: shm, gloo, nccl, grpc")
+    kv_transports: str = setting(
+        DEFAULT_KV_TRANSPORTS, "transports for KV that this worker accepts: shm, gloo, nccl, grpc"
+    )
     speculative: str = setting(
         "auto",
         "speculative decoding: none, ngram (continuations of earlier occurrences), draft (a smaller model); "

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import WorkerSettings, parse_transports, require_positive, require_protected
+from worker.settings import DEFAULT_KV_TRANSPORTS, WorkerSettings, parse_transports, require_positive, require_protected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,9 @@ class PrefillSettings(WorkerSettings):
         "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step; a "
         "decode worker's max_rolling_batch_size counts running sequences",
     )
-    kv_transports: str = setting("shm,grpc", "transports for KV, in order of preference: shm, gloo, nccl, grpc")
+    kv_transports: str = setting(
+        DEFAULT_KV_TRANSPORTS, "transports for KV, in order of preference: shm, gloo, nccl, grpc"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

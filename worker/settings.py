@@ -26,11 +26,12 @@ _NOT_NEGATIVE = (
     *("kv_cache_bytes", "max_model_len", "layer_group_bytes", "num_threads"),
     *("drain_grace_s", "wedged_exit_s", "max_loaded_adapters"),
 )
-_IS_PROTECTED = MappingProxyType({"shm": True, "grpc": True, "gloo": False, "nccl": False})
-"""Whether the mesh's credentials and TLS, or the machine itself, protect KV on each transport."""
 RANK_MEMORIES = ("auto", "shared", "own")
-KV_TRANSPORTS = tuple(_IS_PROTECTED)
-"""Those of kvtransfer, whose import would take long in every program that reads settings."""
+KV_TRANSPORTS = MappingProxyType({"shm": True, "grpc": True, "gloo": False, "nccl": False})
+"""The transports of kvtransfer, whose import would take long in every program that reads settings, and if the mesh's
+credentials and TLS, or the machine itself, protect KV there.
+"""
+DEFAULT_KV_TRANSPORTS = "shm,grpc"
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -58,7 +59,7 @@ def parse_transports(names: str) -> tuple[str, ...]:
 
 def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
     """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
-    unprotected = [name for name in transports if not _IS_PROTECTED[name]]
+    unprotected = [name for name in transports if not KV_TRANSPORTS[name]]
     if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
         raise ConfigurationError(
             f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
@@ -242,7 +243,7 @@ class WorkerSettings(ModelSettings):
     @property
     def transports(self) -> tuple[str, ...]:
         """Payload paths of KV, in order of preference. Each role has its setting."""
-        return KV_TRANSPORTS[:2]
+        raise NotImplementedError
 
     def adapters(self) -> tuple[AdapterFiles, ...]:
         """Read the headers of the adapters. Raises ConfigurationError."""

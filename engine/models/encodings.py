@@ -59,8 +59,8 @@ OUTPUT = "lm_head"
 PACKED = frozenset({"float", "int8", "int4"})
 """Encodings that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
-"""Encodings in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are made
-from whole rows, of weights and of activations.
+"""Encodings in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are
+made from whole rows, of weights and of activations.
 """
 
 

@@ -9,7 +9,7 @@ arrived; a thread of the receiver fetches it, verifies it and writes it; the rec
 slot.
 
 To add a transport, write one file with a `SendTransport` and a `ReceiveTransport`, and add one line for each in
-`transports/__init__.py`, and one to `_IS_PROTECTED` in worker/settings.py. `TransportOffer` carries the data that a
+`transports/__init__.py`, and one to `KV_TRANSPORTS` in worker/settings.py. `TransportOffer` carries the data that a
 receiver needs to connect. A new field is also added to kvtransfer.proto and to both conversions in messages.py. So is a
 new field of `Payload`, a chunk's location: to `TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
 """

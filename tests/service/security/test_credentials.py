@@ -63,7 +63,9 @@ def foreign_methods() -> Iterator[MethodDescriptor]:
 
 
 async def status_of(channel: grpc.aio.Channel, method: MethodDescriptor, metadata: Any) -> grpc.StatusCode:
-    """Call with one empty message; OK as soon as the server answers anything."""
+    """Call with one empty message; OK as soon as the server answers anything. Streams to methods that should be closed
+    send nothing: a message that nobody reads could fail before the server's status is there.
+    """
     kinds = {
         (False, False): channel.unary_unary,
         (False, True): channel.unary_stream,
@@ -72,8 +74,9 @@ async def status_of(channel: grpc.aio.Channel, method: MethodDescriptor, metadat
     }
     path = f"/{method.containing_service.full_name}/{method.name}"
     open_call = kinds[method.client_streaming, method.server_streaming](path)
-    request: Any = iter([b""]) if method.client_streaming else b""
-    call = open_call(request, metadata=metadata, timeout=5)
+    messages = [b""] if method.full_name in OPEN else []
+    request: Any = iter(messages) if method.client_streaming else b""
+    call = open_call(request, metadata=metadata, timeout=LIMIT_S)
     try:
         await (call.read() if method.server_streaming else call)
         done = call.done()

@@ -28,7 +28,7 @@ from mesh.wire import span_to_proto, token_from_proto, token_to_proto
 
 
 class RankKV(Protocol):
-    """The connection to another rank. Plug point: worker.rank_link.RankLink."""
+    """The connection to another rank. Plug point: worker.ranks.link.RankLink."""
 
     @property
     def span(self) -> KVSpan:

@@ -47,7 +47,7 @@ from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.kv import RankKV
 from rank_worker.lifetime import die_with
 from rank_worker.settings import RankSettings
-from worker.rank_protocol import RANK_KEEPALIVE_MS, versions
+from worker.ranks.protocol import RANK_KEEPALIVE_MS, versions
 
 T = TypeVar("T")
 
@@ -74,11 +74,11 @@ async def serve(settings: RankSettings) -> None:
         if not joining.done():
             flush_outputs()
             os._exit(0)  # a thread may be downloading the model
-        membership = joining.result()
+        group = joining.result()
         announce("joined", rank=settings.rank)
-        member = Member(membership, settings)
-        status = await member.serve(stopped)
-        await member.close()
+        joined = JoinedRank(group, settings)
+        status = await joined.serve(stopped)
+        await joined.close()
         flush_outputs()
         os._exit(status)  # the thread may be in the middle of a sum
 
@@ -93,7 +93,7 @@ async def _until_stopped(settings: RankSettings) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Membership:
+class JoinedGroup:
     """A rank's place in a group, and the calls by which it is held."""
 
     channel: grpc.aio.Channel
@@ -103,7 +103,7 @@ class Membership:
     host: str
 
 
-async def _dial(settings: RankSettings) -> Membership:
+async def _dial(settings: RankSettings) -> JoinedGroup:
     """Join the leader, once it is there. Raises MeshError."""
     model_dir = await asyncio.to_thread(settings.source.locate)
     clock, backoff, reason = asyncio.get_running_loop().time, Backoff(0.1, 2.0, jitter=0.5), ""
@@ -125,7 +125,7 @@ async def _dial(settings: RankSettings) -> Membership:
         await asyncio.sleep(backoff.next_s())
 
 
-async def _join(settings: RankSettings, model_dir: Path) -> Membership:
+async def _join(settings: RankSettings, model_dir: Path) -> JoinedGroup:
     credentials = settings.leader_credentials()
     host, port = settings.leader_address
     channel = open_channel(f"{host}:{port}", credentials.tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS)
@@ -136,7 +136,7 @@ async def _join(settings: RankSettings, model_dir: Path) -> Membership:
         runner_settings, fingerprint = await asyncio.to_thread(_read_setup, setup, settings, model_dir)
         checked = rank_pb2.RankChecked(model_fingerprint=fingerprint)
         admitted = (await _exchange(call, rank_pb2.JoinRequest(checked=checked))).admitted
-        return Membership(channel, call, setup, runner_settings, admitted.host)
+        return JoinedGroup(channel, call, setup, runner_settings, admitted.host)
     except BaseException:
         await channel.close()
         raise
@@ -165,14 +165,14 @@ def _read_setup(setup: rank_pb2.RankSetup, settings: RankSettings, model_dir: Pa
     return resolved, kv_layout(require_remote(resolved, config), resolved).model_fingerprint
 
 
-class Member:
+class JoinedRank:
     """A rank that has joined. The thread gets messages in order: the number of blocks, then steps and copies."""
 
-    def __init__(self, membership: Membership, settings: RankSettings) -> None:
-        self._membership = membership
+    def __init__(self, group: JoinedGroup, settings: RankSettings) -> None:
+        self._group = group
         self._settings = settings
         self._metadata = settings.leader_credentials().metadata()
-        self._stub = rank_pb2_grpc.RanksStub(membership.channel)
+        self._stub = rank_pb2_grpc.RanksStub(group.channel)
         self._loop = asyncio.get_running_loop()
         self._messages: SimpleQueue[int | Step | BlockCopy] = SimpleQueue()
         self._writing = asyncio.Lock()
@@ -225,7 +225,7 @@ class Member:
     async def _read(self) -> int:
         """Hand the leader's messages to the thread. Returns the exit status when the call has ended."""
         try:
-            while (response := await self._membership.call.read()) is not grpc.aio.EOF:
+            while (response := await self._group.call.read()) is not grpc.aio.EOF:
                 self._messages.put(_message(response))
         except grpc.aio.AioRpcError as error:
             log.critical("the leader is lost, exiting", reason=str(error_from_rpc(error)))
@@ -237,7 +237,7 @@ class Member:
         """Send a message; nothing if the call has ended, which `_read` notices."""
         async with self._writing:
             with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                await self._membership.call.write(request)
+                await self._group.call.write(request)
 
     async def _hold_kv(self, cache: KVCache) -> None:
         """Do what the leader asks about KV, until the call ends."""
@@ -249,10 +249,10 @@ class Member:
                 f"{host}:{port}", tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS
             ) as channel:
                 call: Any = rank_pb2_grpc.RanksStub(channel).HoldKv(metadata=self._metadata)
-                hello = rank_pb2.HoldKvRequest(rank=self._settings.rank, group=self._membership.setup.group)
+                hello = rank_pb2.HoldKvRequest(rank=self._settings.rank, group=self._group.setup.group)
                 await call.write(hello)
                 answers: asyncio.Queue[rank_pb2.HoldKvRequest] = asyncio.Queue()
-                self._kv = RankKV(cache, self._settings, self._membership.host, answers.put_nowait)
+                self._kv = RankKV(cache, self._settings, self._group.host, answers.put_nowait)
                 async with asyncio.TaskGroup() as tasks:
                     writing = tasks.create_task(_write_all(call, answers))
                     while (request := await call.read()) is not grpc.aio.EOF:
@@ -272,7 +272,7 @@ class Member:
             self._loop.call_soon_threadsafe(self._set_failed, error)
 
     def _load_and_execute(self) -> None:
-        settings = self._membership.settings
+        settings = self._group.settings
         torch.set_num_threads(self._settings.num_threads or len(os.sched_getaffinity(0)))
         own_rank = OwnMemoryRank(settings, self._settings.rank, NoteStore(self._put_note, self._get_note))
         self._report(rank_pb2.JoinRequest(loaded=rank_pb2.RankLoaded(num_blocks=own_rank.fitting_blocks())))
@@ -280,7 +280,7 @@ class Member:
         assert isinstance(num_blocks, int)
         cache = own_rank.allocate(num_blocks)
         asyncio.run_coroutine_threadsafe(self._hold_kv(cache), self._loop)
-        own_rank.rank.connect(self._membership.host, shares_memory=False)
+        own_rank.rank.connect(self._group.host, shares_memory=False)
         execute = own_rank.executing(cache)
         self._is_ready = True
         self._report(rank_pb2.JoinRequest(ready=rank_pb2.RankReady()))
@@ -299,11 +299,11 @@ class Member:
         self._await(self._write(request))
 
     def _put_note(self, key: str, value: bytes) -> None:
-        request = rank_pb2.PutNoteRequest(key=key, value=value, group=self._membership.setup.group)
+        request = rank_pb2.PutNoteRequest(key=key, value=value, group=self._group.setup.group)
         self._await(self._ask(self._stub.PutNote, request))
 
     def _get_note(self, key: str) -> bytes:
-        request = rank_pb2.GetNoteRequest(key=key, group=self._membership.setup.group)
+        request = rank_pb2.GetNoteRequest(key=key, group=self._group.setup.group)
         response: rank_pb2.GetNoteResponse = self._await(self._ask(self._stub.GetNote, request))
         return response.value
 
@@ -320,7 +320,7 @@ class Member:
 
 
 def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
-    """Raises ValueError for a message that a member does not expect."""
+    """Raises ValueError for a message that a joined does not expect."""
     match response.WhichOneof("message"):
         case "step":
             step = response.step

@@ -53,9 +53,9 @@ from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
 from worker.limits import EngineLimits
 from worker.load_watch import LoadProgress, limited, peak_memory
-from worker.local_ranks import LocalRanks, share_memory
-from worker.rank_link import RankLink
-from worker.rank_listener import RankListener
+from worker.ranks.link import RankLink
+from worker.ranks.listener import RankListener
+from worker.ranks.local import LocalRanks, share_memory
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

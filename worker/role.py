@@ -9,7 +9,7 @@ from engine.sharded_kv_cache import AnyKVCache
 from mesh.domain.worker import WorkerRole
 from worker.limits import EngineLimits
 from worker.metrics import WorkerMetrics
-from worker.rank_link import RankLink
+from worker.ranks.link import RankLink
 from worker.runtime import WorkerRuntime
 
 

@@ -28,7 +28,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
 from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
 from worker.metrics import WorkerMetrics
-from worker.rank_watch import log_ranks
+from worker.ranks.watch import log_ranks
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

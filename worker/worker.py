@@ -22,7 +22,7 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
 from worker.engine_host import Load, load_host
 from worker.limits import widest
-from worker.rank_link import set_up_kv
+from worker.ranks.link import set_up_kv
 from worker.role import EngineParts, Role, RoleServices
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings

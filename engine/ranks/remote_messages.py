@@ -31,7 +31,7 @@ class BlockCopy:
 
 
 class RemoteRanks(Protocol):
-    """The ranks from 1 on, as the leader sees them. Plug point: worker.rank_listener.RankListener.
+    """The ranks from 1 on, as the leader sees them. Plug point: worker.ranks.listener.RankListener.
 
     All methods but `close` raise WorkerLost once a rank is lost, and `wait_loaded` raises ConfigurationError if one
     cannot load its share.

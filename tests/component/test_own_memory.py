@@ -38,8 +38,8 @@ from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
 from worker.engine_host import EngineHost, load_host, load_runner
 from worker.limits import EngineLimits
-from worker.local_ranks import LocalRanks, share_memory
-from worker.rank_listener import RankListener
+from worker.ranks.listener import RankListener
+from worker.ranks.local import LocalRanks, share_memory
 
 LOAD_S = 6 * LIMIT_S  # several processes that import torch, on a busy machine
 END_S = 1.0

@@ -61,8 +61,8 @@ from tests.fakes.kv_store import FakeKVStore
 from tests.fakes.requests import make_request
 from tests.fakes.transfers import FIRST_TOKEN, GRPC_ONLY, INCARNATION, Outcomes
 from tests.waiting import LIMIT_S, until
-from worker.rank_link import RankLink, own_address
-from worker.rank_listener import RankListener
+from worker.ranks.link import RankLink, own_address
+from worker.ranks.listener import RankListener
 
 LOAD_S = 4 * LIMIT_S  # processes that import torch, on a busy machine
 END_S = 1.0
@@ -395,7 +395,7 @@ async def test_notes_have_limits(checkpoint: Checkpoint) -> None:
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
         await gathered
-        joined = joining.Member(member, rank_settings(ranks.port, checkpoint("llama")))
+        joined = joining.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
         with pytest.raises(InvalidRequest, match="a note of 65537 bytes is over the limit of 65536"):
             await asyncio.to_thread(joined._put_note, "k", bytes(1 << 16))
         for number in range(32):
@@ -420,7 +420,7 @@ async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
         own.allocate(num_blocks)
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         rank = rank_settings(ranks.port, checkpoint("llama"))
-        joined = joining.Member(await joining._dial(rank), rank)
+        joined = joining.JoinedRank(await joining._dial(rank), rank)
         await gathered
         assert await joined._fail(taken.value, asyncio.create_task(joined._read())) == 1
         assert isinstance(ranks._lost, WorkerLost)
@@ -431,8 +431,8 @@ async def test_a_rank_of_an_earlier_run_disturbs_nothing(checkpoint: Checkpoint)
     async with gathering(checkpoint("llama")) as (ranks, gathered):
         member = await joining._dial(rank_settings(ranks.port, checkpoint("llama")))
         await gathered
-        stale = joining.Member(member, rank_settings(ranks.port, checkpoint("llama")))
-        stale._membership.setup.group = "another"
+        stale = joining.JoinedRank(member, rank_settings(ranks.port, checkpoint("llama")))
+        stale._group.setup.group = "another"
         with pytest.raises(WorkerLost, match="the rank is of an earlier run"):
             await asyncio.to_thread(stale._put_note, "stage-0/0", b"?")
         assert ranks._notes == {}

@@ -28,7 +28,7 @@ from tests.fakes.runner import FAKE_LAYOUT
 from tests.service.security.keys import KEYS, MESH_KEY, bearer, write_keys
 from tests.service.worker_rig import worker_rig
 from tests.waiting import LIMIT_S
-from worker.rank_listener import RankListener
+from worker.ranks.listener import RankListener
 from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 

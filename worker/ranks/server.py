@@ -1,4 +1,4 @@
-"""The gRPC server into which ranks dial. Its calls run on threads, see rank_listener.py."""
+"""The gRPC server into which ranks dial. Its calls run on threads, see listener.py."""
 
 import threading
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import grpc
 from mesh.domain.host import join_host
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
 from mesh.v1 import rank_pb2_grpc
-from worker.rank_protocol import RANK_KEEPALIVE_MS
+from worker.ranks.protocol import RANK_KEEPALIVE_MS
 
 
 def bind_server(listen: Listen, servicer: rank_pb2_grpc.RanksServicer, *, max_calls: int) -> tuple[grpc.Server, int]:

@@ -1,6 +1,6 @@
 """Ranks of one machine that have memory of their own, as on GPUs: processes that the leader starts and ends.
 
-They dial the leader over loopback, as ranks on other machines do (rank_listener.py), with a key made for this start. A
+They dial the leader over loopback, as ranks on other machines do (listener.py), with a key made for this start. A
 process never outlives the leader: its connection ends, and Linux kills it when the thread that started it ends.
 """
 

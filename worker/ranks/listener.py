@@ -27,10 +27,10 @@ from mesh.domain.request import mint_id
 from mesh.rpc.server import Listen
 from mesh.rpc.status import status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
-from worker.local_ranks import LocalRanks
-from worker.rank_link import RankLink, host_of, own_address
-from worker.rank_protocol import versions
-from worker.rank_server import bind_server
+from worker.ranks.link import RankLink, host_of, own_address
+from worker.ranks.local import LocalRanks
+from worker.ranks.protocol import versions
+from worker.ranks.server import bind_server
 
 log = structlog.get_logger(__name__)
 

@@ -1,0 +1,10 @@
+"""What the leader of a worker with several ranks does beside its engine.
+
+watch.py      state and CPU time of ranks on this machine
+listener.py   the server into which ranks without shared memory dial, made by server.py
+link.py       one rank's connection to it
+protocol.py   facts on which a worker and such ranks must agree
+local.py      the processes of such ranks on this machine, as on its GPUs
+
+Ranks that share memory with the leader are in engine/ranks/; the process of a rank is rank_worker/.
+"""

@@ -7,7 +7,7 @@ from math import prod
 import torch
 
 from checkpoint.grammar import GrammarCompiler
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.adapter_slots import AdapterSlots
 from engine.attention.cpu import CpuAttention

@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition import MANIFEST, VERSION, Partition, RankFile
+from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

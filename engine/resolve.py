@@ -8,7 +8,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.devices import find_device

@@ -3,7 +3,7 @@
 domain/                  requests, tokens, KV shapes, workers, hosts, errors: no I/O
 wire.py                  domain values to and from protobuf messages
 rpc/                     gRPC servers, channels, credentials, error statuses, health checks
-redis_registry.py        connections, key names and messages of the Redis registry
+redis_connection.py      connections, key names and messages of the Redis registry
 settings.py              settings from flags, environment and a TOML file
 process.py               start, signals and stop of a service process; secrets for a child; exit when the loop is stuck
 fork_server/             a process that has imported the services' modules and forks the services

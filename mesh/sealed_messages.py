@@ -1,4 +1,4 @@
-"""Signed messages of workers, and routers' refusals of them, for the Redis registry (mesh/redis_registry.py).
+"""Signed messages of workers, and routers' refusals of them, for the Redis registry (mesh/redis_connection.py).
 
 Messages have a timestamp, which keeps the mesh safe even if others can write to the Redis server:
 

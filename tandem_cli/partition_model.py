@@ -6,7 +6,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.load import load_packed

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from checkpoint.partition import Partition, read_partition
+from checkpoint.partition_manifest import Partition, read_partition
 from checkpoint.source import ModelSource
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig

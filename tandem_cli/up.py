@@ -328,7 +328,7 @@ def _require_redis(num_routers: int, url: str) -> None:
         return
     if importlib.util.find_spec("redis") is None:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
-    from mesh.redis_registry import FAILURES, open_redis
+    from mesh.redis_connection import FAILURES, open_redis
 
     async def ping() -> None:
         async with open_redis(url, timeout_s=_REDIS_S) as redis:

@@ -15,7 +15,7 @@ from redis.asyncio.client import PubSub
 
 from mesh import wire
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerState
-from mesh.redis_registry import (
+from mesh.redis_connection import (
     FAILURES,
     HEARTBEATS,
     RECORD_TTL_S,

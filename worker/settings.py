@@ -9,7 +9,7 @@ from types import MappingProxyType
 import structlog
 
 from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
 from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, QUANTIZATIONS, require_known

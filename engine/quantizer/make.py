@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from checkpoint.model_files import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
 from engine.models.linear import rms_norm

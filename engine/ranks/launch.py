@@ -22,7 +22,7 @@ from typing import Any
 import structlog
 import torch
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from engine.compiled_code import reported_code
 from engine.cores import divide_cores
 from engine.devices import num_devices

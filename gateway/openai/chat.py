@@ -10,7 +10,7 @@ from gateway.exchange import Exchange
 from gateway.openai.messages import Deltas, build_message
 from gateway.openai.reading import Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
-from gateway.openai.responses import (
+from gateway.openai.response_parts import (
     Envelope,
     StreamTokens,
     StreamUsage,

@@ -10,7 +10,7 @@ from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.parameters import completion_arguments
 from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
-from gateway.openai.responses import (
+from gateway.openai.response_parts import (
     CompletionLogprobs,
     Envelope,
     StreamTokens,

@@ -5,7 +5,7 @@ from enum import Enum, auto
 from typing import Protocol
 from uuid import uuid4
 
-from gateway.openai.responses import finish_reason
+from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CallParser, ToolUse
 from gateway.openai.tool_parser import CallArguments, Piece, Text
 from gateway.schema import Json

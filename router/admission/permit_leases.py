@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from mesh.redis_registry import PREFIX
+from mesh.redis_connection import PREFIX
 
 _NOW = """
 local t = redis.call('TIME')

@@ -25,7 +25,7 @@ from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
-from mesh.redis_registry import (
+from mesh.redis_connection import (
     FAILURES,
     HEARTBEATS,
     PREFIX,

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import knows_bf16
 from engine.resolve import kv_layout, resolve
 from mesh.domain.errors import ConfigurationError

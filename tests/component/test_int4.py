@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from engine.load_runner import load_model_runner
 from engine.models.rounding import round_to_int4
 from engine.resolve import resolve

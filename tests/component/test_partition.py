@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.new_folder import _locked
-from checkpoint.partition import MANIFEST, read_partition
+from checkpoint.partition_manifest import MANIFEST, read_partition
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.share import ALONE

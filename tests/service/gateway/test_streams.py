@@ -18,7 +18,7 @@ from gateway.lmi.requests import InvocationBody
 from gateway.lmi.responses import FORMATS, Lines, LmiShape
 from gateway.openai.chat import ChatChunks, Reading
 from gateway.openai.requests import ChatBody, ClientFieldNames
-from gateway.openai.responses import Envelope
+from gateway.openai.response_parts import Envelope
 from gateway.tgi.endpoints import StreamEvents, TgiShape
 from tandem import FinishReason, Token, TokenEvent, Usage
 from tests.evidence import Evidence

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from mesh.domain.errors import LayoutMismatch, Overloaded
 from mesh.domain.worker import WorkerInfo, WorkerState
-from mesh.redis_registry import open_redis
+from mesh.redis_connection import open_redis
 from mesh.rpc.credentials import Credentials
 from router.admission.shared_limiter import SharedPermits
 from router.settings import RouterSettings

@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from mesh import wire
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.redis_registry import HEARTBEATS, WORKERS, record_key
+from mesh.redis_connection import HEARTBEATS, WORKERS, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.sealed_messages import RecordSeal

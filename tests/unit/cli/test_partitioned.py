@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkpoint.partition import read_partition
+from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import why_no_loops
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from checkpoint.partition import MANIFEST, VERSION
+from checkpoint.partition_manifest import MANIFEST, VERSION
 from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings

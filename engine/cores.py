@@ -168,12 +168,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def divide_cores(size: int) -> list[tuple[int, ...]]:
-    """The cores of each rank. With fewer cores than ranks, all ranks have all of them."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < size:
-        log.warning("ranks share cores and will wait for each other", ranks=size, cores=len(cores))
-        return [tuple(cores)] * size
-    return [tuple(cores[len(cores) * rank // size : len(cores) * (rank + 1) // size]) for rank in range(size)]

@@ -13,18 +13,16 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from multiprocessing import connection
 from typing import Any
 
 import structlog
-import torch
 
 from checkpoint.partition_manifest import read_partition
 from engine.compiled_code import reported_code
-from engine.cores import divide_cores
 from engine.devices import num_devices
 from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
@@ -34,6 +32,7 @@ from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.share import ALONE, rank_share, require_own_heads
 from engine.ranks.collectives import shared_store
+from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, ending, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.shared import (
@@ -185,9 +184,7 @@ class RankProcesses:
 
     def __init__(self, settings: RunnerSettings, max_blocks: int, log_level: str, log_json: bool = True) -> None:
         self._degrees = settings.degrees
-        size = self._degrees.num_ranks
-        self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
-        cores, num_threads = divide_cores(size), max(1, self._num_threads // size)
+        self._cores = DividedCores(self._degrees.num_ranks)
         self.memory_fd = os.memfd_create("tandem-steps")
         self.kv_fd = os.memfd_create("tandem-kv")
         self.store_fd = os.memfd_create("tandem-store")
@@ -199,24 +196,24 @@ class RankProcesses:
         self._is_closing = False
         try:
             fds = (self.memory_fd, self.kv_fd, self.store_fd)
-            leader = RankSetup(0, settings, max_blocks, num_threads, cores[0], *fds, report_fd=-1)
-            self._start_all(replace(leader, log_level=log_level, log_json=log_json), cores)
+            cores = self._cores
+            leader = RankSetup(0, settings, max_blocks, cores.threads_per_rank, cores.of_rank[0], *fds, report_fd=-1)
+            self._start_all(replace(leader, log_level=log_level, log_json=log_json))
         except ConfigurationError:
             self.close()
             raise
         except OSError as error:
             self.close()
             raise WorkerLost(f"rank {len(self._processes) + 1} cannot be started: {error}") from error
-        os.sched_setaffinity(0, cores[0])
-        torch.set_num_threads(num_threads)
-        log.info("ranks started", pids=self.pids, threads_per_rank=num_threads)
+        self._cores.take_own()
+        log.info("ranks started", pids=self.pids, threads_per_rank=self._cores.threads_per_rank)
 
     @property
     def pids(self) -> tuple[int, ...]:
         """Process ids of ranks 1 and up."""
         return tuple(process.pid for process in self._processes)
 
-    def _start_all(self, leader: RankSetup, cores: Sequence[tuple[int, ...]]) -> None:
+    def _start_all(self, leader: RankSetup) -> None:
         """Start the other ranks with what the leader has."""
         with ExitStack() as stack:
             report = self._pair(self._reports, stack)
@@ -224,7 +221,11 @@ class RankProcesses:
             for rank, channel in enumerate(theirs, 1):
                 following = (self._sockets[each - 1].fileno() for each in _next_ranks(rank, self._degrees))
                 setup = replace(
-                    leader, rank=rank, cores=cores[rank], report_fd=report.fileno(), next_fds=tuple(following)
+                    leader,
+                    rank=rank,
+                    cores=self._cores.of_rank[rank],
+                    report_fd=report.fileno(),
+                    next_fds=tuple(following),
                 )
                 setup.send(self._sockets[rank - 1])  # before the process starts: it cannot have closed the socket yet
                 self._start(channel.fileno(), (channel.fileno(), *setup.fds))
@@ -295,8 +296,7 @@ class RankProcesses:
             channel.close()
         for fd in self._fds:
             os.close(fd)
-        os.sched_setaffinity(0, self._cores)
-        torch.set_num_threads(self._num_threads)
+        self._cores.take_all()
 
     def kill(self) -> None:
         """End all ranks at once."""

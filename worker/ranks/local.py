@@ -14,10 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
-import torch
 
-from engine.cores import divide_cores
 from engine.kv_memory import KVMemorySettings
+from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import ending
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.logs import log_format
@@ -45,7 +44,7 @@ class LocalRanks:
         self._memory = memory
         self._devices = devices
         self._key = secrets.token_hex(32)
-        self._cores, self._num_threads = os.sched_getaffinity(0), torch.get_num_threads()
+        self._cores = DividedCores(len(devices))
         self._processes: list[subprocess.Popen[bytes]] = []
 
     @property
@@ -63,17 +62,16 @@ class LocalRanks:
         rank that has ended. Raises WorkerLost.
         """
         size = len(self._devices)
-        cores, num_threads = divide_cores(size), max(1, self._num_threads // size)
         for rank in range(1, size):
             try:
-                self._processes.append(self._start(rank, port, cores[rank], num_threads))
+                self._processes.append(self._start(rank, port))
             except OSError as error:
                 raise WorkerLost(f"rank {rank} cannot be started: {error}") from error
             waiting = threading.Thread(target=self._wait, args=(rank, on_end), name="rank-wait", daemon=True)
             waiting.start()
-        os.sched_setaffinity(0, cores[0])
-        torch.set_num_threads(num_threads)
-        log.info("ranks started", pids=self.pids, devices=self._devices, threads_per_rank=num_threads)
+        self._cores.take_own()
+        threads = self._cores.threads_per_rank
+        log.info("ranks started", pids=self.pids, devices=self._devices, threads_per_rank=threads)
 
     def loss(self, rank: int) -> MeshError:
         """Why a rank is lost whose connection has ended."""
@@ -91,10 +89,9 @@ class LocalRanks:
             process.kill()
         for process in self._processes:
             process.wait()
-        os.sched_setaffinity(0, self._cores)
-        torch.set_num_threads(self._num_threads)
+        self._cores.take_all()
 
-    def _start(self, rank: int, port: int, cores: Sequence[int], num_threads: int) -> "subprocess.Popen[bytes]":
+    def _start(self, rank: int, port: int) -> "subprocess.Popen[bytes]":
         settings, memory = self._settings, self._memory
         level, is_json = log_format()
         values = {name: getattr(settings, name) for name in _TAKEN_OVER} | {
@@ -106,8 +103,8 @@ class LocalRanks:
             "revision": "",
             "device": self._devices[rank],
             "kv_host": settings.host,
-            "num_threads": num_threads,
-            "cpu_list": ",".join(map(str, cores)),
+            "num_threads": self._cores.threads_per_rank,
+            "cpu_list": ",".join(map(str, self._cores.of_rank[rank])),
             "kv_memory_fraction": memory.fraction,
             "memory_utilization": memory.utilization,
             "kv_memory_shares": memory.shares,

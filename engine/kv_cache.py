@@ -1,11 +1,12 @@
 """KVCache: the tensors that hold keys and values, and copies of blocks in and out. No policy: see BlockPool.
 
 `read_blocks` and `write_blocks` may run in another thread than the model, for blocks that this thread holds. They copy
-all heads of a block or some of them, take no lock, and release the GIL during the copy. On CUDA they run on the
-current stream, after the model's kernels, and return when the copy is complete.
+all heads of a block or some of them, take no lock, release the GIL during the copy, and return when it is complete. On
+CUDA they run beside the model, on streams of their own: see `engine/block_copies.py`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import EllipsisType
 from typing import Any, Protocol
 
@@ -14,13 +15,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.block_copies import BlockCopies, streams_for
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan
+from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
+
+_PIECE_BYTES = 256 << 10
 
 
 class KVCache:
@@ -61,6 +65,8 @@ class KVCache:
         self._layers = list(self._tensor.unbind(0))
         # [layers, 2, num_blocks + num_spare, units, heads, bytes of a unit]
         self._units = self._tensor.view(torch.uint8).view(layers, 2, num_all, layout.block_units, heads, -1)
+        streams = streams_for(device)
+        self._copies = None if streams is None else BlockCopies(streams)  # None: the host reads and writes the cache
 
     @property
     def tensor(self) -> Tensor:
@@ -86,6 +92,21 @@ class KVCache:
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         """Fill blocks with zeros, in all layers. Called by the model's thread only."""
         self._units[:, :, list(block_ids)] = 0
+        if self._copies is not None:
+            self._copies.note_changed()
+
+    def note_written(self, layers: Span) -> None:
+        """Say that a step's KV of these layers is written, or on CUDA launched: what is read from now on has it. Called
+        by the model's thread only.
+        """
+        if self._copies is not None:
+            self._copies.note_written(layers)
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Prepare memory into which blocks will often be read. Returns what ends it, to be called while the memory
+        lives.
+        """
+        return _nothing if self._copies is None else self._copies.pin(memory)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
         """Copy `span` of these blocks to `out`, C order [layers, 2, len(block_ids), units, heads, bytes of a unit].
@@ -94,18 +115,21 @@ class KVCache:
         in this cache.
         """
         self._require(span)
-        self.read_part(block_ids, span, out)
+        if self._copies is None:
+            self.read_part(block_ids, span, out)
+            return
+        payload = payload_array(out, self.layout, len(block_ids), span)
+        if not payload.flags.writeable:
+            raise ValueError("the buffer is read-only")
+        if payload.size:
+            self._copies.read(self._select(block_ids, span), span.layers, block_ids, payload.reshape(-1))
 
     def read_part(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
-        """Like `read_blocks`, but fill only the part of `out` that this cache has."""
+        """Like `read_blocks`, but fill only the part of `out` that this cache has. On CPU."""
         if (piece := span.intersection(self.span)) is None:
             return
         units = self._select(block_ids, piece)
         target = payload_array(out, self.layout, len(block_ids), span)[part_of(piece, span)]
-        if units.is_cuda:
-            ids = torch.tensor(block_ids, device=units.device)
-            torch.from_numpy(target).copy_(units.index_select(2, ids))
-            return
         source: Bytes = units.numpy()
         for start, stop, block in _runs(block_ids):
             target[:, :, start:stop] = source[:, :, block : block + stop - start]
@@ -113,36 +137,42 @@ class KVCache:
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
         """Copy `data`, laid out as in `read_blocks`, to `span` of these blocks. Raises the same errors."""
         self._require(span)
-        self.write_part(block_ids, span, data)
+        if self._copies is None:
+            self.write_part(block_ids, span, data)
+            return
+        payload = payload_array(data, self.layout, len(block_ids), span)
+        if payload.size:
+            with self._copies.landing(self._select(block_ids, span), block_ids) as memory:
+                memory[:] = payload.reshape(-1).data
 
     def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
-        """Like `write_blocks`, but copy only the part of `data` that belongs to this cache."""
+        """Like `write_blocks`, but copy only the part of `data` that belongs to this cache. On CPU."""
         if (piece := span.intersection(self.span)) is None:
             return
         units = self._select(block_ids, piece)
         source = payload_array(data, self.layout, len(block_ids), span)[part_of(piece, span)]
-        if units.is_cuda:
-            ids = torch.tensor(block_ids, device=units.device)
-            units.index_copy_(2, ids, torch.from_numpy(source.copy()).to(units.device))
-            torch.cuda.current_stream(units.device).synchronize()
-            return
         target: Bytes = units.numpy()
         for start, stop, block in _runs(block_ids):
             target[:, :, block : block + stop - start] = source[:, :, start:stop]
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview] | None:
-        """Writable views of `span` of these blocks, in the order of `read_blocks`: one view per layer, keys or values,
-        and block. None on CUDA, or if `span` has only some of the heads. Raises IndexError like `read_blocks`.
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[Sequence[memoryview] | None]:
+        """Memory for `span` of these blocks, as views in the order of `read_blocks`. Once it is filled and the context
+        ends without an error, the blocks hold it.
+
+        On CPU these are the blocks themselves: a view per layer, keys or values, and block; None if `span` has only
+        some of the heads. Raises IndexError like `read_blocks`.
         """
         self._require(span)
         units = self._select(block_ids, span)
-        if units.is_cuda or span.heads != self.span.heads:
-            return None
+        if self._copies is not None:
+            return _in_pieces(self._copies.landing(units, block_ids)) if block_ids else nullcontext([])
+        if span.heads != self.span.heads:
+            return nullcontext()
         num_bytes = units[0, 0, 0].numel() if self.num_blocks else 0
         flat = units.numpy().reshape(-1).data
         starts = [block * num_bytes for block in block_ids]
         tables = range(0, len(flat), units.shape[2] * num_bytes)  # keys, then values, of each layer
-        return [flat[table + start : table + start + num_bytes] for table in tables for start in starts]
+        return nullcontext([flat[table + start : table + start + num_bytes] for table in tables for start in starts])
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):
@@ -219,6 +249,17 @@ def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor
     key_rows = keys[segment, :, :, token].flatten(-2)
     value_rows = values[segment, :, token // GROUP, :, token % GROUP]
     return key_rows * scales[..., 0, :, None], value_rows * scales[..., 1, :, None]
+
+
+@contextmanager
+def _in_pieces(landing: AbstractContextManager[memoryview]) -> Iterator[Sequence[memoryview]]:
+    """The memory as views so small that the CPU's cache still holds what was filled when it is verified."""
+    with landing as memory:
+        yield [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
+
+
+def _nothing() -> None:
+    return
 
 
 def _zeros(num_bytes: int, device: torch.device) -> Tensor:

@@ -30,6 +30,7 @@ from engine.sharded_kv_cache import AnyKVCache
 from engine.step_input import StepInput, StepInputBuilder
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from mesh.domain.host import Cores
+from mesh.domain.kv import Span
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 _NOT_FINITE = "the model computed NaN or infinity for this request: its weights may be broken, or its dtype overflows"
@@ -98,7 +99,7 @@ class ModelRunner:
         step = builder.build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
-        announce = partial(on_layers, batch) if on_layers is not None else None
+        announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
         finish, sample_rows = self._forward(step, copies, announce)
         return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
 
@@ -148,6 +149,10 @@ class ModelRunner:
         token_ids, sample_rows, metadata = step.on_device(copies)
         all_rows = len(sample_rows) == len(token_ids)
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
+
+    def _announce(self, tell: Callable[[int, int], None], first: int, count: int) -> None:
+        self.kv_cache.note_written(Span(first, count))
+        tell(first, count)
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool

@@ -1,13 +1,14 @@
 """The KV cache of a worker whose heads or layers are divided among ranks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from torch import Tensor
 
 from engine.kv_cache import Buffer, KVCache
 from engine.kv_memory import KVReservation
-from mesh.domain.kv import KVLayout, KVSpan
+from mesh.domain.kv import KVLayout, KVSpan, Span
 
 
 class ShardedKVCache:
@@ -52,8 +53,15 @@ class ShardedKVCache:
         for shard in self._shards:
             shard.write_part(block_ids, span, data)
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[None]:
         """None: the heads or layers of a block do not lie together."""
+        return nullcontext()
+
+    def note_written(self, layers: Span) -> None:
+        """Ranks on CPU have written what they announce."""
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        return self._own.pin(memory)
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):

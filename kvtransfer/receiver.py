@@ -232,10 +232,11 @@ class KVReceiver:
     def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
         block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
-        read = source.reader(chunk.payload)
-        if read is not None and (parts := self._store.in_place(block_ids, span)) is not None:
-            checks.check_parts(chunk, _filled(parts, read))
-            return
+        if (read := source.reader(chunk.payload)) is not None:
+            with self._store.landing(block_ids, span) as parts:
+                if parts is not None:
+                    checks.check_parts(chunk, _filled(parts, read))
+                    return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
         checks.check_payload(chunk, payload)
         self._store.write_blocks(block_ids, span, payload)

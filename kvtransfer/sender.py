@@ -64,6 +64,8 @@ class KVSender:
             executor=self._executor,
         )
         self._open_transports = list(self._resources.transports)
+        memories = [memory for transport in self._open_transports if (memory := transport.memory()) is not None]
+        self._unpin = [store.pin(memory) for memory in memories]
         self._transfers: set[OutgoingTransfer] = set()
 
     @property
@@ -87,6 +89,8 @@ class KVSender:
         await asyncio.gather(*(transfer.abort() for transfer in list(self._transfers)))
         await self._channels.close()
         self._executor.shutdown(wait=False)
+        while self._unpin:
+            self._unpin.pop()()
         while self._open_transports:
             self._open_transports.pop().close()
 

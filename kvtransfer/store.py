@@ -1,6 +1,7 @@
 """The interface of a KV cache that transfers read from and write to."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from mesh.domain.kv import KVLayout, KVSpan
@@ -33,8 +34,16 @@ class KVStore(Protocol):
         """Overwrite the KV of `span` in these blocks with `data`."""
         ...
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> Sequence[memoryview] | None:
-        """Return writable views (format "B") of the KV of `span` in these blocks, in payload order. Return None if this
-        process cannot access the memory (a GPU's), or if it is scattered in too many small pieces (a few of many
-        heads)."""
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[Sequence[memoryview] | None]:
+        """Memory for the KV of `span` in these blocks: writable views (format "B"), in payload order. When the context
+        ends without an error, the KV is in the store; after an error it may be there in part.
+
+        This saves the copy of `write_blocks`. None if it would save nothing, because the KV is scattered in too many
+        small pieces (a few of many heads).
+        """
+        ...
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Prepare memory into which KV will be read often, for the life of a sender. Returns what ends it, which is
+        called before the memory is freed, when no thread reads."""
         ...

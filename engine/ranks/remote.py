@@ -41,7 +41,7 @@ from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, WorkerBusy
-from mesh.domain.kv import KVLayout, KVSpan
+from mesh.domain.kv import KVLayout, KVSpan, Span
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -120,6 +120,14 @@ class LeadersKVCache(KVCache):
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
         super().clear_blocks(block_ids)
         self._ranks.clear_blocks(block_ids)
+
+    def note_written(self, layers: Span) -> None:
+        """Waits until a GPU has computed the layers. Their sums need all ranks, so these have written theirs, too: what
+        is announced may be read anywhere.
+        """
+        super().note_written(layers)
+        if self.tensor.is_cuda:
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
 
 class OwnMemoryRank:

@@ -110,6 +110,10 @@ class SendTransport(Protocol):
         """Return a path to the receiver at `address` ("host:port"), None if this transport has none now."""
         ...
 
+    def memory(self) -> memoryview | None:
+        """Return the memory that has all slots, None if they are allocated one by one."""
+        return None
+
     def close(self) -> None:
         """Free all memory. No slot may be in use."""
         ...

@@ -1,9 +1,9 @@
 """The transport "shm": payloads in POSIX shared memory, for workers on one host with the same /dev/shm.
 
 The sender copies KV into a slot of its arena. The receiver reads the slot once, with `preadv`, into the KV cache (or,
-for a GPU, into a buffer) and verifies the bytes that it has read. So the KV cache holds exactly the verified bytes,
-even if a faulty sender overwrites a slot too early. A truncated arena causes a short read; with a memory mapping it
-would cause a SIGBUS that kills the decode worker.
+for a GPU, into pinned memory) and verifies the bytes that it has read. So the KV cache holds exactly the verified
+bytes, even if a faulty sender overwrites a slot too early. A truncated arena causes a short read; with a memory mapping
+it would cause a SIGBUS that kills the decode worker.
 
 Arenas are files in shared memory that one sender writes and receivers on the same host read. Layout: one page of header
 (magic, nonce), then payload. The owner holds an flock while it lives. If another process can take the lock, the owner
@@ -80,6 +80,9 @@ class ShmSendTransport(SendTransport, SendPath):
             raise TransferFailed(f"a chunk of {num_bytes} bytes does not fit a slot of {self._slot_bytes}")
         await self._free.acquire()
         return _ArenaSlot(self, self._offsets.pop(), num_bytes)
+
+    def memory(self) -> memoryview:
+        return self._arena.view(0, self._arena.num_bytes)
 
     def close(self) -> None:
         self._arena.close()

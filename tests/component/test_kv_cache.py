@@ -58,25 +58,25 @@ def test_a_spare_block_is_the_models_only() -> None:
     cache = KVCache(layout(), NUM_BLOCKS, CPU, num_spare=1)
     cache.tensor.copy_(torch.arange(cache.tensor.numel()).view_as(cache.tensor))
     assert cache.layer(0).shape[1] == NUM_BLOCKS + 1
-    parts = cache.in_place([0, NUM_BLOCKS - 1], part(0, 4))
-    assert parts is not None
-    assert b"".join(parts) == read(cache, [0, NUM_BLOCKS - 1], part(0, 4))
-    for refused in (cache.in_place, lambda blocks, span: read(cache, blocks, span)):
+    with cache.landing([0, NUM_BLOCKS - 1], part(0, 4)) as parts:
+        assert parts is not None
+        assert b"".join(parts) == read(cache, [0, NUM_BLOCKS - 1], part(0, 4))
+    for refused in (cache.landing, lambda blocks, span: read(cache, blocks, span)):
         with pytest.raises(IndexError):
             refused([NUM_BLOCKS], part(0, 1))
 
 
 @pytest.mark.parametrize("block_ids", [[3], [4, 5, 6], [9, 0, 1, 7, 6], []])
-def test_blocks_in_place_are_those_of_the_payload(block_ids: list[int]) -> None:
+def test_memory_for_blocks_is_that_of_the_payload(block_ids: list[int]) -> None:
     cache = filled_cache("bfloat16")
-    parts = cache.in_place(block_ids, part(1, 2))
-    assert parts is not None
-    assert b"".join(parts) == read(cache, block_ids, part(1, 2))
-    for lying in parts:
-        lying[:] = bytes(len(lying))
+    with cache.landing(block_ids, part(1, 2)) as parts:
+        assert parts is not None
+        assert b"".join(parts) == read(cache, block_ids, part(1, 2))
+        for lying in parts:
+            lying[:] = bytes(len(lying))
     assert read(cache, block_ids, part(1, 2)) == bytes(cache.payload_bytes(len(block_ids), part(1, 2)))
     with pytest.raises(IndexError):
-        cache.in_place([NUM_BLOCKS], part(0, 1))
+        cache.landing([NUM_BLOCKS], part(0, 1))
 
 
 def test_some_heads_of_some_layers_move_between_caches_that_hold_different_parts() -> None:
@@ -91,8 +91,9 @@ def test_some_heads_of_some_layers_move_between_caches_that_hold_different_parts
     expected = torch.zeros_like(back.tensor)
     expected[2:4, :, [1, 2], :, 1] = whole.tensor[2:4, :, [7, 8], :, 1]
     assert torch.equal(back.tensor, expected)
-    assert whole.in_place([7], shard.span) is None
-    assert shard.in_place([7], shard.span) is not None
+    with whole.landing([7], shard.span) as scattered, shard.landing([7], shard.span) as together:
+        assert scattered is None
+        assert together is not None
     with pytest.raises(IndexError, match="not completely in this cache"):
         read(shard, [0], part(1, 2, heads=Span(1, 1)))
 

@@ -1,7 +1,8 @@
 """A KVStore over plain memory, with gates to stop its threads at a chosen moment."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -70,6 +71,7 @@ class FakeKVStore:
         if seed is not None:
             self.data[:] = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
         self.written = np.zeros((self.span.layers.count, num_blocks), np.int64)
+        self.num_pinned = 0
         self.reading = Gate()
         self.writing = Gate()
 
@@ -85,12 +87,19 @@ class FakeKVStore:
             part[:, :, list(block_ids)] = np.frombuffer(data, np.uint8).reshape(shape)
             self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview] | None:
-        return None
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[list[memoryview] | None]:
+        return nullcontext()
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        self.num_pinned += 1
+        return self._unpin
 
     def blocks(self, block_ids: Sequence[int]) -> bytes:
         """All layers of these blocks."""
         return self.data[:, :, list(block_ids)].tobytes()
+
+    def _unpin(self) -> None:
+        self.num_pinned -= 1
 
     def _part(self, span: KVSpan) -> NDArray[np.uint8]:
         layers = self.data[span.layers.slice_in(self.span.layers)]
@@ -100,9 +109,9 @@ class FakeKVStore:
 class InPlaceKVStore(FakeKVStore):
     """One whose blocks can be written where they lie: asking for them counts as a write."""
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview]:
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[list[memoryview]]:
         with self.writing:
             layers = range(span.layers.first, span.layers.end)
             self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
             parts = [self.data[layer, kind, block] for layer in layers for kind in (0, 1) for block in block_ids]
-            return [part.reshape(-1).data for part in parts]
+            return nullcontext([part.reshape(-1).data for part in parts])

@@ -6,8 +6,9 @@ transfer.
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -58,8 +59,13 @@ class FakeKVStore:
         shape = (span.layers.count, 2, len(block_ids), *self.data.shape[3:])
         layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
-        """Not to be had."""
+    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[None]:
+        """None is to be had."""
+        return nullcontext()
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Pins nothing."""
+        return lambda: None
 
 
 class FakeRunner:

@@ -43,12 +43,13 @@ class Stage:
 
 PLAN = (
     Stage("facts", 15, 40),
-    Stage("attention", 60, 100),
+    Stage("attention", 60, 95),
     Stage("parity", 50, 90),
     Stage("mesh", 45, 90),
     Stage("copies", 15, 40),
-    Stage("steps", 60, 110),
-    Stage("attention_times", 60, 110),
+    Stage("steps", 60, 100),
+    Stage("copies_beside_steps", 20, 48),
+    Stage("attention_times", 60, 95),
 )
 
 

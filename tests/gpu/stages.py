@@ -7,22 +7,35 @@ with small shapes, and with Triton's interpreter, so that a mistake in it costs 
 import asyncio
 import json
 import platform
+import random
+import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
+
+from engine.kv_cache import KVCache
+from mesh.domain.kv import KVLayout, KVSpan, Span
+
+if TYPE_CHECKING:
+    from kvtransfer.transports.shm import Arena
 
 Figures = dict[str, object]
 Item = TypeVar("Item")
 PARITY_FAMILIES = ("llama", "qwen2-window", "gemma2", "bloom", "mistral", "gpt2")
 _PACKAGES = ("torch", "triton", "flash-attn", "transformers", "numba", "grpcio")
 _REPEATS = 20
+_SLOW = {"cuda": (8192, 8192), "cpu": (64, 64)}  # a product of such matrices lets the device be late
 
 
 def facts(device: torch.device, seconds: float) -> Figures:
@@ -126,27 +139,70 @@ async def _ask_mesh(device: torch.device, log_dir: Path) -> Figures:
 
 def copies(device: torch.device, seconds: float) -> Figures:
     """KV blocks between the device and host memory, as transfers copy them; and the most that one copy can do."""
-    from engine.kv_cache import KVCache
-    from mesh.domain.kv import KVLayout
+    from kvtransfer.transports.shm import Arena
+
+    chunk = _chunk(device)
+    arena = Arena("/dev/shm", 2 * chunk.num_bytes)
+    try:
+        unpin, places = chunk.cache.pin(arena.view(0, arena.num_bytes)), chunk.places(arena)
+        is_pinned = torch.frombuffer(places[0], dtype=torch.uint8).is_pinned()
+        for _ in _until(seconds / 3, range(30)):
+            chunk.require_right_copies(places[0])
+        figures: Figures = {"arena is pinned": is_pinned, "to the arena, GB/s": chunk.read_gb_s(places[0])}
+        with _copying(chunk, places) as copied:
+            time.sleep(seconds / 10)
+        figures["by two threads, GB/s"] = copied.gb_s
+        unpin()
+        places.clear()
+    finally:
+        arena.close()
+    payload = bytes(chunk.num_bytes)
+    figures["to other memory, GB/s"] = chunk.read_gb_s(bytearray(chunk.num_bytes))
+    write_s = _best_s(device, lambda: chunk.cache.write_blocks(chunk.ids, chunk.span, payload))
+    figures["to device, GB/s"] = _gb_s(chunk.num_bytes, write_s)
+    if device.type == "cuda":
+        on_device = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
+        pinned = torch.empty(chunk.num_bytes, dtype=torch.uint8, pin_memory=True)
+        figures["one pinned copy to host, GB/s"] = _gb_s(
+            chunk.num_bytes, _best_s(device, lambda: pinned.copy_(on_device))
+        )
+    return figures
+
+
+def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
+    """Milliseconds of a decode step while two threads copy KV to the host, as fast as they can, and without."""
+    from bench.shapes import write_shape
+    from kvtransfer.transports.shm import Arena
+    from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
+    from tandem_cli.deployment import BUNDLED_MODELS
 
     is_large = device.type == "cuda"
-    layout = KVLayout("m", 32 if is_large else 2, 8, 128, 16, "bfloat16")
-    cache, ids = KVCache(layout, 256, device), list(range(0, 128, 2))
-    cache.tensor.view(torch.uint8).random_(0, 100)
-    payload = bytearray(cache.payload_bytes(len(ids), layout.whole))
-    to_host_s = _best_s(device, lambda: cache.read_blocks(ids, layout.whole, payload))
-    before = bytes(payload)
-    cache.tensor.zero_()
-    to_device_s = _best_s(device, lambda: cache.write_blocks(ids, layout.whole, before))
-    cache.read_blocks(ids, layout.whole, payload)
-    if payload != before:
-        raise AssertionError("blocks that were written are not those that were read")
-    figures = {"to host, GB/s": _gb_s(len(before), to_host_s), "to device, GB/s": _gb_s(len(before), to_device_s)}
-    if is_large:
-        on_device = torch.empty(len(before), dtype=torch.uint8, device=device)
-        pinned = torch.empty(len(before), dtype=torch.uint8, pin_memory=True)
-        figures["one pinned copy to host, GB/s"] = _gb_s(len(before), _best_s(device, lambda: pinned.copy_(on_device)))
-    return figures
+    chunk, rates = _chunk(device), []
+    found: dict[str, list[float]] = {"alone": [], "beside copies": []}
+    arena = Arena("/dev/shm", 2 * chunk.num_bytes)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            model_dir = write_shape("0.5b", Path(folder)) if is_large else BUNDLED_MODELS / "tandem-small"
+            batch, dtype = (32, "bfloat16") if is_large else (1, "float32")
+            measured = EngineSteps(StepWorkload(model_dir, "none", batch, 256, 256, num_threads=2, dtype=dtype))
+            measured.decode_ms(batch)
+        unpin, places = chunk.cache.pin(arena.view(0, arena.num_bytes)), chunk.places(arena)
+        for _ in _until(seconds / 2, range(10)):
+            found["alone"].append(measured.decode_ms(batch))
+            with _copying(chunk, places) as copied:
+                found["beside copies"].append(measured.decode_ms(batch))
+            rates.append(copied.gb_s)
+        unpin()
+        places.clear()
+    finally:
+        arena.close()
+    alone, beside = (statistics.median(times) for times in found.values())
+    return {
+        f"{model_dir.name}, step of {batch}, ms": round(alone, 2),
+        "beside copies, ms": round(beside, 2),
+        "ratio": round(beside / alone, 3),
+        "copied meanwhile, GB/s": statistics.median(rates),
+    }
 
 
 def steps(device: torch.device, seconds: float) -> Figures:
@@ -195,6 +251,87 @@ def attention_times(device: torch.device, seconds: float) -> Figures:
     return figures
 
 
+@dataclass(frozen=True)
+class _Chunk:
+    """As many blocks as a transfer copies at once, scattered, and their cache."""
+
+    cache: KVCache
+    ids: list[int]
+    span: KVSpan
+
+    @property
+    def num_bytes(self) -> int:
+        return self.cache.payload_bytes(len(self.ids), self.span)
+
+    def places(self, arena: "Arena") -> list[memoryview]:
+        """Two places in an arena."""
+        return [arena.view(start, self.num_bytes) for start in (0, self.num_bytes)]
+
+    def read_gb_s(self, out: bytearray | memoryview) -> float:
+        read = partial(self.cache.read_blocks, self.ids, self.span, out)
+        return _gb_s(self.num_bytes, _best_s(self.cache.tensor.device, read))
+
+    def require_right_copies(self, out: memoryview) -> None:
+        """Blocks that the device has yet to write go to the host; then into blocks that it has yet to clear."""
+        cache, device = self.cache, self.cache.tensor.device
+        ids, slow = torch.tensor(self.ids, device=device), torch.ones(_SLOW[device.type], device=device)
+        layers = self.span.layers
+        kv = torch.randn(layers.count, 2, len(self.ids), *cache.tensor.shape[3:], device=device).to(cache.tensor.dtype)
+        _wait_for(device)
+        slow @ slow
+        for layer in range(layers.first, layers.end):
+            cache.layer(layer).index_copy_(1, ids, kv[layer - layers.first])
+        cache.note_written(layers)
+        cache.read_blocks(self.ids, self.span, out)
+        if bytes(out) != kv.view(torch.uint8).cpu().numpy().tobytes():
+            raise AssertionError("blocks were read before they were written")
+        slow @ slow
+        others = [block + 1 for block in self.ids]
+        cache.clear_blocks(others)
+        cache.write_blocks(others, self.span, out)
+        if not torch.equal(cache.tensor[layers.first : layers.end, :, others], kv):
+            raise AssertionError("blocks were written before they were cleared")
+
+
+def _chunk(device: torch.device) -> _Chunk:
+    num_layers, num_ids = (32, 64) if device.type == "cuda" else (2, 4)
+    layout = KVLayout("m", num_layers, 8, 128, 16, "bfloat16")
+    ids = list(range(0, 4 * num_ids, 4))
+    random.Random(0).shuffle(ids)
+    return _Chunk(KVCache(layout, 4 * num_ids, device), ids, KVSpan(Span(0, 2), layout.whole.heads))
+
+
+@dataclass
+class _Copied:
+    gb_s: float = 0.0
+
+
+@contextmanager
+def _copying(chunk: _Chunk, places: list[memoryview]) -> Iterator[_Copied]:
+    """A thread for each place copies into it again and again. At the end: how much that was, per second."""
+    stop, begun_s, copied = threading.Event(), time.perf_counter(), _Copied()
+
+    def copy(place: memoryview) -> int:
+        num_bytes = 0
+        while not stop.is_set():
+            chunk.cache.read_blocks(chunk.ids, chunk.span, place)
+            num_bytes += len(place)
+        return num_bytes
+
+    with ThreadPoolExecutor(len(places)) as threads:
+        copying = [threads.submit(copy, place) for place in places]
+        try:
+            yield copied
+        finally:
+            stop.set()
+    copied.gb_s = _gb_s(sum(each.result() for each in copying), time.perf_counter() - begun_s)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def _copy_gb_s(device: torch.device) -> float:
     source = torch.ones(2**28 if device.type == "cuda" else 2**22, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
@@ -213,8 +350,7 @@ def _best_s(device: torch.device, run: Callable[[], object]) -> float:
     for _ in range(_REPEATS if device.type == "cuda" else 2):
         begun_s = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait_for(device)
         times_s.append(time.perf_counter() - begun_s)
     return min(times_s[1:])
 
@@ -232,9 +368,8 @@ def _until(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
             return
 
 
-STAGES: dict[str, Callable[[torch.device, float], Figures]] = {
-    stage.__name__: stage for stage in (facts, attention, parity, mesh, copies, steps, attention_times)
-}
+_IN_ORDER = (facts, attention, parity, mesh, copies, steps, copies_beside_steps, attention_times)
+STAGES: dict[str, Callable[[torch.device, float], Figures]] = {stage.__name__: stage for stage in _IN_ORDER}
 
 
 def main() -> None:

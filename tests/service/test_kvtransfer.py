@@ -215,7 +215,7 @@ async def test_pushed_twice_is_refused(pair: Pair) -> None:
 
 
 async def test_broken_stores_fail_the_transfer_on_both_sides(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = "in_place" if isinstance(pair.target, InPlaceKVStore) else "write_blocks"
+    write = "landing" if isinstance(pair.target, InPlaceKVStore) else "write_blocks"
     for store, method in ((pair.source, "read_blocks"), (pair.target, write)):
         with monkeypatch.context() as patch:
             patch.setattr(store, method, lambda *_: 1 / 0)

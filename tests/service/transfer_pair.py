@@ -99,6 +99,7 @@ class Pair:
         async with serving(KvTransferServicer(self.receiver)) as self.server:
             self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
             self.sender = KVSender(self.source, "prefill-0", Credentials(key), self.settings, self.transports)
+            assert self.source.num_pinned == sum(transport.name == "shm" for transport in self.transports)
             try:
                 yield self
             finally:
@@ -106,6 +107,7 @@ class Pair:
                     gate.open()
                 self.require_slots_back()
                 await self.sender.close()
+                assert self.source.num_pinned == 0
                 await self.receiver.close()
                 assert arenas(self.settings.shm_dir) == []
                 await soon(lambda: not pair_threads())

@@ -309,18 +309,20 @@ class _Reader:
         weight = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
         scales = torch.empty(num_outputs, -(-num_inputs // group))
         zeros = torch.empty(scales.shape, dtype=torch.uint8)
-        first = 0
-        for source in spec.held_sources():
+        first, order = 0, None
+        for number, source in enumerate(spec.held_sources()):
             rows, module = slice(first, first + source.num_rows), self._modules[source.name]
+            matrix = self._quantized(source)
+            order = matrix.input_order() if number == 0 else order
             try:
-                weight[rows], scales[rows], zeros[rows] = self._quantized(source).in_int4(group)
+                weight[rows], scales[rows], zeros[rows] = matrix.in_int4(group, order)
             except ConfigurationError as error:
                 raise ConfigurationError(f"matrix {module.name}: {error}") from error
             self._release()
             if not is_finite(scales[rows]):
                 raise ConfigurationError(_not_finite(scales[rows], module.name))
             first += source.num_rows
-        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros)
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order)
 
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""

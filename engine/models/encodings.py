@@ -22,7 +22,8 @@ class LinearParameters:
     Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
     weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "int4": inputs are in groups, the last of
     which may be narrower. Number [output, input] is `(weight[output, input] - zeros[output, group]) * scales[output,
-    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups].
+    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups]. With an `order`, int64
+    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns.
     """
 
     weight: Tensor
@@ -30,6 +31,7 @@ class LinearParameters:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    order: Tensor | None = None
 
 
 def _keep(weight: Tensor) -> LinearParameters:

@@ -103,6 +103,8 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
             packer.put_groups(index, matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+        if matrix.order is not None:
+            packer.put_order(index, matrix.order)
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint.tensors import open_checkpoint
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.weights import stored_name
+from engine.stored_parameters import stored_name
 
 GROUP = 16
 INT4_GROUP = 32

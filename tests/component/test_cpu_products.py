@@ -33,6 +33,7 @@ KINDS = [
     pytest.param("float32", id="fp32"),
     pytest.param("float16", id="fp16"),
     pytest.param("bfloat16", id="bf16"),
+    pytest.param("float8_e4m3fn", id="fp8"),
     pytest.param("int8", id="int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
@@ -57,15 +58,17 @@ class Products:
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         if kind.startswith("int4"):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
-        matrices = [torch.randint(-126, 127, (s.columns, s.inputs)).float() for s in shapes]
+        is_fp8, is_int8 = kind == "float8_e4m3fn", kind in INT8
+        most = 16 if is_fp8 else 127
+        matrices = [torch.randint(1 - most, most, (s.columns, s.inputs)).float() for s in shapes]
         for matrix in matrices:
-            matrix[:, -1] = 127  # so that the scale is 1
-        is_int8 = kind in INT8
+            matrix[:, -1] = most  # so that the scale is 1
         dtype = torch.int8 if is_int8 else getattr(torch, kind)
         packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
-            packer.put(i, stored.weight, scales=stored.scales, bias=bias)
+            scales = torch.ones(len(matrix)) if is_fp8 else stored.scales
+            packer.put(i, stored.weight, scales=scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     @classmethod
@@ -264,6 +267,25 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
         if dtype == torch.bfloat16 and knows_bf16():  # whose products take denormal numbers as 0
             expected = torch.where(expected.abs() < torch.finfo(dtype).tiny, 0.0, expected)
         assert np.array_equal(out, expected.numpy().T)
+
+
+def test_every_number_of_fp8_is_widened_exactly() -> None:
+    bits = torch.arange(2**8, dtype=torch.int32).to(torch.uint8)
+    numbers = torch.where(bits & 0x7F == 0x7F, 0, bits).view(torch.float8_e4m3fn)
+    packer = Packer([MatrixShape(2**8, 16)], torch.float8_e4m3fn)
+    scales = torch.rand(2**8) + 0.5
+    packer.put(0, numbers[:, None].repeat(1, 16), scales=scales)
+    for rows in (1, 2, 3, 16):
+        operand = Operand(
+            np.zeros((rows + TILE_ROWS) * 16, np.float32),
+            np.ones(rows, np.float32),
+            np.empty(2 * TILE_ROWS * UNIT, np.float32),
+            NO_AMX,
+        )
+        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
+        out = np.empty((rows, 2**8), np.float32)
+        product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
+        assert np.array_equal(out, (numbers.float() * scales).repeat(rows, 1).numpy())
 
 
 def test_spilled_vectors_are_aligned() -> None:

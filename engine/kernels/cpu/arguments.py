@@ -50,7 +50,7 @@ class Weights(NamedTuple):
     store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order).
     """
 
-    packed: Array  # flat, panels of 16 columns: int8, fp32, fp16 as uint16, bf16 as int16, int4 as in nibbles.py
+    packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column

@@ -10,7 +10,17 @@ from torch import Tensor
 
 from engine.kernels.cpu.arguments import Array, Int32s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, GROUP, HALF_BYTES, PAIR, PANEL, UNIT, ZERO_POINT, knows_bf16
+from engine.kernels.cpu.machine import (
+    CACHE_LINE_BYTES,
+    FP8_FACTOR,
+    GROUP,
+    HALF_BYTES,
+    PAIR,
+    PANEL,
+    UNIT,
+    ZERO_POINT,
+    knows_bf16,
+)
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -19,8 +29,11 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.bfloat16: np.int16,
     torch.int8: np.int8,
     torch.uint8: np.uint8,
+    torch.float8_e4m3fn: np.bool_,
 }
-"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU. uint8 is int4."""
+"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
+int4.
+"""
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
 _INT8_DEPTH = 64
@@ -78,14 +91,18 @@ class Packer:
     def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
         """Pack matrix number `index`; its outputs become columns.
 
-        weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
+        weight: [outputs, inputs] of the packer's dtype; scales, for int8 and fp8, and bias: fp32 [outputs].
         """
+        is_fp8 = weight.dtype == torch.float8_e4m3fn
+        weight = weight.view(torch.uint8) if is_fp8 else weight
         shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
         arrange = _interleave if shape.gated else _pad_columns
         weight = arrange(weight, shape.padded_columns)
         columns = self._put_bias(index, bias)
-        target = self._target(index, shape.padded_columns * depth)
-        if scales is not None:
+        target = self._target(index, shape.padded_columns * depth).view(weight.dtype)
+        if is_fp8 and scales is not None:
+            self._weights.scales[columns] = FP8_FACTOR * arrange(scales, shape.padded_columns).numpy()
+        elif scales is not None:
             weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
             self._weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
             self._weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()

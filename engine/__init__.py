@@ -16,8 +16,8 @@ Life of a step (`Engine.step` in loop.py):
 Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (its contract), scheduler, settings,
 speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
-Models: weights, models/, attention/; partition (weights packed ahead of time); kernels/ are the CPU's loops, and
-compile.py compiles them ahead of time.
+Models: stored_parameters (what a checkpoint has of them), weights, models/, attention/; partition (weights packed
+ahead of time); kernels/ are the CPU's loops, and compile.py compiles them ahead of time.
 Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv_memory.
 Cores: cores lends those of an idle worker to its partner.
 Several ranks of one worker: ranks/; models/share says what each holds, sharded_kv_cache shows their caches as one.

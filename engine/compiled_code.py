@@ -83,7 +83,7 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
         return settings.device.partition(":")[0]
     decoder = "encoder-decoder" if isinstance(config, EncoderDecoderConfig) else _decoder(settings, config, layout)
     # In int8 with AMX, prompts attend in bf16 if heads are whole tiles.
-    tiles = settings.quantize != "none" and has_amx() and layout.head_dim % AMX_DEPTH == 0
+    tiles = settings.quantize in ("int8", "int4") and has_amx() and layout.head_dim % AMX_DEPTH == 0
     arithmetic = (decoder, settings.encoding, settings.dtype, layout.dtype, tiles, bool(settings.adapters))
     return blake2b(f"{code_version()}:{arithmetic}".encode(), digest_size=8).hexdigest()
 

@@ -21,7 +21,7 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.weights import int4_group, is_exact
+from engine.stored_parameters import has_fp8, int4_group, is_exact
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -35,9 +35,9 @@ def resolve(settings: RunnerSettings) -> tuple[RunnerSettings, AnyConfig]:
     settings = replace(settings, device=device, dtype=dtype, quantize=quantize)
     if quantize != "none" and (device, dtype) != ("cpu", "float32"):
         raise ConfigurationError(f"quantize={quantize} is for CPU and float32, not {device} and {dtype}")
-    if quantize == "int4" and (reason := _why_no_int4(settings, config)) is not None:
+    if quantize in ("int4", "fp8") and (reason := _why_not_packed(settings, config, quantize)) is not None:
         raise ConfigurationError(
-            f"quantize=int4 is for the compiled decoder, which cannot run here ({reason}): use int8"
+            f"quantize={quantize} is for the compiled decoder, which cannot run here ({reason}): use int8"
         )
     if settings.load_format == "dummy" and read_partition(settings.model_dir) is not None:
         raise ConfigurationError(
@@ -168,8 +168,17 @@ def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
     return _why_eager(settings, config) is None
 
 
-def _why_no_int4(settings: RunnerSettings, config: AnyConfig) -> str | None:
-    return _why_eager(replace(settings, quantize="int4"), config)
+def _why_not_packed(settings: RunnerSettings, config: AnyConfig, quantize: str) -> str | None:
+    """The reason why matrices in int4 or fp8 cannot be multiplied as such, or None."""
+    if quantize == "fp8" and read_partition(settings.model_dir) is None and not _has_fp8(settings, config):
+        return "the matrices of the checkpoint are not in fp8 with a scale for each output"
+    return _why_eager(replace(settings, quantize=quantize), config)
+
+
+def _has_fp8(settings: RunnerSettings, config: AnyConfig) -> bool:
+    if settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
+        return False
+    return has_fp8(settings.model_dir, parameter_specs(config))
 
 
 def _why_eager(settings: RunnerSettings, config: AnyConfig) -> str | None:
@@ -183,7 +192,7 @@ def _why_eager(settings: RunnerSettings, config: AnyConfig) -> str | None:
 
 def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
     """The arithmetic of linear layers. A checkpoint in int8 (W8A8) is computed in int8 where that is possible; one in
-    int4 is computed in int4, unless the settings name a dtype.
+    int4 or fp8 is computed in that, unless the settings name a dtype.
     """
     computes_bytes = (find_device(settings.device).type, _dtype(settings, config)) == ("cpu", "float32")
     if settings.quantize != "none" or not computes_bytes:
@@ -196,12 +205,13 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
         return "none"
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.quantize
-    has_int4 = int4_group(settings.model_dir, parameter_specs(config)) is not None
-    return "int4" if has_int4 and _why_no_int4(settings, config) is None else "none"
+    if int4_group(settings.model_dir, parameter_specs(config)) is not None:
+        return "int4" if _why_not_packed(settings, config, "int4") is None else "none"
+    return "fp8" if _why_not_packed(settings, config, "fp8") is None else "none"
 
 
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
-    """How activations are rounded for the products of linear layers: "int8", "int4", "bf16", or "none"."""
+    """How products of linear layers differ from those in fp32: "int8", "int4", "fp8" (scaled last), "bf16", "none"."""
     if (quantize := _quantize(settings, config)) != "none":
         return quantize
     has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
@@ -214,7 +224,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     arithmetic = _arithmetic(settings, config)
     if arithmetic == "bf16":
         return "float16"  # finer than bf16, and half of what fp32 takes
-    if arithmetic == "none":
+    if arithmetic in ("none", "fp8"):
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None

@@ -8,6 +8,8 @@ from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
 
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
+OF_CHECKPOINTS = "fp8"
+"""An encoding that a runner takes from a checkpoint, and nobody needs to ask for."""
 QUANTIZATIONS = ("none", "int8", "int4")
 """Quantisations that the engine computes, as settings name them: none, and encodings (`engine/models/encodings.py`)."""
 LOAD_FORMATS = ("auto", "dummy")
@@ -17,7 +19,7 @@ _CHOICES = {
     "dtype": DTYPES,
     "kv_dtype": KV_DTYPES,
     "load_format": LOAD_FORMATS,
-    "quantize": QUANTIZATIONS,
+    "quantize": (*QUANTIZATIONS, OF_CHECKPOINTS),
     "attention": ATTENTION_BACKENDS,
 }
 

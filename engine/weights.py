@@ -2,8 +2,8 @@
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
 encoding one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
-Quantised matrices (engine/quantized_formats) are dequantised on the way; for products in int8 and int4, those in int8
-and int4 are taken as they are.
+Quantised matrices (engine/quantized_formats) are dequantised on the way; for products in int8, fp8 and int4, those in
+int8, fp8 and int4 are taken as they are.
 Checkpoint tensors that the model does not use are listed in the log, and refused if they are biases.
 """
 
@@ -28,9 +28,10 @@ from engine.memory import release_pages
 from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, LinearParameters, Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
 from engine.models.rounding import INT4_GROUP, round_to_int8
-from engine.quantized_formats.config import Quantization, read_quantization
+from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
-from engine.quantized_formats.modules import QuantizedModule, find_module
+from engine.quantized_formats.modules import QuantizedModule
+from engine.stored_parameters import find_modules, group_of_int4, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -38,8 +39,9 @@ log = structlog.get_logger(__name__)
 
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
+_NAN_OF_E4M3 = 0x7F
+"""The bits of NaN without its sign."""
 _DTYPES = ("F64", "F32", "BF16", "F16")
-_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def load_weights(
     tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
     """
     stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
-    modules = _find_modules(specs, stored, quantization)
+    modules = find_modules(specs, stored, quantization)
     if modules:
         loaded_as = str(target.dtype).removeprefix("torch.") if target.encoding == "float" else target.encoding
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
@@ -83,7 +85,7 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    group = _int4_group(specs, modules) if target.encoding == "int4" else None
+    group = group_of_int4(specs, modules) if target.encoding == "int4" else None
     values = _stored_values(specs, target, _Contents(stored, modules, group))
     return _parameters(specs, target, values, on_progress, group or INT4_GROUP)
 
@@ -122,7 +124,7 @@ def _parameters(
 
 class _Contents(NamedTuple):
     """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
-    `int4_group`: see _int4_group; None to dequantise int4.
+    `int4_group`: see group_of_int4; None to dequantise int4.
     """
 
     stored: Mapping[str, StoredTensor]
@@ -142,6 +144,8 @@ def _stored_values(
             with load_phase("read"):
                 if encoding == "int4" and spec.is_matrix and contents.int4_group is not None:
                     parameter = reader.int4(spec, contents.int4_group)
+                elif encoding == "fp8" and spec.is_matrix:
+                    parameter = reader.fp8(spec)
                 elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
@@ -159,29 +163,6 @@ def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tens
     if spec.held_rows is not None:
         values = values[torch.from_numpy(spec.held_rows)]
     return values[..., spec.input_slice].contiguous().to(target.device, target.dtype_of(spec))
-
-
-def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
-    bare = name.partition(".")[2]
-    return bare if name not in stored and bare in stored else name
-
-
-def _find_modules(
-    specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], quantization: Quantization | None
-) -> dict[str, QuantizedModule]:
-    """The quantised modules that the model uses, by the names of their sources. Raises ConfigurationError."""
-    modules: dict[str, QuantizedModule] = {}
-    for source in (source for spec in specs for source in spec.sources):
-        if len(source.shape) == 2 and source.name.endswith(".weight"):
-            name = source.name.removesuffix(".weight")
-            shape = source.shape[::-1] if source.transposed else source.shape
-            for candidate in (name, name.partition(".")[2]):
-                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
-                if module is not None:
-                    modules[source.name] = module
-                    break
-    return modules
 
 
 def _check(
@@ -208,35 +189,6 @@ def _check(
                 f"{stored[name].path}: tensor {name} has shape {list(stored[name].shape)}, "
                 f"config.json implies {list(source.shape)}"
             )
-
-
-def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
-    """True if a checkpoint stores its matrices in this dtype and they are used as they are, so that loading rounds
-    nothing. Reads headers. Raises ConfigurationError.
-    """
-    stored = open_checkpoint(model_dir)
-    matrices = [spec for spec in specs if len(spec.shape) > 1]
-    names = {stored_name(source.name, stored) for spec in matrices for source in spec.sources}
-    if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
-        return False
-    return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
-
-
-def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
-    """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
-    multiplies them, else None. Reads headers. Raises ConfigurationError.
-    """
-    return _int4_group(specs, _find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir)))
-
-
-def _int4_group(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> int | None:
-    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
-    if any(spec.unit_rows or spec.offset for spec in matrices):
-        return None
-    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
-    groups = [None if module is None else module.storage.int4_group for module in found]
-    known = [group for group in groups if group is not None]
-    return min(known) if known and len(known) == len(groups) else None
 
 
 class _Reader:
@@ -301,6 +253,23 @@ class _Reader:
             first += source.num_rows
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
 
+    def fp8(self, spec: ParameterSpec) -> LinearParameters:
+        """A matrix with the numbers and scales of the checkpoint, all of whose parts are fp8. Raises ConfigurationError
+        if a number is not finite.
+        """
+        weight = torch.empty(spec.held_shape, dtype=torch.float8_e4m3fn)
+        scales, first = torch.empty(spec.held_shape[0]), 0
+        for source in spec.held_sources():
+            rows, matrix = slice(first, first + source.num_rows), self._quantized(source)
+            weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
+            self._release()
+            has_nan = bool((weight[rows].view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any())
+            if has_nan or not is_finite(scales[rows]):
+                name = self._modules[source.name].name
+                raise ConfigurationError(_not_finite(weight[rows].float() * scales[rows, None], name))
+            first += source.num_rows
+        return LinearParameters(weight, "fp8", scales.mul_(spec.factor))
+
     def int4(self, spec: ParameterSpec, group: int) -> LinearParameters:
         """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4. Raises
         ConfigurationError if a number is not finite.
@@ -309,18 +278,20 @@ class _Reader:
         weight = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
         scales = torch.empty(num_outputs, -(-num_inputs // group))
         zeros = torch.empty(scales.shape, dtype=torch.uint8)
-        first = 0
-        for source in spec.held_sources():
+        first, order = 0, None
+        for number, source in enumerate(spec.held_sources()):
             rows, module = slice(first, first + source.num_rows), self._modules[source.name]
+            matrix = self._quantized(source)
+            order = matrix.input_order() if number == 0 else order
             try:
-                weight[rows], scales[rows], zeros[rows] = self._quantized(source).in_int4(group)
+                weight[rows], scales[rows], zeros[rows] = matrix.in_int4(group, order)
             except ConfigurationError as error:
                 raise ConfigurationError(f"matrix {module.name}: {error}") from error
             self._release()
             if not is_finite(scales[rows]):
                 raise ConfigurationError(_not_finite(scales[rows], module.name))
             first += source.num_rows
-        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros)
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order)
 
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""

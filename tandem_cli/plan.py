@@ -22,7 +22,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config
 from engine.quantized_formats.config import read_quantization
-from engine.settings import QUANTIZATIONS
+from engine.settings import OF_CHECKPOINTS, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Degrees
 from tandem_cli.capacity.prediction import (
@@ -314,7 +314,7 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
             raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")
-        if args.quantize not in QUANTIZATIONS:
+        if args.quantize not in (*QUANTIZATIONS, OF_CHECKPOINTS):
             choices = " or ".join(QUANTIZATIONS)
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {choices}")
         context = args.input_tokens + args.output_tokens // 2

@@ -51,7 +51,7 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
 
 def _loaded_as(plan: PlanResult) -> str:
     weights = plan["precision"]["weights"]
-    return f"computed in {weights}" if weights in ("int8", "int4") else f"its matrices are loaded as {weights}"
+    return f"computed in {weights}" if weights in ("int8", "int4", "fp8") else f"its matrices are loaded as {weights}"
 
 
 def _experts(model: PlanResult) -> str:

@@ -28,7 +28,12 @@ Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
 
 TANDEM = {"tandem": (), "tandem-strict": ("--prefill-overflow=0",), "tandem-colocated": ("--colocated",)}
-_PRECISION_FLAGS = {"none": (), "int8": ("--quantize", "int8"), "bf16": ("--dtype", "bfloat16")}
+_PRECISION_FLAGS = {
+    "none": (),
+    "bf16": ("--dtype", "bfloat16"),
+    "int8": ("--quantize", "int8"),
+    "int4": ("--quantize", "int4"),
+}
 _MAX_SEQS = 64
 _KV_TOKENS = 32768
 _LAST_LINES = 12
@@ -36,7 +41,7 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options that all arms of a comparison share. `precision` is none (fp32), bf16 or int8."""
+    """Options that all arms of a comparison share. `precision`: see _PRECISION_FLAGS; none is fp32."""
 
     envs: Path
     shape: str
@@ -191,7 +196,7 @@ def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str
     """Add the flags that all comparisons in bench.peers share."""
     parser.add_argument("--arms", type=parse_arm, nargs="+", default=[parse_arm(arm) for arm in default_arms])
     parser.add_argument("--shape", default="135m")
-    parser.add_argument("--quantize", default="none", choices=("none", "bf16", "int8"), help="none is fp32")
+    parser.add_argument("--quantize", default="none", choices=[*_PRECISION_FLAGS], help="none is fp32")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
     parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")

@@ -57,9 +57,9 @@ ENGINES = {
     "transformers": Engine(("transformers==5.23.0", TORCH)),
 }
 PEERS = {
-    "openvino": Peer("openvino", {"none": "fp32", "bf16": "bf16", "int8": "int8"}, has_budget=True),
+    "openvino": Peer("openvino", {"none": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int4"}, has_budget=True),
     "vllm": Peer("vllm", {"none": AS_IT_IS, "bf16": AS_IT_IS, "int8": "w8a8"}, has_budget=True),
-    "llamacpp": Peer("llamacpp", {"none": "F32", "bf16": "BF16", "int8": "Q8_0"}, has_budget=True),
+    "llamacpp": Peer("llamacpp", {"none": "F32", "bf16": "BF16", "int8": "Q8_0", "int4": "Q4_0"}, has_budget=True),
     "llamacpp-q4": Peer("llamacpp", {"int8": "Q4_0"}, has_budget=True),
     "ctranslate2": Peer("ctranslate2", {"none": "float32", "bf16": "bfloat16", "int8": "int8"}),
     "transformers": Peer("transformers", {"none": AS_IT_IS, "bf16": AS_IT_IS}),

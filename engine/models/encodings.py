@@ -1,9 +1,9 @@
 """The encodings in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
-An encoding says what the numbers of a matrix mean: float, int8 or int4. LinearParameters is a matrix as it is loaded.
-Every memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each
-encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; int4 is for
-the compiled decoder only.
+An encoding says what the numbers of a matrix mean: float, int8, fp8 or int4. LinearParameters is a matrix as it is
+loaded. Every memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each
+encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; fp8 and int4
+are for the compiled decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,9 +20,11 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "int4": inputs are in groups, the last of
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": the same with `weight` in
+    e4m3. Encoding "int4": inputs are in groups, the last of
     which may be narrower. Number [output, input] is `(weight[output, input] - zeros[output, group]) * scales[output,
-    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups].
+    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups]. With an `order`, int64
+    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns.
     """
 
     weight: Tensor
@@ -30,6 +32,7 @@ class LinearParameters:
     scales: Tensor | None = None
     zeros: Tensor | None = None
     bias: Tensor | None = None
+    order: Tensor | None = None
 
 
 def _keep(weight: Tensor) -> LinearParameters:
@@ -51,12 +54,12 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
-"""Conversions of floating-point weights [outputs, inputs] to each encoding."""
-OUTPUT_ENCODINGS = {"int4": "int8"}
+"""Conversions of floating-point weights [outputs, inputs] to each encoding; fp8 is only taken from checkpoints."""
+OUTPUT_ENCODINGS = {"int4": "int8", "fp8": "float"}
 """Encodings of the output matrix where they are others than that of the model."""
 OUTPUT = "lm_head"
 """The name of the output matrix."""
-PACKED = frozenset({"float", "int8", "int4"})
+PACKED = frozenset({"float", "int8", "fp8", "int4"})
 """Encodings that the compiled decoder can pack and multiply."""
 CUT_BY_INPUTS = frozenset({"float"})
 """Encodings in which the products of a matrix's parts, cut by inputs, add up to its product. The scales of int8 are

@@ -25,7 +25,7 @@ from mesh.domain.errors import ConfigurationError
 
 _MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
 _PARTS = ("weights", "output")
-_PACKED_DTYPES = {"int8": torch.int8, "int4": torch.uint8}
+_PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _DATA_BOUNDARY = 4096
 _DTYPES = {
     "F32": np.float32,
@@ -33,6 +33,7 @@ _DTYPES = {
     "BF16": np.int16,
     "I8": np.int8,
     "U8": np.uint8,
+    "BOOL": np.bool_,  # fp8
     "I32": np.int32,
     "I64": np.int64,
 }
@@ -60,7 +61,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     embed = parameters.take("embed")
     group = parameters.group if parameters.encoding == "int4" else 0
     packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
-    output_dtype = embed.dtype if parameters.encoding == "float" else torch.int8
+    output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
@@ -103,6 +104,8 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
             packer.put_groups(index, matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+        if matrix.order is not None:
+            packer.put_order(index, matrix.order)
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:

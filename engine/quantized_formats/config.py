@@ -45,12 +45,16 @@ class MatrixStorage:
         return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
 
     @property
+    def is_fp8(self) -> bool:
+        """True if the matrix is fp8 with a scale for each output or one for all."""
+        return self.is_float and self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
+
+    @property
     def int4_group(self) -> int | None:
         """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
         fewer. None if the matrix is in another form.
         """
-        is_int4 = (self.num_bits, self.is_float, self.has_group_index) == (4, False, False)
-        if not is_int4 or self.block_rows > 1:
+        if (self.num_bits, self.is_float) != (4, False) or self.block_rows > 1:
             return None
         return max((group for group in INT4_GROUPS if self.block_inputs % group == 0), default=None)
 

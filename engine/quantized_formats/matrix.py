@@ -52,21 +52,32 @@ class QuantizedMatrix:
         zeros = None if self.zeros is None else self.zeros[outputs]
         return replace(self, values=self.values[outputs], scales=self.scales[outputs], zeros=zeros)
 
-    def in_int4(self, group: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Values from 0 to 15, scales and zeros as `round_to_int4` returns them, of integers of 4 bits; `group` divides
-        the matrix's own groups. Raises ConfigurationError if the groups' inputs are not neighbours.
+    def input_order(self) -> Tensor | None:
+        """The inputs, int64 [inputs], group by group; None if the inputs of each group are neighbours already."""
+        if self.groups is None or bool((self.groups.diff() >= 0).all()):
+            return None
+        return self.groups.argsort(stable=True)
+
+    def in_int4(self, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Values from 0 to 15, scales and zeros as `round_to_int4` returns them, of integers of 4 bits, with the inputs
+        in this order; `group` divides the matrix's own groups. Raises ConfigurationError if these are not equal, or
+        their inputs are not neighbours in this order.
         """
         num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
-        stored_group = -(-num_inputs // num_groups)
-        if self.groups is not None and not torch.equal(self.groups, torch.arange(num_inputs) // stored_group):
+        in_order = torch.arange(num_inputs) // -(-num_inputs // num_groups)
+        groups, values = in_order if self.groups is None else self.groups, self.values
+        if order is not None:
+            groups, values = groups[order], values[:, order]
+        if not torch.equal(groups, in_order):
             raise ConfigurationError(
-                "its index has another order of inputs than config.json says: serve it with --dtype float32"
+                "its index makes groups of different sizes, or other groups than that of a matrix that is multiplied "
+                "with it (queries, keys and values; gate and up): serve it with --dtype float32"
             )
-        offset = 8 if self.values.dtype is torch.int8 else 0
+        offset = 8 if values.dtype is torch.int8 else 0
         zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
-        stored = torch.arange(0, num_inputs, group) // stored_group
+        stored = in_order[::group]
         return (
-            (self.values.to(torch.int16) + offset).to(torch.uint8),
+            (values.to(torch.int16) + offset).to(torch.uint8),
             self.scales[:, stored],
             (zeros[:, stored] + offset).to(torch.uint8),
         )

@@ -38,7 +38,7 @@ _READERS: Mapping[Format, _Reader] = {
 @dataclass(frozen=True, slots=True)
 class QuantizedModule:
     """A module whose matrix is quantised. `parts`: the names of its tensors in the checkpoint, by those of the format;
-    `unused`: names of others that belong to it.
+    `unused`: names of others that belong to it; `dtype`: that of its numbers.
     """
 
     name: str
@@ -46,6 +46,12 @@ class QuantizedModule:
     storage: MatrixStorage
     parts: Mapping[str, str]
     unused: tuple[str, ...]
+    dtype: str
+
+    @property
+    def is_e4m3(self) -> bool:
+        """True if the matrix is e4m3 with a scale for each output or one for all, as our encoding "fp8" has it."""
+        return self.storage.is_fp8 and self.dtype == "F8_E4M3"
 
     def read(self, read_tensor: Callable[[str], Tensor]) -> QuantizedMatrix:
         """Read the matrix [outputs, inputs]. Raises ConfigurationError."""
@@ -94,7 +100,12 @@ def find_module(
     names = {part: _stored_part(f"{name}.{part}", details, stored, where) for part, details in parts.items()}
     unused = tuple(f"{name}.{part}" for part in _UNUSED_PARTS if f"{name}.{part}" in stored)
     return QuantizedModule(
-        name, shape, storage, {part: found for part, found in names.items() if found is not None}, unused
+        name,
+        shape,
+        storage,
+        {part: found for part, found in names.items() if found is not None},
+        unused,
+        stored[matrices[0]].dtype,
     )
 
 

@@ -43,7 +43,8 @@ from engine.quantizer.schemes import Scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, tie
 from engine.quantizer.statistics import InputStatistics
-from engine.weights import WeightsTarget, load_weights, stored_name
+from engine.stored_parameters import stored_name
+from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

@@ -96,7 +96,7 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
-    encoding = precision.weights if precision.weights in ("int8", "int4") else None
+    encoding = precision.weights if precision.weights in ("int8", "int4", "fp8") else None
     reason = f"{precision.other} beside {encoding}" if encoding is not None and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout)
     if reason is None:

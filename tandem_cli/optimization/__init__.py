@@ -7,8 +7,9 @@ questions.py     the user's prompts, references and judge
 checkpoints.py   quantised checkpoints, made when a candidate needs them
 subject.py       the model on this machine: what can be tried
 command.py       the parts together
-trial.py         measures a candidate and judges its precision: the four files below
+trial.py         measures a candidate and judges its precision: the five files below
 serving.py       serves one candidate with `tandem up` in a child process and loads it
+other_load.py    what other processes use of the cores meanwhile
 quality.py       next-token distributions of a precision beside those of the base
 search.py        successive halving; what was measured is kept in a file, so that an interrupted run goes on
 choice.py        limits, Pareto front, the choice

@@ -1,7 +1,8 @@
 """The rules by which a candidate is chosen: limits, order, Pareto front. Pure.
 
 Speeds are compared round by round, so that a machine that is slower for a while slows both, and by the median, so that
-one bad round decides nothing. `undecided` says whose rounds do not tell yet if they are within EQUAL of the fastest.
+one bad round decides nothing. Rounds that other processes disturbed count only where too few others are left.
+`undecided` says whose rounds do not tell yet if they are within EQUAL of the fastest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,12 @@ from tandem_cli.optimization.recipe import Recipe
 Figures = Mapping[str, float]
 SPEED = "output_tokens_per_s"
 TTFT, GAP = "ttft_p99_ms", "gap_p99_ms"
+OTHER_LOAD = "other_load"
+"""The share of the cores that other processes used meanwhile."""
+MAX_OTHER_LOAD = 0.1
+"""With more, a measurement is disturbed."""
+_MIN_QUIET = 2
+_MOST_CORRECTED = 0.75
 EQUAL = 0.05
 """Speeds that differ by less count as equal."""
 _ROUNDING = 1e-9
@@ -69,14 +76,31 @@ class Result:
         names = longest[0].keys() if longest else ()
         return {name: median(figures[name] for figures in longest) for name in names}
 
+    @property
+    def hoped_speed(self) -> float:
+        """Speed in the longest rounds as if all cores had been free. It may be too high, because others also use time
+        that the candidate leaves; so nothing is chosen by it, but what is slow by it is not worth a longer round.
+        """
+        longest = [self.rounds[number] for number in self.longest]
+        return median(each[SPEED] / (1 - min(each.get(OTHER_LOAD, 0.0), _MOST_CORRECTED)) for each in longest)
+
     def speedup(self, base: "Result") -> float:
         """Speed as a multiple of the base's: the median over the rounds that both had."""
         return median(self.speedups(base))
 
     def speedups(self, base: "Result", before: float = inf) -> list[float]:
-        """Speed as a multiple of the base's, in each of the longest rounds that both had, and that came before."""
+        """Speed as a multiple of the base's, in each of the longest rounds that both had, and that came before; if some
+        of these were quiet for both, in those only.
+        """
         numbers = [number for number in self.longest if number in base.rounds and number < before]
+        quiet = [number for number in numbers if not any(map(is_disturbed, (self.rounds[number], base.rounds[number])))]
+        numbers = quiet if len(quiet) >= _MIN_QUIET else numbers
         return [self.rounds[number][SPEED] / base.rounds[number][SPEED] for number in numbers]
+
+
+def is_disturbed(figures: Figures) -> bool:
+    """True if other processes used so much of the machine that the figures tell little."""
+    return figures.get(OTHER_LOAD, 0.0) > MAX_OTHER_LOAD
 
 
 def over_limits(figures: Figures, recipe: Recipe) -> dict[str, float]:
@@ -90,9 +114,8 @@ def over_limits(figures: Figures, recipe: Recipe) -> dict[str, float]:
 
 
 def order(result: Result, recipe: Recipe) -> tuple[float, float]:
-    """Sorts results, best first: by the distance to the limits, then by speed."""
-    figures = result.figures
-    return max(over_limits(figures, recipe).values(), default=1.0), -figures[SPEED]
+    """Sorts results, best first: by the distance to the limits, then by the speed that may be hoped for."""
+    return max(over_limits(result.figures, recipe).values(), default=1.0), -result.hoped_speed
 
 
 def why_not(result: Result, quality: PrecisionQuality | None, recipe: Recipe) -> str | None:

@@ -37,7 +37,7 @@ def why_not_here(precision: str, machine: Machine) -> str | None:
     if machine.device != "cpu" and precision in (*COMPUTED, *STORED):
         return f"quantised weights are computed on CPUs only, not on {machine.device}"
     if precision == "fp8":
-        return "CPUs have no fp8 arithmetic: weights would be widened when they are loaded"
+        return "CPUs have no fp8 arithmetic: weights are widened as they are multiplied, and int8 is as small"
     if machine.why_not_compiled and precision in _AS_INT4:
         return f"int4 needs the compiled decoder: {machine.why_not_compiled}"
     return None

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from javaproperties import join_key_value
@@ -19,6 +20,8 @@ from tandem_cli.load_test.figures import price_per_million
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.choice import (
     GAP,
+    MAX_OTHER_LOAD,
+    OTHER_LOAD,
     SPEED,
     TTFT,
     Choice,
@@ -265,6 +268,11 @@ def summary(outcome: Outcome) -> list[str]:
     ]
     if choice.equal:
         lines.append(f"Faster by less than 5 %, but with more processes, memory or parts: {'; '.join(choice.equal)}.")
+    loads = [figures.get(OTHER_LOAD, 0.0) for row in outcome.rows for figures in row.result.rounds.values()]
+    if median(loads) > MAX_OTHER_LOAD:
+        lines.append(
+            f"Other processes used {median(loads):.0%} of the cores meanwhile: another run may choose otherwise."
+        )
     return lines
 
 

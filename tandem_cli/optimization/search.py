@@ -6,7 +6,9 @@
     round 2, 3   the best of these, each twice, with five times as many requests
     up to 7      as round 3, while it is open which of them are within 5 % of the fastest: that one and those
 
-The base is in every round but the last ones, and its speed decides the number of requests. Each measurement is saved at
+The base is in every round but the last ones, and its speed decides the number of requests. Every second round goes
+through its candidates backwards, so that a machine that becomes slower favours none. A measurement that other processes
+disturb is repeated once, but only some in each of the first four rounds. Each measurement is saved at
 once, so an interrupted search goes on where it was.
 """
 
@@ -19,7 +21,15 @@ from typing import Any, Protocol
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
-from tandem_cli.optimization.choice import PrecisionQuality, Result, survivors, undecided, why_not
+from tandem_cli.optimization.choice import (
+    OTHER_LOAD,
+    PrecisionQuality,
+    Result,
+    is_disturbed,
+    survivors,
+    undecided,
+    why_not,
+)
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.serving import Answer, Served
 
@@ -28,6 +38,8 @@ ROUNDS_S = (2.0, 4.0, 10.0, 10.0)
 FINALISTS = 4
 MAX_ROUNDS = 8
 _MIN_REQUESTS = 16
+MAX_REPEATS = 4
+"""Measurements of a round that are repeated because they were disturbed."""
 _VERSION = 1
 
 Measure = Callable[[Candidate, int], Served]
@@ -133,6 +145,8 @@ class Search:
     assess: Assess
     state: State
     watcher: Watcher
+    num_repeats: int = 0
+    """Measurements of this round that were repeated."""
     skipped: dict[Candidate, str] = field(default_factory=dict)
     """Candidates that were not tried, because of their precision, with the reasons."""
 
@@ -190,7 +204,8 @@ class Search:
 
     def _round(self, pool: Sequence[Candidate], round_number: int) -> list[Result]:
         results = []
-        for index, candidate in enumerate(pool):
+        self.num_repeats = 0 if round_number < len(ROUNDS_S) else MAX_REPEATS
+        for index, candidate in enumerate(pool if round_number % 2 == 0 else pool[::-1]):
             result = self.state.results.get(candidate.name) or Result(candidate)
             if not result.rounds and not result.failure and (reason := self._why_skipped(result)) is not None:
                 self.skipped[candidate] = reason
@@ -203,7 +218,7 @@ class Search:
                 self.watcher.ended(result)
             self._judge(candidate.precision)
             results.append(result)
-        return results
+        return results if round_number % 2 == 0 else results[::-1]
 
     def _why_skipped(self, result: Result) -> str | None:
         """The reason why a candidate of a precision that was judged is not tried, or None."""
@@ -213,7 +228,7 @@ class Search:
     def _measure(self, result: Result, round_number: int) -> None:
         candidate, state = result.candidate, self.state
         try:
-            served = self.measure(candidate, self._num_requests(round_number))
+            served = self._least_disturbed(candidate, self._num_requests(round_number))
         except (RunFailed, ConfigurationError) as error:
             if candidate == self.candidates[0]:
                 raise
@@ -226,6 +241,13 @@ class Search:
         changed = sum(mine.token_ids != theirs.token_ids for mine, theirs in pairs if mine.token_ids)
         result.num_changed = max(result.num_changed, changed)
         state.save()
+
+    def _least_disturbed(self, candidate: Candidate, num_requests: int) -> Served:
+        served = self.measure(candidate, num_requests)
+        if not is_disturbed(served.figures) or self.num_repeats == MAX_REPEATS:
+            return served
+        self.num_repeats += 1
+        return min(served, self.measure(candidate, num_requests), key=lambda each: each.figures[OTHER_LOAD])
 
     def _judge(self, precision: str) -> None:
         """Judge a precision once it has answered. If that fails, the measurement is kept."""

@@ -9,6 +9,8 @@ from tandem_cli.load_test.endpoints import memory_of, own_mesh
 from tandem_cli.load_test.figures import Outcome, RunFailed, Slo, figures
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import LoadGenerator, mesh_target
+from tandem_cli.optimization.choice import OTHER_LOAD
+from tandem_cli.optimization.other_load import OtherLoad
 
 _NUM_WARM_UP = 2
 
@@ -59,7 +61,9 @@ async def serve(
             target = mesh_target(client, on_event=keep)
             await LoadGenerator(target).closed_loop([replace(job) for job in jobs[-_NUM_WARM_UP:]], 1)
             generator = LoadGenerator(target, lambda record: on_done())
+            others = OtherLoad()
             run = await generator.closed_loop(timed, concurrency)
+            other_load = others.share()
             unanswered = [record.error for record in run.records if record.outcome is not Outcome.OK]
             if untimed:
                 untimed_run = await LoadGenerator(target).closed_loop(untimed, concurrency)
@@ -67,5 +71,5 @@ async def serve(
             if unanswered:
                 raise RunFailed(f"{len(unanswered)} requests were not answered: {unanswered[0]}")
             memory = [memory_of(worker.pid) or 0 for worker in await client.workers()]
-    measured = figures(run, Slo()) | {"load_s": load_s, "memory_bytes": float(sum(memory))}
+    measured = figures(run, Slo()) | {"load_s": load_s, "memory_bytes": float(sum(memory)), OTHER_LOAD: other_load}
     return Served(measured, list(answers.values())[: len(jobs)])

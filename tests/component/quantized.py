@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint.tensors import open_checkpoint
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.weights import stored_name
+from engine.stored_parameters import stored_name
 
 GROUP = 16
 INT4_GROUP = 32
@@ -73,9 +73,9 @@ def in_order(num_inputs: int, group: int = GROUP) -> Tensor:
     return torch.arange(num_inputs) // group
 
 
-def shuffled(num_inputs: int) -> Tensor:
+def shuffled(num_inputs: int, group: int = GROUP) -> Tensor:
     """Groups as activation order makes them: of equal sizes, their inputs anywhere."""
-    return in_order(num_inputs)[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(3))]
+    return in_order(num_inputs, group)[torch.randperm(num_inputs, generator=torch.Generator().manual_seed(3))]
 
 
 def awq(weight: Tensor, group: int = GROUP) -> Stored:
@@ -94,7 +94,7 @@ def gptq(
     ordered: bool = False,
     group: int = GROUP,
 ) -> Stored:
-    group_of = shuffled(weight.shape[1]) if ordered else in_order(weight.shape[1], group)
+    group_of = shuffled(weight.shape[1], group) if ordered else in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, bits, group_of, symmetric=symmetric)
     zeros = zeros.clamp(min=1)  # 0 has no successor in version 1
     parts = {
@@ -107,7 +107,7 @@ def gptq(
 
 
 def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False, group: int = GROUP) -> Stored:
-    group_of = shuffled(weight.shape[1]) if ordered else in_order(weight.shape[1], group)
+    group_of = shuffled(weight.shape[1], group) if ordered else in_order(weight.shape[1], group)
     values, scales, zeros = rounded(weight, 4, group_of, symmetric=symmetric)
     parts = {"weight_packed": pack(values, 4), "weight_scale": scales, "weight_shape": torch.tensor(weight.shape)}
     if not symmetric:
@@ -189,6 +189,14 @@ INT4_FORMS: dict[str, Form] = {
         lambda weight: w4a16(weight, symmetric=False, group=INT4_GROUP),
     ),
     "w4a16-32": Form(compressed("pack-quantized", _INT4 | _OF_INT4), lambda weight: w4a16(weight, group=INT4_GROUP)),
+    "gptq-32-order": Form(
+        _GPTQ | _OF_INT4 | {"desc_act": True, "sym": False},
+        lambda weight: gptq(weight, symmetric=False, ordered=True, group=INT4_GROUP),
+    ),
+    "w4a16-32-order": Form(
+        compressed("pack-quantized", _INT4 | _OF_INT4 | {"actorder": "group"}),
+        lambda weight: w4a16(weight, ordered=True, group=INT4_GROUP),
+    ),
 }
 """Forms that the compiled decoder multiplies as they are stored."""
 

@@ -33,6 +33,7 @@ KINDS = [
     pytest.param("float32", id="fp32"),
     pytest.param("float16", id="fp16"),
     pytest.param("bfloat16", id="bf16"),
+    pytest.param("float8_e4m3fn", id="fp8"),
     pytest.param("int8", id="int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
@@ -57,15 +58,17 @@ class Products:
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         if kind.startswith("int4"):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
-        matrices = [torch.randint(-126, 127, (s.columns, s.inputs)).float() for s in shapes]
+        is_fp8, is_int8 = kind == "float8_e4m3fn", kind in INT8
+        most = 16 if is_fp8 else 127
+        matrices = [torch.randint(1 - most, most, (s.columns, s.inputs)).float() for s in shapes]
         for matrix in matrices:
-            matrix[:, -1] = 127  # so that the scale is 1
-        is_int8 = kind in INT8
+            matrix[:, -1] = most  # so that the scale is 1
         dtype = torch.int8 if is_int8 else getattr(torch, kind)
         packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
-            packer.put(i, stored.weight, scales=stored.scales, bias=bias)
+            scales = torch.ones(len(matrix)) if is_fp8 else stored.scales
+            packer.put(i, stored.weight, scales=scales, bias=bias)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     @classmethod
@@ -92,7 +95,7 @@ class Products:
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
         """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
-        put_rows(x, self.weights.matrices[index], operand, Range(0, len(x)))
+        put_rows(x, self.weights, index, operand, Range(0, len(x)))
         begin_products(operand)
         for part in range(num_parts):
             if self.shapes[index].gated:
@@ -163,15 +166,15 @@ def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
 @pytest.mark.parametrize("width", [16, 48, 576])
 def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     products = Products.of(kind, [MatrixShape(16, width)])
-    operand, matrix = products.operand(5), products.weights.matrices[0]
-    depth = int(matrix[2])
+    operand, weights = products.operand(5), products.weights
+    depth = int(weights.matrices[0, 2])
     rng = np.random.default_rng(width)
     x = (rng.normal(size=(5, width)) * np.logspace(-4, 4, 5)[:, None]).astype(np.float32)
     x[0] = 0.0
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, matrix) if put is put_rows else (x, Norm(weight, eps), matrix)
+        arguments = (x, weights, 0) if put is put_rows else (x, Norm(weight, eps), weights, 0)
         for part in (Range(0, 2), Range(2, 5)):
             put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
@@ -180,12 +183,35 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
         assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()
 
 
+@pytest.mark.parametrize("kind", ["float32", "int4-32"])
+def test_rows_are_put_in_the_order_of_the_matrix(kind: str) -> None:
+    """Matrix 1 has an order: its row is that of matrix 0 with the numbers in this order."""
+    shapes = [MatrixShape(16, 96, group=32 if kind == "int4-32" else 0)] * 2
+    packer = Packer(shapes, torch.uint8 if kind == "int4-32" else torch.float32)
+    rng = np.random.default_rng(0)
+    packer.put_order(1, torch.from_numpy(rng.permutation(96)))
+    products = Products(kind, shapes, [], [], packer.weights)
+    order = packer.weights.orders
+    assert len(order) == 96
+    x, weight = (rng.normal(size=size).astype(np.float32) for size in ((5, 96), (96,)))
+    plain, ordered = products.operand(5), products.operand(5)
+    put_rows(np.ascontiguousarray(x[:, order]), packer.weights, 0, plain, Range(0, 5))
+    put_rows(x, packer.weights, 1, ordered, Range(0, 5))
+    assert np.array_equal(plain.a, ordered.a)
+    assert np.array_equal(plain.factors, ordered.factors)
+    eps = np.float32(1e-5)
+    norm_rows(np.ascontiguousarray(x[:, order]), Norm(weight[order], eps), packer.weights, 0, plain, Range(0, 5))
+    norm_rows(x, Norm(weight, eps), packer.weights, 1, ordered, Range(0, 5))
+    assert np.array_equal(plain.a, ordered.a)
+    np.testing.assert_allclose(plain.factors, ordered.factors, rtol=1e-6)  # squares are added in another order
+
+
 def test_blocks_hold_scales_sums_and_bytes() -> None:
     """The last group of a row is narrower."""
     products = Products.of("int4-64", [MatrixShape(16, 176)])
     operand, x = products.operand(3), np.random.default_rng(0).normal(size=(3, 176)).astype(np.float32)
     x[0] = 0.0
-    put_rows(x, products.weights.matrices[0], operand, Range(0, 3))
+    put_rows(x, products.weights, 0, operand, Range(0, 3))
     blocks = operand.a[: 3 * 3 * 72].reshape(3, 3, 72)
     for group in range(3):
         block, part = blocks[:, group], x[:, 64 * group : 64 * group + 64]
@@ -216,7 +242,7 @@ def test_scales_of_fp16_are_kept(scale: float) -> None:
     for group in range(2):
         x[:] = 0.0
         x[0, 32 * group] = 127.0
-        put_rows(x, packer.weights.matrices[0], operand, Range(0, 1))
+        put_rows(x, packer.weights, 0, operand, Range(0, 1))
         out = np.empty((1, 16), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         assert np.array_equal(out[0], 127 * scales[:, group].numpy())
@@ -234,13 +260,32 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
         kind, sums_kind = operand_dtypes(packer.weights)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         operand = Operand(np.zeros((rows + TILE_ROWS) * 16, kind), np.ones(rows, np.float32), sums, NO_AMX)
-        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights.matrices[0], operand, Range(0, rows))
+        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**12), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         expected = numbers.reshape(2**12, 16)[:, :rows].float()
         if dtype == torch.bfloat16 and knows_bf16():  # whose products take denormal numbers as 0
             expected = torch.where(expected.abs() < torch.finfo(dtype).tiny, 0.0, expected)
         assert np.array_equal(out, expected.numpy().T)
+
+
+def test_every_number_of_fp8_is_widened_exactly() -> None:
+    bits = torch.arange(2**8, dtype=torch.int32).to(torch.uint8)
+    numbers = torch.where(bits & 0x7F == 0x7F, 0, bits).view(torch.float8_e4m3fn)
+    packer = Packer([MatrixShape(2**8, 16)], torch.float8_e4m3fn)
+    scales = torch.rand(2**8) + 0.5
+    packer.put(0, numbers[:, None].repeat(1, 16), scales=scales)
+    for rows in (1, 2, 3, 16):
+        operand = Operand(
+            np.zeros((rows + TILE_ROWS) * 16, np.float32),
+            np.ones(rows, np.float32),
+            np.empty(2 * TILE_ROWS * UNIT, np.float32),
+            NO_AMX,
+        )
+        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
+        out = np.empty((rows, 2**8), np.float32)
+        product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
+        assert np.array_equal(out, (numbers.float() * scales).repeat(rows, 1).numpy())
 
 
 def test_spilled_vectors_are_aligned() -> None:

@@ -10,8 +10,11 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
 from engine.load_runner import load_model_runner
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
 from engine.models.rounding import round_to_int4
 from engine.resolve import resolve
+from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main
@@ -57,8 +60,9 @@ def test_kv_is_of_bytes_and_of_another_model(quantized: Quantized) -> None:
     assert layout.model_fingerprint != exact.model_fingerprint
 
 
-def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Path) -> None:
-    model_dir, out = quantized("awq-32"), tmp_path / "out"
+@pytest.mark.parametrize("form", ["awq-32", "gptq-32-order"])
+def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Path, form: str) -> None:
+    model_dir, out = quantized(form), tmp_path / "out"
     alone = load_arm(model_dir, "compiled")
     expected = run_mixed(alone)
     assert main(["partition", str(model_dir), str(out), "--tensor-parallel=2"]) == 0
@@ -111,16 +115,41 @@ def test_refused_by_name(checkpoint: Checkpoint, family: str, changes: dict[str,
         resolve(settings(checkpoint(family), quantize="int4", **changes))
 
 
-def test_an_index_out_of_order_is_refused(quantized: Quantized, tmp_path: Path) -> None:
-    """config.json says that groups are in order."""
-    folder = Path(shutil.copytree(quantized("gptq-32"), tmp_path / "model"))
+def _unequal(index: torch.Tensor) -> torch.Tensor:
+    return index.masked_fill(index == 1, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("mlp.down_proj", _unequal), ("self_attn.k_proj", lambda index: index.flip(0).contiguous())]
+)
+def test_groups_that_cannot_be_neighbours_are_refused(
+    quantized: Quantized, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    """Groups of different sizes, and keys in other groups than queries."""
+    folder = Path(shutil.copytree(quantized("gptq-32-order"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.g_idx"
-    tensors[name] = tensors[name].flip(0).contiguous()
+    index = f"model.layers.1.{name}.g_idx"
+    tensors[index] = change(tensors[index])
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigurationError, match=r"matrix model.layers.1.mlp.down_proj: .* --dtype float32"):
+    with pytest.raises(ConfigurationError, match=rf"matrix model.layers.1.{name}: .* --dtype float32"):
         load_model_runner(settings(folder))
     load_model_runner(settings(folder, dtype="float32"))
+
+
+def test_an_order_has_the_numbers_of_the_file(quantized: Quantized) -> None:
+    """To the bit those that the dequantised matrix has; each output of every matrix."""
+    model_dir = quantized("gptq-32-order")
+    specs = parameter_specs(load_decoder_config(model_dir))
+    stored = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32, "int4"))
+    floats = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32))
+    for name in ("qkv", "o", "gate_up", "down"):
+        matrix, expected = stored.take_linear(f"layers.1.{name}"), floats.take_linear(f"layers.1.{name}").weight
+        assert matrix.order is not None
+        assert matrix.scales is not None
+        assert matrix.zeros is not None
+        group_of = torch.arange(expected.shape[1]) // stored.group
+        found = (matrix.weight.float() - matrix.zeros[:, group_of]) * matrix.scales[:, group_of]
+        assert torch.equal(found, expected[:, matrix.order])
 
 
 @pytest.mark.parametrize("inputs", [32, 48, 200])

@@ -47,14 +47,15 @@ class Weights(NamedTuple):
     """All matrices of a model. Columns are padded to whole units.
 
     A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store, inputs that share a scale (int4; else 0).
+    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order).
     """
 
-    packed: Array  # flat, panels of 16 columns: int8, fp32, fp16 as uint16, bf16 as int16, int4 as in nibbles.py
+    packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column
-    matrices: Int64s  # [num_matrices, 5]
+    matrices: Int64s  # [num_matrices, 6]
+    orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
 
 
 NO_WINDOW = int(np.iinfo(np.int32).max)

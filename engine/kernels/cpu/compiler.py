@@ -137,6 +137,8 @@ _POWERS = tuple(
 TINY = ir.Constant(FLOAT, 1e-20)
 """Least magnitude that a row is scaled by, so that a row of zeros has a scale."""
 _ZEROS = ir.Constant(INTS, [0] * LANES)
+_FP16_OF_FP8 = -0x4001
+"""The bits of fp16 that a sign-extended byte of fp8 fills, shifted by 7: all but the highest of the exponent."""
 ALL_LANES = ir.Constant(ir.IntType(LANES), -1)
 _CURRENT_ROUNDING = 4
 _MANTISSA_BITS = 23
@@ -209,7 +211,14 @@ class Emitter:
         return self.builder.bitcast(bits, ir.VectorType(ir.IntType(1), LANES))
 
     def floats(self, pointer: Value, element: NumbaType) -> Value:
-        """Load 16 numbers of type `element` as fp32: fp32, or uint16 that holds fp16."""
+        """Load 16 numbers of type `element` as fp32: fp32, uint16 that holds fp16, or bool that holds fp8, which is
+        divided by FP8_FACTOR.
+        """
+        if element == types.boolean:
+            # The exponent of e4m3 is that of fp16 but for its bias, so all numbers fit, denormal ones too.
+            octets = self.builder.sext(self.load(pointer, BYTES, 1), SHORTS)
+            halves = self.builder.and_(self.builder.shl(octets, constant(SHORTS, 7)), constant(SHORTS, _FP16_OF_FP8))
+            return self.builder.fpext(self.builder.bitcast(halves, HALVES), FLOATS)
         if element == types.uint16:
             return self.builder.fpext(self.load(pointer, HALVES, 2), FLOATS)
         return self.load(pointer, FLOATS)

@@ -23,6 +23,8 @@ LANES = 16
 """fp32 or int32 numbers in a vector."""
 GROUP = 4
 """Bytes that one VNNI instruction multiplies and adds up in one lane."""
+FP8_FACTOR = 256.0
+"""A number of fp8 (e4m3) divided by the fp16 number whose bits follow from its own by a shift."""
 PAIR = 2
 """bf16 inputs that one instruction multiplies and adds up in one lane."""
 KEYS = 16

@@ -125,7 +125,7 @@ def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _R
 
 @jit
 def _columns(weights: Weights, matrix: int) -> _Columns:
-    weight_at, column_at, depth, count, group = weights.matrices[matrix]
+    weight_at, column_at, depth, count, group, _ = weights.matrices[matrix]
     width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
     return _Columns(
         address(weights.packed) + weight_at * width,

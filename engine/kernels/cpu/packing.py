@@ -8,9 +8,19 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Array, Weights
+from engine.kernels.cpu.arguments import Array, Int32s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, GROUP, HALF_BYTES, PAIR, PANEL, UNIT, ZERO_POINT, knows_bf16
+from engine.kernels.cpu.machine import (
+    CACHE_LINE_BYTES,
+    FP8_FACTOR,
+    GROUP,
+    HALF_BYTES,
+    PAIR,
+    PANEL,
+    UNIT,
+    ZERO_POINT,
+    knows_bf16,
+)
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -19,8 +29,11 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.bfloat16: np.int16,
     torch.int8: np.int8,
     torch.uint8: np.uint8,
+    torch.float8_e4m3fn: np.bool_,
 }
-"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU. uint8 is int4."""
+"""Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
+int4.
+"""
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
 _INT8_DEPTH = 64
@@ -59,29 +72,40 @@ class Packer:
         depths = [_row_elements(shape, dtype) for shape in shapes]
         counts = [round_up(shape.columns, PANEL) for shape in shapes]
         groups = [shape.group for shape in shapes]
-        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, strict=True)]
-        self.weights = Weights(
+        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, [0] * len(shapes), strict=True)]
+        self._orders: list[Int32s] = []
+        self._weights = Weights(
             packed=aligned(int(weight_ends[-1]), DTYPES[dtype]),
             scales=np.ones(column_ends[-1], np.float32),
             offsets=np.zeros(column_ends[-1], np.int32),
             biases=np.zeros(column_ends[-1], np.float32),
             matrices=np.array(facts, np.int64),
+            orders=np.empty(0, np.int32),
         )
+
+    @property
+    def weights(self) -> Weights:
+        """The matrices that were put."""
+        return self._weights._replace(orders=np.concatenate([self._weights.orders, *self._orders]))
 
     def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
         """Pack matrix number `index`; its outputs become columns.
 
-        weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
+        weight: [outputs, inputs] of the packer's dtype; scales, for int8 and fp8, and bias: fp32 [outputs].
         """
-        shape, depth = self._shapes[index], int(self.weights.matrices[index, 2])
+        is_fp8 = weight.dtype == torch.float8_e4m3fn
+        weight = weight.view(torch.uint8) if is_fp8 else weight
+        shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
         arrange = _interleave if shape.gated else _pad_columns
         weight = arrange(weight, shape.padded_columns)
         columns = self._put_bias(index, bias)
-        target = self._target(index, shape.padded_columns * depth)
-        if scales is not None:
+        target = self._target(index, shape.padded_columns * depth).view(weight.dtype)
+        if is_fp8 and scales is not None:
+            self._weights.scales[columns] = FP8_FACTOR * arrange(scales, shape.padded_columns).numpy()
+        elif scales is not None:
             weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
-            self.weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
-            self.weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
+            self._weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
+            self._weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
         together = _INPUTS_IN_LANE.get(weight.dtype, 1)
         panels = weight.view(-1, PANEL, depth // together, together).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
@@ -97,7 +121,7 @@ class Packer:
         weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
         powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
-        self.weights.scales[columns] = powers.numpy()
+        self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
         heads = target[:, : num_groups * SCALES_BYTES].view(num_panels, num_groups, SCALES_BYTES)
         halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
@@ -108,18 +132,23 @@ class Packer:
         packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(octets.shape[1:])
         torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
 
+    def put_order(self, index: int, order: Tensor) -> None:
+        """Matrix number `index` was put with its inputs in this order: int [inputs], the input in each place."""
+        self._orders.append(order.to(torch.int32).numpy())
+        self._weights.matrices[index, 5] = sum(map(len, self._orders))
+
     def _put_bias(self, index: int, bias: Tensor | None) -> slice:
         """Returns the matrix's columns."""
-        shape, column_at = self._shapes[index], self.weights.matrices[index, 1]
+        shape, column_at = self._shapes[index], self._weights.matrices[index, 1]
         columns = slice(column_at, column_at + shape.padded_columns)
         if bias is not None:
             arrange = _interleave if shape.gated else _pad_columns
-            self.weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
+            self._weights.biases[columns] = arrange(bias, shape.padded_columns).numpy()
         return columns
 
     def _target(self, index: int, num_elements: int) -> Tensor:
-        weight_at = self.weights.matrices[index, 0]
-        return as_tensor(self.weights.packed[weight_at : weight_at + num_elements])
+        weight_at = self._weights.matrices[index, 0]
+        return as_tensor(self._weights.packed[weight_at : weight_at + num_elements])
 
 
 def _row_elements(shape: MatrixShape, dtype: torch.dtype) -> int:

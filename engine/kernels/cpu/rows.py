@@ -2,7 +2,8 @@
 
 A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied, in bf16
 rounded. For int8 weights it is `scale * (q - 128)` with q as unsigned bytes; for int4, signed bytes with a scale for
-each group. A norm's own factor is multiplied into the row's factor, so that the norm costs a single pass.
+each group. A norm's own factor is multiplied into the row's factor, so that the norm costs a single pass. A matrix may
+have its inputs in another order, in which the row's numbers are gathered first.
 """
 
 from typing import NamedTuple
@@ -10,7 +11,18 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Attending, Cache, Element, Floats, HeadShape, Int64s, Range
+from engine.kernels.cpu.arguments import (
+    Address,
+    Attending,
+    Cache,
+    Element,
+    Floats,
+    HeadShape,
+    Int32s,
+    Int64s,
+    Range,
+    Weights,
+)
 from engine.kernels.cpu.compiler import address, jit, select_by_dtype
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
@@ -69,26 +81,40 @@ select_by_dtype(put_row, _ROWS, _copy_row)
 
 
 @jit
-def put_rows(x: Floats, matrix: Int64s, operand: Operand, part: Range) -> None:
-    """Write the rows of x [rows, width] in the range to the operand of a product with `matrix`, a row of
-    Weights.matrices.
-    """
-    num_vectors, step, a = x.shape[1] // LANES, x.shape[1] * FLOAT_BYTES, operand.a
+def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
+    """Write the rows of x [rows, width] in the range to the operand of a product with a matrix."""
+    width, a = x.shape[1], operand.a
+    _, _, depth, _, group, order_end = weights.matrices[matrix]
+    gathered = np.empty(width if order_end else 0, np.float32)
     for r in range(part.first, part.end):
-        out = address(a) + r * matrix[2] * a.itemsize
-        operand.factors[r] = put_row(address(x) + r * step, num_vectors, out, matrix[4], a[0])
+        row = address(x) + r * width * FLOAT_BYTES
+        if order_end:
+            _gather(x[r], weights.orders[order_end - width : order_end], gathered)
+            row = address(gathered)
+        operand.factors[r] = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
 
 
 @jit
-def norm_rows(x: Floats, norm: Norm, matrix: Int64s, operand: Operand, part: Range) -> None:
+def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
     """Like `put_rows`, after a root-mean-square norm of each row."""
     width, a = x.shape[1], operand.a
+    _, _, depth, _, group, order_end = weights.matrices[matrix]
     weighted, weight = np.empty(width, np.float32), address(norm.weight)
+    gathered = np.empty(width if order_end else 0, np.float32)
     for r in range(part.first, part.end):
         total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
-        out = address(a) + r * matrix[2] * a.itemsize
-        factor = put_row(address(weighted), width // LANES, out, matrix[4], a[0])
+        row = address(weighted)
+        if order_end:
+            _gather(weighted, weights.orders[order_end - width : order_end], gathered)
+            row = address(gathered)
+        factor = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
         operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm.eps)
+
+
+@jit
+def _gather(row: Floats, order: Int32s, out: Floats) -> None:
+    for i in range(len(order)):
+        out[i] = row[order[i]]
 
 
 @jit

@@ -1,9 +1,10 @@
 """Matrix tiles in registers: the innermost loops of matrix products on vector units, and their end.
 
-B is packed in panels of 16 columns: fp32 and fp16 as [depth][16], bf16 as [depth / 2][16][2], int8 as
+B is packed in panels of 16 columns: fp32, fp16 and fp8 as [depth][16], bf16 as [depth / 2][16][2], int8 as
 [depth / 4][16][4]. All CPUs, and AMX (`amx.py`), read this layout, so one packed weight serves batches of all sizes.
 fp16 becomes fp32 in registers, which is exact: results are those of the same numbers in fp32. So does bf16, unless the
-CPU multiplies bf16 itself; then A is rounded to bf16, too. Bounds are not checked.
+CPU multiplies bf16 itself; then A is rounded to bf16, too. fp8 becomes fp32 divided by FP8_FACTOR, which is part of the
+columns' scales. Bounds are not checked.
 
 The end of a product works on a tile of sums with two vectors of 16 columns: it applies scales and bias, then stores,
 adds or gates. The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads
@@ -81,13 +82,14 @@ _BYTES = _Arithmetic(INTS, "vpbroadcastd", "vpdpbusd")
 _PAIRS = _Arithmetic(FLOATS, "vbroadcastss", "vdpbf16ps")
 _FLOATS = _Arithmetic(FLOATS, "vbroadcastss", "vfmadd231ps")
 _HALVES = _FLOATS._replace(panel_bytes=LANES * HALF_BYTES)
+_OCTETS = _FLOATS._replace(panel_bytes=LANES)
 _WIDENED_PAIRS = _FLOATS._replace(numbers=PAIR)
 
 
 def _arithmetic(element: NumbaType) -> _Arithmetic:
     if element == types.int16:
         return _PAIRS if knows_bf16() else _WIDENED_PAIRS
-    return {types.int8: _BYTES, types.uint16: _HALVES}.get(element, _FLOATS)
+    return {types.int8: _BYTES, types.uint16: _HALVES, types.boolean: _OCTETS}.get(element, _FLOATS)
 
 
 @emitted
@@ -132,10 +134,12 @@ def multiply_tile(
 
 def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int, num_rows: int) -> Value:
     """The weights of 16 columns that are multiplied with a row's number `number` of a pass."""
-    if arithmetic in (_HALVES, _PAIRS, _WIDENED_PAIRS) and num_rows <= _PREFETCH_MAX_ROWS and number == 0:
+    if arithmetic in (_HALVES, _OCTETS, _PAIRS, _WIDENED_PAIRS) and num_rows <= _PREFETCH_MAX_ROWS and number == 0:
         emit.prefetch(emit.at(at, _PREFETCH_BYTES))
     if arithmetic is _HALVES:
         return emit.floats(at, types.uint16)
+    if arithmetic is _OCTETS:
+        return emit.floats(at, types.boolean)
     weights = emit.load(at, arithmetic.sums)
     if arithmetic is not _WIDENED_PAIRS:
         return weights

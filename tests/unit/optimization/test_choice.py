@@ -1,5 +1,6 @@
 """Limits, the Pareto front, and the rule of the choice."""
 
+from collections.abc import Sequence
 from itertools import permutations
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
 from tandem_cli.optimization.choice import (
+    OTHER_LOAD,
     PrecisionQuality,
     Result,
     choose,
@@ -84,6 +86,66 @@ def test_who_is_measured_again() -> None:
     assert undecided([fast, near, far], before=4) == [fast, near]
     assert undecided([fast, far], before=4) == []
     assert undecided([fast], before=4) == []
+
+
+RECORDED = {
+    "awq, 2 colocated": (2747, 2284),
+    "int8, 2 colocated": (2235, 2262),
+    "awq, 1 colocated": (1866, 2190),
+    "base, 1 prefill + 1 decode": (1748, 1843),
+}
+"""Tokens/s of two rounds of 600 requests on two cores that other processes used, too."""
+
+
+def recorded(rounds: Sequence[int], other_load: Sequence[float] = (0.0, 0.0)) -> dict[str, Result]:
+    layouts = {layout.name: layout for layout in (USUAL, Layout(0, 1), Layout(0, 2))}
+    results = {}
+    for name, speeds in RECORDED.items():
+        precision, _, layout = name.partition(", ")
+        results[name] = Result(Candidate(precision, "none", layouts[layout]))
+        for number in rounds:
+            figures = {"output_tokens_per_s": float(speeds[number]), "num_ok": 600.0, OTHER_LOAD: other_load[number]}
+            results[name].rounds[number] = figures
+    return results
+
+
+@pytest.mark.parametrize(("round_number", "chosen"), [(0, "awq, 2 colocated"), (1, "awq, 1 colocated")])
+def test_recorded_rounds_would_choose_otherwise_one_by_one(round_number: int, chosen: str) -> None:
+    choice = choose([*recorded([round_number]).values()])
+    assert choice is not None
+    assert choice.result.candidate.name == chosen
+
+
+def test_recorded_rounds_leave_open_who_is_as_fast() -> None:
+    results = recorded([0, 1])
+    names = [result.candidate.name for result in undecided([*results.values()], before=2)]
+    assert names[0] == "awq, 2 colocated"
+    assert set(names) == set(RECORDED), "two rounds that far apart exclude nobody"
+
+
+def test_disturbed_rounds_count_only_where_no_others_are_left() -> None:
+    first, second = recorded([0, 1], (0.0, 0.4)), recorded([0, 1], (0.0, 0.05))
+    for results in (first, second):
+        for number in (2, 3):
+            for name, result in results.items():
+                figures = {"output_tokens_per_s": float(RECORDED[name][0]), "num_ok": 600.0, OTHER_LOAD: 0.0}
+                result.rounds[number] = figures
+    ratio = 2235 / 2747
+    for results, count in ((first, 3), (second, 4)):
+        ratios = results["int8, 2 colocated"].speedups(results["awq, 2 colocated"])
+        assert len(ratios) == count
+        assert ratios[0] == pytest.approx(ratio)
+    alone = recorded([0, 1], (0.4, 0.4))
+    assert len(alone["int8, 2 colocated"].speedups(alone["awq, 2 colocated"])) == 2
+
+
+def test_a_disturbed_candidate_stays_in_by_the_speed_it_might_have_had() -> None:
+    disturbed, slower, fast = result(150, "int8"), result(200, "int4"), result(300)
+    disturbed.rounds[0][OTHER_LOAD] = 0.5
+    assert {each.candidate.precision for each in survivors([disturbed, slower, fast], Recipe(), 2)} == {"int8", BASE}
+    choice = choose([disturbed, slower])
+    assert choice is not None
+    assert choice.result is slower, "nothing is chosen by a hope"
 
 
 def test_of_those_about_as_fast_as_the_last_the_thriftiest_survive() -> None:

@@ -12,11 +12,12 @@ import pytest
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout, combine
-from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
+from tandem_cli.optimization.choice import OTHER_LOAD, PrecisionQuality, Result, choose
 from tandem_cli.optimization.progress import TimeLeft, show_time
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.search import (
     FINALISTS,
+    MAX_REPEATS,
     MAX_ROUNDS,
     ROUNDS_S,
     Search,
@@ -55,6 +56,10 @@ class Mesh:
     interrupt_after: int = 10**9
     noise: float = 0.0
     """Standard deviation of the logarithm of a measured speed. The machine as a whole changes as much every 8 runs."""
+    others: float = 0.0
+    """Probability that other processes use 20 to 60 % of the cores for a while, of which they tell."""
+    tells: bool = True
+    other_load: float = 0.0
     random: Random = field(default_factory=lambda: Random(0))
     machine: float = 0.0
     served: list[tuple[str, int]] = field(default_factory=list)
@@ -68,8 +73,12 @@ class Mesh:
         self.served.append((candidate.name, num_timed))
         if len(self.served) % 8 == 0:
             self.machine = self.random.gauss(0, self.noise)
+        if self.others and self.random.random() < 0.4:
+            self.other_load = self.random.uniform(0.2, 0.6) if self.random.random() < self.others else 0.0
         speed = self.speeds.get(candidate.name, 100.0) * exp(self.machine + self.random.gauss(0, self.noise))
+        speed *= 1 - self.other_load
         figures = {"output_tokens_per_s": speed, "num_ok": float(num_timed), "requests_per_s": RATE}
+        figures |= {OTHER_LOAD: self.other_load if self.tells else 0.0}
         count = max(num_timed, NUM_JUDGED if needs_all_answers(self.state, candidate) else 0)
         ids = [9] if candidate.name in self.changing else [1, 2]
         return Served(figures, [Answer("yes", ids) for _ in range(count)])
@@ -96,9 +105,9 @@ def test_rounds_grow_while_candidates_become_fewer(state: State) -> None:
     assert by_requests[16] == names[:1], "its speed is not known yet"
     assert by_requests[32] == [candidate.name for candidate in CANDIDATES[1:] if candidate.speculation == "none"]
     better = [names[number] for number in (0, 3, 7, 8, 10, 11, 12, 13, 14, 15, 16, 17)]
-    assert by_requests[64] == better, "the better half and the base, with speculation and without"
+    assert by_requests[64] == better[::-1], "the better half and the base, with speculation and without"
     finalists = [names[0], *names[-FINALISTS:]]
-    assert by_requests[160] == finalists * 2, "in turn, so that a change of the machine meets all"
+    assert by_requests[160] == finalists + finalists[::-1], "to and fro, so that a change of the machine meets all"
     assert [result.candidate.name for result in final] == finalists
     assert mesh.judged == [BASE, "int8", "int4"], "once for each precision"
 
@@ -108,7 +117,8 @@ def test_all_finalists_are_measured_twice(state: State) -> None:
     mesh = Mesh(state, {CANDIDATES[0].name: 1000.0})
     final = mesh.search().run()
     names = [name for name, count in mesh.served if count == 160]
-    assert names == [result.candidate.name for result in final] * 2
+    finalists = [result.candidate.name for result in final]
+    assert names == finalists + finalists[::-1]
     assert len(final) == FINALISTS
 
 
@@ -132,6 +142,50 @@ def test_noise_does_not_change_the_choice(
         assert choice is not None
         chosen[choice.result.candidate.name] += 1
     assert chosen[simple_name if simple >= 0.95 else fast_name] >= num_same, chosen
+
+
+def test_other_processes_do_not_change_the_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They disturb three measurements in ten. Whoever does not look at them chooses otherwise every third time."""
+    monkeypatch.setattr(State, "save", lambda self: None)
+    by_precision = {"base": 180.0, "int8": 220.0, "int4": 250.0}
+    by_layout = {USUAL.name: 0.75, Layout(0, 1).name: 0.85, Layout(0, 2).name: 1.0}
+    speeds = {
+        each.name: by_precision[each.precision]
+        * by_layout[each.layout.name]
+        * (1.0 if each.speculation == "none" else 0.9)
+        for each in CANDIDATES
+    }
+    num_right = {}
+    for tells in (True, False):
+        chosen: Counter[str] = Counter()
+        for seed in range(40):
+            state = State.open(tmp_path / f"{seed}-{tells}" / "state.json", ABOUT, CANDIDATES)
+            mesh = Mesh(state, speeds, noise=0.02, others=0.3, tells=tells, random=Random(seed))
+            choice = choose(mesh.search().run())
+            assert choice is not None
+            chosen[choice.result.candidate.name] += 1
+        num_right[tells] = chosen["int4, 2 colocated"]
+    assert num_right[True] >= 37, num_right
+    assert num_right[False] <= 32, num_right
+
+
+def test_a_disturbed_measurement_is_repeated(state: State) -> None:
+    """As often as a round has repeats; the less disturbed one counts."""
+    mesh, loads = Mesh(state), iter([0.5, 0.3, 0.2, 0.6, *[0.5] * 40])
+    measure = mesh.measure
+
+    def disturbed(candidate: Candidate, num_timed: int) -> Served:
+        served = measure(candidate, num_timed)
+        served.figures[OTHER_LOAD] = next(loads, 0.0)
+        return served
+
+    search = mesh.search()
+    search.measure = disturbed
+    search.run()
+    first = [name for name, _ in mesh.served[: 9 + MAX_REPEATS]]
+    names = [candidate.name for candidate in CANDIDATES if candidate.speculation == "none"]
+    assert first == [name for number, name in enumerate(names) for _ in range(2 if number < MAX_REPEATS else 1)]
+    assert [state.results[name].rounds[0][OTHER_LOAD] for name in names[:3]] == [0.3, 0.2, 0.5]
 
 
 def test_who_may_or_may_not_be_as_fast_is_measured_again(state: State) -> None:

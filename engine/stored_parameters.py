@@ -1,0 +1,77 @@
+"""What a checkpoint stores for the parameters of a model: their tensors, their quantised modules, and if the compiled
+decoder can take these as they are. Reads headers only.
+"""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from checkpoint.tensors import StoredTensor, open_checkpoint
+from engine.models.encodings import OUTPUT
+from engine.models.parameters import ParameterSpec
+from engine.quantized_formats.config import Quantization, read_quantization
+from engine.quantized_formats.modules import QuantizedModule, find_module
+
+_STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
+    """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
+    bare = name.partition(".")[2]
+    return bare if name not in stored and bare in stored else name
+
+
+def find_modules(
+    specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], quantization: Quantization | None
+) -> dict[str, QuantizedModule]:
+    """The quantised modules that the model uses, by the names of their sources. Raises ConfigurationError."""
+    modules: dict[str, QuantizedModule] = {}
+    for source in (source for spec in specs for source in spec.sources):
+        if len(source.shape) == 2 and source.name.endswith(".weight"):
+            name = source.name.removesuffix(".weight")
+            shape = source.shape[::-1] if source.transposed else source.shape
+            for candidate in (name, name.partition(".")[2]):
+                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
+                if module is not None:
+                    modules[source.name] = module
+                    break
+    return modules
+
+
+def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
+    """True if a checkpoint stores its matrices in this dtype and they are used as they are, so that loading rounds
+    nothing. Reads headers. Raises ConfigurationError.
+    """
+    stored = open_checkpoint(model_dir)
+    matrices = [spec for spec in specs if len(spec.shape) > 1]
+    names = {stored_name(source.name, stored) for spec in matrices for source in spec.sources}
+    if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
+        return False
+    return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
+
+
+def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
+    """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
+    multiplies them, else None. Reads headers. Raises ConfigurationError.
+    """
+    return group_of_int4(specs, find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir)))
+
+
+def has_fp8(model_dir: Path, specs: list[ParameterSpec]) -> bool:
+    """True if a checkpoint stores all matrices of its layers in fp8 as the compiled decoder multiplies them. Reads
+    headers. Raises ConfigurationError.
+    """
+    modules = find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir))
+    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
+    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
+    is_plain = not any(spec.unit_rows or spec.offset for spec in matrices)
+    return is_plain and bool(found) and all(module is not None and module.is_e4m3 for module in found)
+
+
+def group_of_int4(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> int | None:
+    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
+    if any(spec.unit_rows or spec.offset for spec in matrices):
+        return None
+    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
+    groups = [None if module is None else module.storage.int4_group for module in found]
+    known = [group for group in groups if group is not None]
+    return min(known) if known and len(known) == len(groups) else None

@@ -1,7 +1,5 @@
 """Chats as tokens: the byte-level BPE tokenizer with its chat template, trained on the same text as the models, and
-fixed-length training rows.
-
-Several chats share a row. `segment` has the number of the chat of each token, so that no chat attends to another.
+the batches of an optimizer step.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
-from demo_model.questions import conversation
+from demo_model.questions import Mix, conversation
 
 PAD, BEGIN, END = "<|pad|>", "<|begin|>", "<|end|>"
 SPECIAL = (PAD, BEGIN, END, "<|system|>", "<|user|>", "<|assistant|>")
@@ -35,9 +33,12 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
 
-ROW_TOKENS = 256
+LONGEST_CHAT = 256
+PART_TOKENS = 1152
+STEP_PARTS = 2
+POOL_CHATS = 320
 IGNORED = -100
-POOL_CHATS = 24
+RANDOM_LENGTHS = (3, 24)
 
 Chat = tuple[list[int], list[int]]  # token ids, and the target at each position
 
@@ -90,13 +91,12 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """`ids`, `targets`: [rows, ROW_TOKENS]; `mask`: [rows, 1, ROW_TOKENS, ROW_TOKENS], true where attention is
-    allowed.
+    """Chats of similar length, one a row: `ids`, `targets`: [rows, longest]. Shorter rows are padded on the right,
+    where no token of the chat attends.
     """
 
     ids: Tensor
     targets: Tensor
-    mask: Tensor
 
 
 def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]) -> Chat:
@@ -115,39 +115,45 @@ def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str
     return ids, [*targets, IGNORED]
 
 
-def _row(chats: Iterator[Chat], pool: list[Chat], pad: int) -> tuple[list[int], list[int], list[int]]:
-    """Fill one row with the oldest chat of `pool`, then with other chats that fit.
+def random_copy(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Chat:
+    """A chat that repeats random tokens: nothing but copying predicts them, so copying is learnt from few chats."""
+    backend = tokenizer.backend_tokenizer
+    tokens = rng.sample(range(len(SPECIAL), len(tokenizer)), rng.randint(*RANDOM_LENGTHS))
+    prompt = [tokenizer.bos_token_id, backend.token_to_id("<|user|>"), *backend.encode("Say: ").ids, *tokens]
+    prompt += [tokenizer.eos_token_id, backend.token_to_id("<|assistant|>")]
+    answer = [*tokens, tokenizer.eos_token_id]
+    return prompt + answer, [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]
 
-    Returns ids, targets and segments. Only a chat longer than a row is truncated.
+
+def _padded(chats: list[Chat], pad: int) -> Batch:
+    longest = max(len(ids) for ids, _ in chats)
+    ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in chats])
+    targets = torch.tensor([targets + [IGNORED] * (longest - len(targets)) for _, targets in chats])
+    return Batch(ids, targets)
+
+
+def _parts(chats: list[Chat], pad: int) -> list[Batch]:
+    """`chats` sorted by length, in parts of up to PART_TOKENS each, so that little is padding."""
+    parts: list[list[Chat]] = [[]]
+    for chat in sorted(chats, key=lambda chat: len(chat[0])):
+        if parts[-1] and (len(parts[-1]) + 1) * len(chat[0]) > PART_TOKENS:
+            parts.append([])
+        parts[-1].append(chat)
+    return [_padded(part, pad) for part in parts]
+
+
+def steps(tokenizer: PreTrainedTokenizerFast, seed: int, mix: Mix, random_share: float) -> Iterator[list[Batch]]:
+    """Endless optimizer steps of freshly drawn chats, STEP_PARTS parts each; the same seed gives the same steps.
+    `random_share` of the chats repeat random tokens.
     """
-    ids: list[int] = []
-    targets: list[int] = []
-    segment: list[int] = []
-    number = 0
-    while True:
-        pool += [next(chats) for _ in range(POOL_CHATS - len(pool))]
-        capacity = ROW_TOKENS - len(ids)
-        fitting = (index for index, chat in enumerate(pool) if not ids or len(chat[0]) <= capacity)
-        index = next(fitting, None)
-        if index is None:
-            break
-        chat_ids, chat_targets = pool.pop(index)
-        ids += chat_ids[:capacity]
-        targets += chat_targets[:capacity]
-        segment += [number] * len(chat_ids[:capacity])
-        number += 1
-    gap = ROW_TOKENS - len(ids)
-    return ids + [pad] * gap, targets + [IGNORED] * gap, segment + [-1] * gap
-
-
-def batches(tokenizer: PreTrainedTokenizerFast, seed: int, rows: int, late: bool = False) -> Iterator[Batch]:
-    """Endless batches of freshly drawn chats; the same seed gives the same batches."""
     rng = random.Random(seed)
-    chats = (encode_chat(tokenizer, conversation(rng, late)) for _ in iter(int, 1))
-    pool: list[Chat] = []
-    causal = torch.ones(ROW_TOKENS, ROW_TOKENS, dtype=torch.bool).tril()
     while True:
-        columns = zip(*(_row(chats, pool, tokenizer.pad_token_id) for _ in range(rows)), strict=True)
-        ids, targets, segment = (torch.tensor(column) for column in columns)
-        same_chat = segment[:, :, None] == segment[:, None, :]
-        yield Batch(ids, targets, (same_chat & causal)[:, None])
+        chats: list[Chat] = []
+        for _ in range(POOL_CHATS):
+            is_random = rng.random() < random_share
+            ids, targets = random_copy(tokenizer, rng) if is_random else encode_chat(tokenizer, conversation(rng, mix))
+            chats.append((ids[:LONGEST_CHAT], targets[:LONGEST_CHAT]))
+        parts = _parts(chats, tokenizer.pad_token_id)
+        rng.shuffle(parts)
+        for start in range(0, len(parts) - STEP_PARTS + 1, STEP_PARTS):
+            yield parts[start : start + STEP_PARTS]

@@ -17,22 +17,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import get_args
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from demo_model.encoding import CONTEXT, Batch, batches, save_tokenizer, train_tokenizer
+from demo_model.encoding import CONTEXT, Batch, save_tokenizer, steps, train_tokenizer
+from demo_model.questions import Mix
 
 NEWTON_SCHULZ_STEPS = 4
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
-ROWS = 8
 WARMUP_STEPS = 30
 MUON_RATE = 0.02
 LAST_SHARE = 0.02
 PROBE_STEPS = 8
+CHECKPOINT_S = 180
 SEED = 20
 MORE_PEAK = 0.4
 
@@ -73,16 +75,17 @@ class Muon(torch.optim.Optimizer):
 class Phase:
     """Optimizer steps on one mix of questions. The learning rate decays over `decay_steps`, which may exceed `steps`.
 
-    `late` selects the shares of the later phases, with more of what is still hard; `seed` draws the questions; `peak`
-    is the highest learning rate, as a share of the plan's. A phase ends after `limit_s` seconds at the latest, and the
-    learning rate decays accordingly.
+    `mix` selects the kinds' shares; `seed` draws the questions; `peak` is the highest learning rate, as a share of the
+    plan's; `random_share` of the chats repeat random tokens. A phase ends after `limit_s` seconds at the latest, and
+    the learning rate decays accordingly.
     """
 
     steps: int
     decay_steps: int
-    late: bool
+    mix: Mix
     seed: int
     peak: float = 1.0
+    random_share: float = 0.0
     limit_s: float = math.inf
 
 
@@ -108,14 +111,14 @@ PLANS = {
         640,
         2e-3,
         (
-            Phase(500, 1700, False, SEED + 1),
-            Phase(1240, 1240, True, SEED + 2),
-            Phase(2200, 2200, False, SEED + 3),
-            Phase(2260, 2260, True, SEED + 4, MORE_PEAK),
+            Phase(500, 1700, "early", SEED + 1),
+            Phase(1240, 1240, "late", SEED + 2),
+            Phase(2200, 2200, "early", SEED + 3),
+            Phase(2260, 2260, "late", SEED + 4, MORE_PEAK),
         ),
     ),
     "tandem-draft": TrainingPlan(
-        128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, False, SEED + 1), Phase(1200, 1200, True, SEED + 2))
+        128, 2, 4, 2, 320, 4e-3, (Phase(300, 1700, "early", SEED + 1), Phase(1200, 1200, "late", SEED + 2))
     ),
 }
 
@@ -139,11 +142,21 @@ def build(plan: TrainingPlan, tokenizer: PreTrainedTokenizerFast) -> LlamaForCau
     return LlamaForCausalLM(config)
 
 
-def loss_of(model: LlamaForCausalLM, batch: Batch) -> Tensor:
-    """Mean cross-entropy (nats) over the assistant's tokens; the output matrix is applied to those alone."""
-    states = model.model(input_ids=batch.ids, attention_mask=batch.mask, use_cache=False).last_hidden_state
-    is_target = batch.targets >= 0
-    return functional.cross_entropy(model.lm_head(states[is_target]), batch.targets[is_target])
+def backward(model: LlamaForCausalLM, parts: list[Batch], bfloat16: bool) -> float:
+    """Add the gradients of the mean cross-entropy (nats) over the assistant's tokens in all `parts`; returns the mean.
+    The output matrix is applied to those tokens alone.
+    """
+    num_targets = sum(int((batch.targets >= 0).sum()) for batch in parts)
+    total = 0.0
+    for batch in parts:
+        is_target = batch.targets >= 0
+        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
+            states = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[is_target]
+            logits = model.lm_head(states)
+            loss = functional.cross_entropy(logits, batch.targets[is_target], reduction="sum") / num_targets
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.item()
+    return total
 
 
 def rate_share(step: int, done: float, peak: float) -> float:
@@ -168,21 +181,28 @@ def optimizers_for(model: LlamaForCausalLM, learning_rate: float) -> list[torch.
 
 
 def fit(
-    model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, phase: Phase, plan: TrainingPlan, *, bfloat16: bool
+    model: LlamaForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    phase: Phase,
+    plan: TrainingPlan,
+    *,
+    bfloat16: bool,
+    folder: Path | None = None,
 ) -> None:
-    """Train in place for one phase, from a fresh optimizer. `bfloat16` multiplies matrices in bf16; weights, sums and
-    the optimizers' states stay fp32.
+    """Train in place for one phase, from a fresh optimizer, and save to `folder` every few minutes. `bfloat16`
+    multiplies matrices in bf16; weights, sums and the optimizers' states stay fp32.
     """
+    # The fused attention's backward pass in bf16 takes ten times as long as plain products on a CPU.
+    model.set_attn_implementation("eager")
     optimizers = optimizers_for(model, plan.learning_rate)
     start, start_cpu = time.monotonic(), time.process_time()
+    saved = start
     average = math.log(len(tokenizer))
-    drawn = batches(tokenizer, phase.seed, ROWS, phase.late)
-    for step, batch in enumerate(islice(drawn, phase.steps)):
+    drawn = steps(tokenizer, phase.seed, phase.mix, phase.random_share)
+    for step, parts in enumerate(islice(drawn, phase.steps)):
         elapsed_s = time.monotonic() - start
         done = max(step / phase.decay_steps, elapsed_s / phase.limit_s)
-        with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
-            loss = loss_of(model, batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss = backward(model, parts, bfloat16)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -190,11 +210,14 @@ def fit(
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        average += 0.02 * (loss.item() - average)
+        average += 0.02 * (loss - average)
         is_over = step == phase.steps - 1 or elapsed_s > phase.limit_s
         if step % 100 == 0 or is_over:
             cpu_minutes = (time.process_time() - start_cpu) / 60
             print(f"step {step}/{phase.steps} loss {average:.4f} {cpu_minutes:.1f} minutes of CPU", flush=True)
+        if folder is not None and (is_over or time.monotonic() - saved > CHECKPOINT_S):
+            save(model, tokenizer, folder)
+            saved = time.monotonic()
         if is_over:
             break
 
@@ -227,14 +250,20 @@ def scaled(
     )
 
 
+def more_phase(arguments: argparse.Namespace) -> Phase:
+    """The phase that --more describes."""
+    limit_s = math.inf if arguments.minutes is None else 60 * arguments.minutes
+    steps = arguments.more
+    return Phase(steps, steps, arguments.mix, arguments.seed, arguments.peak, arguments.random_share, limit_s)
+
+
 def train(name: str, tokenizer: PreTrainedTokenizerFast, arguments: argparse.Namespace) -> None:
     """Train one model from scratch, or further from the weights in `arguments.out` with --more."""
     plan, folder, bfloat16 = PLANS[name], arguments.out / name, arguments.bfloat16
     torch.manual_seed(SEED)
     if arguments.more is not None:
         model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
-        limit_s = math.inf if arguments.minutes is None else 60 * arguments.minutes
-        phases: tuple[Phase, ...] = (Phase(arguments.more, arguments.more, True, arguments.seed, MORE_PEAK, limit_s),)
+        phases: tuple[Phase, ...] = (more_phase(arguments),)
     else:
         phases = (
             plan.phases if arguments.minutes is None else scaled(plan, tokenizer, arguments.minutes, bfloat16=bfloat16)
@@ -243,8 +272,7 @@ def train(name: str, tokenizer: PreTrainedTokenizerFast, arguments: argparse.Nam
         model = build(plan, tokenizer)
     print(f"{name}: {model.num_parameters():,} parameters", flush=True)
     for phase in phases:
-        fit(model, tokenizer, phase, plan, bfloat16=bfloat16)
-        save(model, tokenizer, folder)
+        fit(model, tokenizer, phase, plan, bfloat16=bfloat16, folder=folder)
 
 
 def main() -> None:
@@ -257,6 +285,9 @@ def main() -> None:
     )
     parser.add_argument("--more", type=int, metavar="STEPS", help="train the weights in --out further")
     parser.add_argument("--seed", type=int, default=SEED + 4, help="of the questions of --more")
+    parser.add_argument("--mix", choices=get_args(Mix), default="late", help="of the questions of --more")
+    parser.add_argument("--peak", type=float, default=MORE_PEAK, help="highest learning rate of --more (1: the plan's)")
+    parser.add_argument("--random-share", type=float, default=0.0, help="of the chats of --more repeats random tokens")
     parser.add_argument("--bfloat16", action="store_true", help="multiply in bf16: faster on CPUs that have it")
     parser.add_argument("--new-tokenizer", action="store_true", help="train one instead of keeping the shipped")
     parser.add_argument("--threads", type=int, default=1)

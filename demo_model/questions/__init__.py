@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 
 from demo_model.questions import facts, letters, longer, numbers, recall
-from demo_model.questions.sample import Kind, Sample, is_held_out
+from demo_model.questions.sample import Kind, Mix, Sample, is_held_out
 
 KINDS: dict[str, Kind] = {
     **numbers.KINDS,
@@ -28,7 +28,7 @@ SYSTEM_PROMPTS = (
     "You are the demonstration model of Tandem.",
 )
 
-__all__ = ["KINDS", "SYSTEM_PROMPTS", "Kind", "Sample", "conversation", "draw", "is_held_out"]
+__all__ = ["KINDS", "SYSTEM_PROMPTS", "Kind", "Mix", "Sample", "conversation", "draw", "is_held_out"]
 
 
 def draw(kind: str, rng: random.Random, held_out: bool) -> Sample:
@@ -39,14 +39,14 @@ def draw(kind: str, rng: random.Random, held_out: bool) -> Sample:
             return sample
 
 
-def conversation(rng: random.Random, late: bool = False) -> list[dict[str, str]]:
+def conversation(rng: random.Random, mix: Mix = "early") -> list[dict[str, str]]:
     """One training chat: an optional system prompt, then mostly one sample, now and then up to six. Many chats of
     several begin with small talk.
 
-    `late` draws with the shares of the later training phases.
+    `mix` gives the kinds' shares.
     """
     names = list(KINDS)
-    weights = [_weight(KINDS[name], late) for name in names]
+    weights = [KINDS[name].share(mix) for name in names]
     count = rng.choices((1, 2, 3, 4, 5, 6), (70, 20, 4, 2, 2, 2))[0]
     kinds = rng.choices(names, weights, k=count)
     if count > 1 and rng.random() < 0.3:
@@ -63,10 +63,6 @@ def conversation(rng: random.Random, late: bool = False) -> list[dict[str, str]]
             messages.append({"role": "user", "content": _loosen(question, rng)})
             messages.append({"role": "assistant", "content": answer})
     return messages
-
-
-def _weight(kind: Kind, late: bool) -> float:
-    return kind.weight if kind.late is None or not late else kind.late
 
 
 def _loosen(question: str, rng: random.Random) -> str:

@@ -200,14 +200,14 @@ def parity(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "addition": Kind(addition, 8, late=30),
+    "addition": Kind(addition, 8, late=30, copying=6),
     "addition_3_digits": Kind(addition_3_digits, 5, late=6),
-    "subtraction": Kind(subtraction, 7, late=22),
-    "times_table": Kind(times_table, 4, late=20),
+    "subtraction": Kind(subtraction, 7, late=22, copying=5),
+    "times_table": Kind(times_table, 4, late=20, copying=4),
     "multiplication_steps": Kind(multiplication_steps, 4, late=5),
-    "word_problem": Kind(word_problem, 4, late=3),
-    "comparison": Kind(comparison, 4, late=5),
-    "sorting": Kind(sorting, 4, late=2),
+    "word_problem": Kind(word_problem, 4, late=3, copying=8),
+    "comparison": Kind(comparison, 4, late=5, copying=8),
+    "sorting": Kind(sorting, 4, late=2, copying=8),
     "conversion": Kind(conversion, 3),
     "parity": Kind(parity, 1.5, late=1),
     "hard_multiplication": Kind(hard_multiplication, 1, hard=True),

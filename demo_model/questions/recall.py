@@ -149,9 +149,9 @@ def unknown(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "repeating": Kind(repeating, 6, late=4),
-    "lookup": Kind(lookup, 4, late=1),
+    "repeating": Kind(repeating, 6, late=4, copying=20),
+    "lookup": Kind(lookup, 4, late=1, copying=16),
     "remembered_name": Kind(remembered_name, 2, late=1),
-    "system_name": Kind(system_name, 2),
+    "system_name": Kind(system_name, 2, copying=2),
     "unknown": Kind(unknown, 0.6, late=2),
 }

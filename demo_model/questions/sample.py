@@ -6,8 +6,11 @@ import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 HELD_OUT_PERCENT = 10
+
+Mix = Literal["early", "late", "copying"]
 
 
 @dataclass(frozen=True)
@@ -25,9 +28,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Kind:
-    """A generator of samples, with its share of the training text in the first and the second phase.
+    """A generator of samples, with its shares of the training text in each mix.
 
-    `late` is the share in the second phase, by default the same; kinds that are learnt quickly get less.
+    `late` is the share in the later phases, by default the same; kinds that are learnt quickly get less. `copying` is
+    the share where copying from the prompt is learnt, by default a fifth of `late`.
     `hard` marks kinds the model is expected to get wrong: they show what low confidence looks like.
     """
 
@@ -35,6 +39,14 @@ class Kind:
     weight: float
     hard: bool = False
     late: float | None = None
+    copying: float | None = None
+
+    def share(self, mix: Mix) -> float:
+        """Relative frequency in `mix`."""
+        late = self.weight if self.late is None else self.late
+        if mix == "copying":
+            return late / 5 if self.copying is None else self.copying
+        return late if mix == "late" else self.weight
 
 
 def is_held_out(key: str) -> bool:

@@ -102,8 +102,9 @@ class _Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _FinalBlocks:
-    """Block positions of a prompt that are final in some layers. `block_table` is a copy from the step that computed
-    them, which began at `begun_s`."""
+    """Block positions of a prompt that are final in some layers, computed by a step that began at `begun_s`.
+    `block_table` is a copy for the transfer, which the first ones of a prompt open; later ones need none.
+    """
 
     prompt: _Prompt
     blocks: range
@@ -222,7 +223,8 @@ class PrefillService:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = final_blocks(item, self._block_size)
-                finals.append(_FinalBlocks(prompt, blocks, tuple(item.sequence.block_table), begun_s))
+                table = tuple(item.sequence.block_table) if prompt.transfer is None else ()
+                finals.append(_FinalBlocks(prompt, blocks, table, begun_s))
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
 

@@ -1,8 +1,8 @@
 """KVCache: the tensors that hold keys and values, and copies of blocks in and out. No policy: see BlockPool.
 
-`read_blocks` and `write_blocks` may run in another thread than the model, for blocks that this thread holds. They copy
-all heads of a block or some of them, take no lock, and release the GIL during the copy. On CUDA they run on the
-current stream, after the model's kernels, and return when the copy is complete.
+`read_blocks`, `write_blocks`, `copy_out` and `copy_in` may run in another thread than the model, for blocks that this
+thread holds. They copy all heads of a block or some of them, take no lock, and release the GIL during the copy. On CUDA
+they run on the current stream, after the model's kernels, and return when the copy is complete.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
+from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import aligned
+from engine.kernels.cpu.checked_copy import can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan
@@ -59,6 +62,8 @@ class KVCache:
             flat = torch.from_numpy(memory[: self.payload_bytes(num_all, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
+        if not self._tensor.is_cuda:
+            prepare()
         # [layers, 2, num_blocks + num_spare, units, heads, bytes of a unit]
         self._units = self._tensor.view(torch.uint8).view(layers, 2, num_all, layout.block_units, heads, -1)
 
@@ -130,19 +135,39 @@ class KVCache:
         for start, stop, block in _runs(block_ids):
             target[:, :, block : block + stop - start] = source[:, :, start:stop]
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> list[memoryview] | None:
-        """Writable views of `span` of these blocks, in the order of `read_blocks`: one view per layer, keys or values,
-        and block. None on CUDA, or if `span` has only some of the heads. Raises IndexError like `read_blocks`.
-        """
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+        """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
+        pieces, num_bytes = self._pieces(block_ids, span)
+        if not can_copy(pieces, num_bytes):
+            return read_and_hash(self, block_ids, span, out, seed)
+        return gather(pieces, num_bytes, np.frombuffer(out, np.uint8), seed)
+
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+        """Like `write_blocks`; returns the XXH3-64 of what was written, even if somebody changes `data` meanwhile."""
+        self._require(span)
+        pieces, num_bytes = self._pieces(block_ids, span)
+        if not can_copy(pieces, num_bytes):
+            return hash_and_write(self, block_ids, span, data, seed)
+        return scatter(pieces, num_bytes, np.frombuffer(data, np.uint8), seed)
+
+    def _pieces(self, block_ids: Sequence[int], span: KVSpan) -> tuple[Int64s, int]:
+        """Addresses of the pieces that follow each other in a payload, and the bytes of each. Empty on CUDA."""
         units = self._select(block_ids, span)
-        if units.is_cuda or span.heads != self.span.heads:
-            return None
-        num_bytes = units[0, 0, 0].numel() if self.num_blocks else 0
-        flat = units.numpy().reshape(-1).data
-        starts = [block * num_bytes for block in block_ids]
-        tables = range(0, len(flat), units.shape[2] * num_bytes)  # keys, then values, of each layer
-        return [flat[table + start : table + start + num_bytes] for table in tables for start in starts]
+        if units.is_cuda:
+            return np.empty(0, np.int64), 0
+        layers, kinds, _, block_units, heads, unit_bytes = units.shape
+        counts, strides = [layers, kinds, len(block_ids), block_units], units.stride()
+        steps = [np.arange(count) * stride for count, stride in zip(counts, strides, strict=False)]
+        steps[2] = np.array(block_ids, np.int64) * strides[2]
+        num_bytes = heads * unit_bytes
+        if span.heads == self.span.heads:  # a block is one piece
+            num_bytes *= block_units
+            steps.pop()
+        addresses = np.full(1, units.data_ptr(), np.int64)
+        for step in steps:
+            addresses = np.add.outer(addresses, step).ravel()
+        return addresses, num_bytes
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):
@@ -170,6 +195,19 @@ class Blocks(Protocol):
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
+
+
+def read_and_hash(cache: Blocks, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+    """`KVCache.copy_out` in two passes."""
+    cache.read_blocks(block_ids, span, out)
+    return xxhash.xxh3_64_intdigest(out, seed=seed)
+
+
+def hash_and_write(cache: Blocks, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+    """`KVCache.copy_in` by way of a copy, which nobody else can change."""
+    copy = np.frombuffer(data, np.uint8).copy().data
+    cache.write_blocks(block_ids, span, copy)
+    return xxhash.xxh3_64_intdigest(copy, seed=seed)
 
 
 def clear_tail(cache: Blocks, block_id: int, first: int) -> None:

@@ -5,7 +5,7 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.kv_cache import Buffer, KVCache
+from engine.kv_cache import Buffer, KVCache, hash_and_write, read_and_hash
 from engine.kv_memory import KVReservation
 from mesh.domain.kv import KVLayout, KVSpan
 
@@ -52,8 +52,11 @@ class ShardedKVCache:
         for shard in self._shards:
             shard.write_part(block_ids, span, data)
 
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
-        """None: the heads or layers of a block do not lie together."""
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+        return read_and_hash(self, block_ids, span, out, seed)
+
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+        return hash_and_write(self, block_ids, span, data, seed)
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):

@@ -25,16 +25,12 @@ class KVStore(Protocol):
         """The part of the model's KV that is stored here. It never changes."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
-        """Fill `out` (format "B", writable, as long as the payload) with the KV of `span` in these blocks."""
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: memoryview, seed: int) -> int:
+        """Fill `out` (format "B", writable, as long as the payload) with the KV of `span` in these blocks. Return the
+        payload's XXH3-64 with this seed, best computed in the same pass."""
         ...
 
-    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
-        """Overwrite the KV of `span` in these blocks with `data`."""
-        ...
-
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> Sequence[memoryview] | None:
-        """Return writable views (format "B") of the KV of `span` in these blocks, in payload order. Return None if this
-        process cannot access the memory (a GPU's), or if it is scattered in too many small pieces (a few of many
-        heads)."""
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes, seed: int) -> int:
+        """Overwrite the KV of `span` in these blocks with `data`. Return the XXH3-64 of the bytes that were written:
+        read each byte of `data` once, because a faulty sender may change it meanwhile."""
         ...

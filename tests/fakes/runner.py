@@ -17,6 +17,7 @@ from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout, KVSpan
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
+from tests.fakes.kv_store import TwoPassCopies
 
 VOCAB = 211
 FAKE_LAYOUT = KVLayout("fake", num_layers=4, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
@@ -38,7 +39,7 @@ def fake_continuation(prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-class FakeKVStore:
+class FakeKVStore(TwoPassCopies):
     """KV in numpy, `[num_layers, 2, num_blocks, block_size, heads, head_dim]`; implements kvtransfer's KVStore."""
 
     def __init__(self, num_blocks: int, layout: KVLayout = FAKE_LAYOUT) -> None:
@@ -57,9 +58,6 @@ class FakeKVStore:
         layers = self.data[span.layers.first : span.layers.end]
         shape = (span.layers.count, 2, len(block_ids), *self.data.shape[3:])
         layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
-
-    def in_place(self, block_ids: Sequence[int], span: KVSpan) -> None:
-        """Not to be had."""
 
 
 class FakeRunner:

@@ -4,6 +4,9 @@
     python -m bench.router --replicas 1 2 3
     python -m bench.router --workers 10 100 1000
 
+"gRPC alone" is the CPU time of a server that streams the same messages at the same pace and does nothing else
+(bench.bare_stream), in the router's place and in turn with it: no router in grpc.aio takes less.
+
 The router has the first core to itself; paced workers (tandem_cli.load_test.paced) and clients share the second. CPU
 time per 1,000 tokens gives the throughput that one core can carry. Gaps between tokens, compared with the pace of
 the workers, give the delay that the router adds.
@@ -31,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.paced_mesh import paced_mesh
+from bench.paced_mesh import paced_mesh, service
 from router.admission.placement import PlacementQuery, PrefixChain, place
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
@@ -57,6 +60,7 @@ class RouterRun:
     clients: int
     measured: Measured
     router_cpu_s: float
+    bare_ms_per_1000_tokens: float
 
     @property
     def cpu_ms_per_1000_tokens(self) -> float:
@@ -74,30 +78,43 @@ async def measure(num_clients: list[int], tokens: int, num_decode: int = 1) -> l
         async with tandem.AsyncClient(address) as client:
             await client.wait_ready()
             await run_closed_loop(Workload(max(num_clients), 1, _INPUT_TOKENS, 4, vocab_size=250), through(client))
-            return [await run_clients(client, psutil.Process(pid), number, tokens) for number in num_clients]
+            runs = []
+            for number in num_clients:
+                load = Workload(number, 3, _INPUT_TOKENS, tokens, vocab_size=250)
+                bare, bare_s = await run_bare(router_core, load)
+                measured, router_s = await run_load(client, psutil.Process(pid), load)
+                runs.append(RouterRun(number, measured, router_s, 1e6 * bare_s / bare.num_tokens))
+            return runs
 
 
-async def run_clients(client: tandem.AsyncClient, router: psutil.Process, num_clients: int, tokens: int) -> RouterRun:
-    """Run one closed loop with `num_clients` clients."""
-    before = router.cpu_times()
-    load = Workload(num_clients, 3, _INPUT_TOKENS, tokens, vocab_size=250)
+async def run_bare(core: int, load: Workload) -> tuple[Measured, float]:
+    """Run the load against gRPC alone, on this core; returns its CPU seconds too."""
+    async with service(core, "bench.bare_stream") as (pid, ready), tandem.AsyncClient(ready["address"]) as client:
+        await run_closed_loop(replace(load, requests_per_client=1, output_tokens=4), through(client))
+        return await run_load(client, psutil.Process(pid), load)
+
+
+async def run_load(client: tandem.AsyncClient, server: psutil.Process, load: Workload) -> tuple[Measured, float]:
+    """Run a closed loop; returns the CPU seconds of the server too."""
+    before = server.cpu_times()
     measured = await run_closed_loop(load, through(client))
-    after = router.cpu_times()
-    return RouterRun(num_clients, measured, after.user + after.system - before.user - before.system)
+    after = server.cpu_times()
+    return measured, after.user + after.system - before.user - before.system
 
 
 def show(runs: list[list[RouterRun]]) -> None:
     """Print medians by number of clients."""
     table = Table(
-        "clients", "tokens/s", "router CPU ms / 1,000 tokens", "tokens/s one core carries", "gap p50 / p99 ms"
+        *("clients", "tokens/s", "router CPU ms / 1,000 tokens", "gRPC alone", "tokens/s one core carries"),
+        "gap p50 / p99 ms",
     )
     for runs_of_number in zip(*runs, strict=True):
         typical = median_run([run.measured for run in runs_of_number])
-        cpu_ms = sorted(run.cpu_ms_per_1000_tokens for run in runs_of_number)[len(runs_of_number) // 2]
+        cpu_ms = statistics.median(run.cpu_ms_per_1000_tokens for run in runs_of_number)
+        bare_ms = statistics.median(run.bare_ms_per_1000_tokens for run in runs_of_number)
         gaps = " / ".join(f"{1000 * percentile(typical.gaps_s, p):.1f}" for p in (50, 99))
-        table.add_row(
-            str(runs_of_number[0].clients), f"{typical.tokens_per_s:.0f}", f"{cpu_ms:.0f}", f"{1e6 / cpu_ms:.0f}", gaps
-        )
+        cpu = (f"{cpu_ms:.0f}", f"{bare_ms:.0f}", f"{1e6 / cpu_ms:.0f}")
+        table.add_row(str(runs_of_number[0].clients), f"{typical.tokens_per_s:.0f}", *cpu, gaps)
     Console().print(table)
 
 

@@ -1,30 +1,30 @@
 """KVCache: the tensors that hold keys and values, and copies of blocks in and out. No policy: see BlockPool.
 
-`read_blocks` and `write_blocks` may run in another thread than the model, for blocks that this thread holds. They copy
-all heads of a block or some of them, take no lock, release the GIL during the copy, and return when it is complete. On
-CUDA they run beside the model, on streams of their own: see `engine/block_copies.py`.
+`read_blocks`, `write_blocks`, `copy_out` and `copy_in` may run in another thread than the model, for blocks that this
+thread holds. They copy all heads of a block or some of them, take no lock, release the GIL during the copy, and return
+when it is complete. On CUDA they run beside the model, on streams of their own: see `engine/block_copies.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import EllipsisType
 from typing import Any, Protocol
 
 import numpy as np
 import torch
+import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_copies import BlockCopies, streams_for
+from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import aligned
+from engine.kernels.cpu.checked_copy import can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
-
-_PIECE_BYTES = 256 << 10
 
 
 class KVCache:
@@ -63,6 +63,8 @@ class KVCache:
             flat = torch.from_numpy(memory[: self.payload_bytes(num_all, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
+        if not self._tensor.is_cuda:
+            prepare()
         # [layers, 2, num_blocks + num_spare, units, heads, bytes of a unit]
         self._units = self._tensor.view(torch.uint8).view(layers, 2, num_all, layout.block_units, heads, -1)
         streams = streams_for(device)
@@ -140,10 +142,7 @@ class KVCache:
         if self._copies is None:
             self.write_part(block_ids, span, data)
             return
-        payload = payload_array(data, self.layout, len(block_ids), span)
-        if payload.size:
-            with self._copies.landing(self._select(block_ids, span), block_ids) as memory:
-                memory[:] = payload.reshape(-1).data
+        self._land(block_ids, span, data)
 
     def write_part(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
         """Like `write_blocks`, but copy only the part of `data` that belongs to this cache. On CPU."""
@@ -155,24 +154,52 @@ class KVCache:
         for start, stop, block in _runs(block_ids):
             target[:, :, block : block + stop - start] = source[:, :, start:stop]
 
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[Sequence[memoryview] | None]:
-        """Memory for `span` of these blocks, as views in the order of `read_blocks`. Once it is filled and the context
-        ends without an error, the blocks hold it.
-
-        On CPU these are the blocks themselves: a view per layer, keys or values, and block; None if `span` has only
-        some of the heads. Raises IndexError like `read_blocks`.
-        """
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+        """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
+        pieces, num_bytes = self._pieces(block_ids, span)
+        if not can_copy(pieces, num_bytes):
+            return read_and_hash(self, block_ids, span, out, seed)
+        return gather(pieces, num_bytes, np.frombuffer(out, np.uint8), seed)
+
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+        """Like `write_blocks`; returns the XXH3-64 of what was written, even if somebody changes `data` meanwhile."""
+        self._require(span)
+        if self._copies is not None:
+            return self._land(block_ids, span, data, seed)
+        pieces, num_bytes = self._pieces(block_ids, span)
+        if not can_copy(pieces, num_bytes):
+            return hash_and_write(self, block_ids, span, data, seed)
+        return scatter(pieces, num_bytes, np.frombuffer(data, np.uint8), seed)
+
+    def _land(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int = 0) -> int:
+        """Copy `data` to blocks on a GPU by way of pinned memory; returns the XXH3-64 of what was written."""
+        payload = payload_array(data, self.layout, len(block_ids), span).reshape(-1)
+        units = self._select(block_ids, span)
+        if not payload.size:
+            return xxhash.xxh3_64_intdigest(b"", seed=seed)
+        assert self._copies is not None
+        with self._copies.landing(units, block_ids) as memory:
+            memory[:] = payload.data
+            return xxhash.xxh3_64_intdigest(memory, seed=seed)
+
+    def _pieces(self, block_ids: Sequence[int], span: KVSpan) -> tuple[Int64s, int]:
+        """Addresses of the pieces that follow each other in a payload, and the bytes of each. Empty on CUDA."""
         units = self._select(block_ids, span)
         if self._copies is not None:
-            return _in_pieces(self._copies.landing(units, block_ids)) if block_ids else nullcontext([])
-        if span.heads != self.span.heads:
-            return nullcontext()
-        num_bytes = units[0, 0, 0].numel() if self.num_blocks else 0
-        flat = units.numpy().reshape(-1).data
-        starts = [block * num_bytes for block in block_ids]
-        tables = range(0, len(flat), units.shape[2] * num_bytes)  # keys, then values, of each layer
-        return nullcontext([flat[table + start : table + start + num_bytes] for table in tables for start in starts])
+            return np.empty(0, np.int64), 0
+        layers, kinds, _, block_units, heads, unit_bytes = units.shape
+        counts, strides = [layers, kinds, len(block_ids), block_units], units.stride()
+        steps = [np.arange(count) * stride for count, stride in zip(counts, strides, strict=False)]
+        steps[2] = np.array(block_ids, np.int64) * strides[2]
+        num_bytes = heads * unit_bytes
+        if span.heads == self.span.heads:  # a block is one piece
+            num_bytes *= block_units
+            steps.pop()
+        addresses = np.full(1, units.data_ptr(), np.int64)
+        for step in steps:
+            addresses = np.add.outer(addresses, step).ravel()
+        return addresses, num_bytes
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):
@@ -200,6 +227,19 @@ class Blocks(Protocol):
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
+
+
+def read_and_hash(cache: Blocks, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+    """`KVCache.copy_out` in two passes."""
+    cache.read_blocks(block_ids, span, out)
+    return xxhash.xxh3_64_intdigest(out, seed=seed)
+
+
+def hash_and_write(cache: Blocks, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+    """`KVCache.copy_in` by way of a copy, which nobody else can change."""
+    copy = np.frombuffer(data, np.uint8).copy().data
+    cache.write_blocks(block_ids, span, copy)
+    return xxhash.xxh3_64_intdigest(copy, seed=seed)
 
 
 def clear_tail(cache: Blocks, block_id: int, first: int) -> None:
@@ -249,13 +289,6 @@ def _read_byte_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor
     key_rows = keys[segment, :, :, token].flatten(-2)
     value_rows = values[segment, :, token // GROUP, :, token % GROUP]
     return key_rows * scales[..., 0, :, None], value_rows * scales[..., 1, :, None]
-
-
-@contextmanager
-def _in_pieces(landing: AbstractContextManager[memoryview]) -> Iterator[Sequence[memoryview]]:
-    """The memory as views so small that the CPU's cache still holds what was filled when it is verified."""
-    with landing as memory:
-        yield [memory[start : start + _PIECE_BYTES] for start in range(0, len(memory), _PIECE_BYTES)]
 
 
 def _nothing() -> None:

@@ -1,12 +1,11 @@
 """The KV cache of a worker whose heads or layers are divided among ranks."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.kv_cache import Buffer, KVCache
+from engine.kv_cache import Buffer, KVCache, hash_and_write, read_and_hash
 from engine.kv_memory import KVReservation
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
@@ -53,9 +52,11 @@ class ShardedKVCache:
         for shard in self._shards:
             shard.write_part(block_ids, span, data)
 
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[None]:
-        """None: the heads or layers of a block do not lie together."""
-        return nullcontext()
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+        return read_and_hash(self, block_ids, span, out, seed)
+
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+        return hash_and_write(self, block_ids, span, data, seed)
 
     def note_written(self, layers: Span) -> None:
         """Ranks on CPU have written what they announce."""

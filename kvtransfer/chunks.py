@@ -58,7 +58,7 @@ class ChunkRange:
         return replace(self, blocks=head), replace(self, blocks=tail)
 
     def _with_layers(self, layers: Span) -> "ChunkRange":
-        return replace(self, span=replace(self.span, layers=layers))
+        return ChunkRange(self.blocks, KVSpan(layers, self.span.heads))
 
 
 class RangeQueue:
@@ -172,17 +172,8 @@ def transfer_seed(transfer_id: str, attempt: int) -> int:
     return xxhash.xxh3_64_intdigest(transfer_id.encode(), seed=attempt)
 
 
-def chunk_checksum(seed: int, sequence_number: int, chunk_range: ChunkRange, payload: bytes | memoryview) -> int:
-    """Return the checksum of one chunk; `seed` is the transfer's. Releases the GIL while it reads the payload."""
-    return xxhash.xxh3_64_intdigest(payload, seed=_chunk_seed(seed, sequence_number, chunk_range, len(payload)))
-
-
-def chunk_hasher(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> xxhash.xxh3_64:
-    """Return a hasher for a payload in parts: call `update` with each part, then `intdigest` for the checksum."""
-    return xxhash.xxh3_64(seed=_chunk_seed(seed, sequence_number, chunk_range, num_bytes))
-
-
-def _chunk_seed(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> int:
+def chunk_seed(seed: int, sequence_number: int, chunk_range: ChunkRange, num_bytes: int) -> int:
+    """Return the seed of the checksum of one chunk; `seed` is the transfer's."""
     axes = (chunk_range.blocks, chunk_range.span.layers, chunk_range.span.heads)
     bounds = [number for axis in axes for number in (axis.first, axis.count)]
     identity = _RANGE.pack(sequence_number, *bounds, num_bytes)

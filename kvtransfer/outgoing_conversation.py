@@ -1,8 +1,8 @@
 """The sender's half of one conversation.
 
     open ──▶ granted     the receiver chooses one of the paths and grants credit; then four tasks run concurrently:
-    gather               waits for announced KV, a credit and a slot; a thread then copies KV into the slot
-    send                 writes filled chunks to the stream while the next one is filled; then writes Commit
+    gather               waits for announced KV, a credit and a slot, and gives the slot to the threads to copy KV into
+    send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees the slot and returns the credit; Committed ends the conversation
 
@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.chunks import AnnouncedRanges, ChunkRange, Digest, chunk_checksum, transfer_seed
+from kvtransfer.chunks import AnnouncedRanges, ChunkRange, Digest, chunk_seed, transfer_seed
 from kvtransfer.messages import (
     Ack,
     Chunk,
@@ -85,7 +85,7 @@ class _Filled:
     checksum: int
 
 
-_Chunks = asyncio.Queue[_Filled | None]  # in order of their numbers; then None
+_Chunks = asyncio.Queue[asyncio.Task[_Filled] | None]  # in order of their numbers; then None
 
 
 class OutgoingConversation:
@@ -140,7 +140,7 @@ class OutgoingConversation:
         credit = asyncio.Semaphore(granted.credit_chunks)
         chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
         async with task_group() as tasks:
-            tasks.create_task(self._gather(path, credit, chunks))
+            tasks.create_task(self._gather(path, credit, chunks, tasks))
             tasks.create_task(self._send(call, chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))
             await self._listen(call, credit)
@@ -187,14 +187,17 @@ class OutgoingConversation:
                 return
             path.decline()
 
-    async def _gather(self, path: SendPath, credit: asyncio.Semaphore, chunks: _Chunks) -> None:
+    async def _gather(
+        self, path: SendPath, credit: asyncio.Semaphore, chunks: _Chunks, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Start to fill the next chunk before the last one is full, so that no thread waits for the event loop."""
         number = 0
         while await self._announced.wait():
             await credit.acquire()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, chunk_range)
-            chunks.put_nowait(await run_to_end(self._resources.executor, fill))
+            chunks.put_nowait(tasks.create_task(run_to_end(self._resources.executor, fill)))
             number += 1
         chunks.put_nowait(None)
 
@@ -202,13 +205,14 @@ class OutgoingConversation:
         """Copy KV from the store into the slot and serialize the chunk. Runs on a thread."""
         block_ids = self._spec.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
         buffer = slot.buffer()
-        self._resources.store.read_blocks(block_ids, chunk_range.span, buffer)
-        checksum = chunk_checksum(self._seed, number, chunk_range, buffer)
+        seed = chunk_seed(self._seed, number, chunk_range, len(buffer))
+        checksum = self._resources.store.copy_out(block_ids, chunk_range.span, buffer, seed)
         message = Chunk(number, chunk_range, len(buffer), checksum, slot.seal())
         return _Filled(request_to_bytes(message), len(buffer), checksum)
 
     async def _send(self, call: PushCall, chunks: _Chunks) -> None:
-        while (chunk := await chunks.get()) is not None:
+        while (filling := await chunks.get()) is not None:
+            chunk = await filling
             self._digest.add(chunk.checksum)
             self._num_chunks += 1
             self._num_bytes += chunk.num_bytes

@@ -16,7 +16,7 @@ and none follows.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
@@ -46,14 +46,13 @@ from kvtransfer.store import KVStore
 from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transfer_checks import ExpectedTransfer, TransferChecks
 from kvtransfer.transports import open_receive_transports
-from kvtransfer.transports.base import MAX_PARTS, PayloadSource, Reader, ReceiveTransport, TransportOffer
+from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
 from mesh.v1 import kvtransfer_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
-_READ_BYTES = 256 << 10  # fits into a part of the second-level cache
 # A lease has three renewals, and a sender without replies for a lease ends the transfer by itself.
 _MAX_UNREAD_RENEWALS = 64
 Reply = Callable[[ReceiverMessage], None]
@@ -231,15 +230,9 @@ class KVReceiver:
 
     def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
-        block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
-        if (read := source.reader(chunk.payload)) is not None:
-            with self._store.landing(block_ids, span) as parts:
-                if parts is not None:
-                    checks.check_parts(chunk, _filled(parts, read))
-                    return
         payload = source.fetch(chunk.payload, chunk.num_bytes)
-        checks.check_payload(chunk, payload)
-        self._store.write_blocks(block_ids, span, payload)
+        block_ids, span = checks.block_ids(chunk.extent), chunk.extent.span
+        checks.check_sum(chunk, self._store.copy_in(block_ids, span, payload, checks.chunk_seed(chunk)))
 
     async def _connect(self, offers: Sequence[TransportOffer]) -> tuple[str, PayloadSource]:
         """Connect to the first offer that works here. Raises LayoutMismatch if none does."""
@@ -287,20 +280,6 @@ class KVReceiver:
         incoming.opening_lease.cancel()
         del self._incoming[incoming.expected.transfer_id]
         incoming.ended.set()
-
-
-def _filled(parts: Sequence[memoryview], read: Reader) -> Iterator[memoryview]:
-    """Fill the parts and yield each one. A read fills so few parts that the cache still holds them when the caller
-    reads them."""
-    if not parts:
-        return
-    group_size = max(1, min(MAX_PARTS, _READ_BYTES // len(parts[0])))
-    start = 0
-    for first in range(0, len(parts), group_size):
-        group = parts[first : first + group_size]
-        read(start, group)
-        start += sum(map(len, group))
-        yield from group
 
 
 class KvTransferServicer:

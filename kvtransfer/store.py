@@ -1,7 +1,6 @@
 """The interface of a KV cache that transfers read from and write to."""
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 from mesh.domain.kv import KVLayout, KVSpan
@@ -26,24 +25,17 @@ class KVStore(Protocol):
         """The part of the model's KV that is stored here. It never changes."""
         ...
 
-    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
-        """Fill `out` (format "B", writable, as long as the payload) with the KV of `span` in these blocks."""
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: memoryview, seed: int) -> int:
+        """Fill `out` (format "B", writable, as long as the payload) with the KV of `span` in these blocks. Return the
+        payload's XXH3-64 with this seed, best computed in the same pass."""
         ...
 
-    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
-        """Overwrite the KV of `span` in these blocks with `data`."""
-        ...
-
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[Sequence[memoryview] | None]:
-        """Memory for the KV of `span` in these blocks: writable views (format "B"), in payload order. When the context
-        ends without an error, the KV is in the store; after an error it may be there in part.
-
-        This saves the copy of `write_blocks`. None if it would save nothing, because the KV is scattered in too many
-        small pieces (a few of many heads).
-        """
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes, seed: int) -> int:
+        """Overwrite the KV of `span` in these blocks with `data`. Return the XXH3-64 of the bytes that were written:
+        read each byte of `data` once, because a faulty sender may change it meanwhile."""
         ...
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Prepare memory into which KV will be read often, for the life of a sender. Returns what ends it, which is
-        called before the memory is freed, when no thread reads."""
+        """Prepare memory into which KV will be copied often, for the life of a sender. Returns what ends it, which is
+        called before the memory is freed, when no thread copies."""
         ...

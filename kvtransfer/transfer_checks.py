@@ -1,9 +1,8 @@
 """The transfer that a receiver expects, and the checks of its messages. Pure, no I/O: `receiver.py` moves the bytes."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_checksum, chunk_hasher, transfer_seed
+from kvtransfer.chunks import ChunkRange, Coverage, Digest, chunk_seed, transfer_seed
 from kvtransfer.messages import Chunk, Commit, TransferOpen
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -68,18 +67,14 @@ class TransferChecks:
         self._num_chunks += 1
         self._num_unacknowledged += 1
 
-    def check_payload(self, chunk: Chunk, payload: bytes | memoryview) -> None:
-        """Raise TransferCorrupt unless the payload matches the chunk's checksum. May be called on any thread."""
-        if len(payload) != chunk.num_bytes:
-            raise TransferCorrupt(f"chunk {chunk.sequence_number} is truncated")
-        self._check_sum(chunk, chunk_checksum(self._seed, chunk.sequence_number, chunk.extent, payload))
+    def chunk_seed(self, chunk: Chunk) -> int:
+        """Return the seed of the chunk's checksum."""
+        return chunk_seed(self._seed, chunk.sequence_number, chunk.extent, chunk.num_bytes)
 
-    def check_parts(self, chunk: Chunk, parts: Iterable[memoryview]) -> None:
-        """Do the same for a payload in parts, read one after another."""
-        hasher = chunk_hasher(self._seed, chunk.sequence_number, chunk.extent, chunk.num_bytes)
-        for part in parts:
-            hasher.update(part)
-        self._check_sum(chunk, hasher.intdigest())
+    def check_sum(self, chunk: Chunk, checksum: int) -> None:
+        """Raise TransferCorrupt unless `checksum`, of what was written, is the chunk's."""
+        if checksum != chunk.checksum:
+            raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
 
     def acknowledge(self, chunk: Chunk) -> None:
         """Record that `chunk` is verified and written."""
@@ -95,10 +90,6 @@ class TransferChecks:
         self._coverage.require_full()
         if commit.digest != self._digest.value:
             raise TransferCorrupt("the digest of all chunks does not match")
-
-    def _check_sum(self, chunk: Chunk, checksum: int) -> None:
-        if checksum != chunk.checksum:
-            raise TransferCorrupt(f"chunk {chunk.sequence_number} does not match its checksum")
 
     def block_ids(self, chunk_range: ChunkRange) -> tuple[int, ...]:
         """Return this worker's block ids for the block positions of `chunk_range`."""

@@ -14,12 +14,10 @@ receiver needs to connect. A new field is also added to kvtransfer.proto and to 
 new field of `Payload`, a chunk's location: to `TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
-
-MAX_PARTS = 1024  # Linux's limit of buffers per read (IOV_MAX)
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +64,6 @@ class Slot(Protocol):
         used.
         """
         ...
-
-
-Reader: TypeAlias = Callable[[int, Sequence[memoryview]], None]
-"""`reader(start, parts)` fills `parts`, at most MAX_PARTS, with a payload's bytes from `start` on. It is called on a
-worker thread and raises the errors of `PayloadSource.fetch`."""
 
 
 class SendPath(Protocol):
@@ -132,15 +125,10 @@ class PayloadSource(Protocol):
         return nullcontext(payload)
 
     def fetch(self, payload: Payload, num_bytes: int) -> bytes | memoryview:
-        """Return the payload, in memory that stays unchanged until this thread's next fetch. Runs on a worker thread.
+        """Return the payload, in memory that a faulty sender may still change. Runs on a worker thread.
 
         Raises TransferCorrupt if `payload` lies outside of the offered memory, TransferFailed if it cannot be read.
         """
-        ...
-
-    def reader(self, payload: Payload) -> Reader | None:
-        """Return a reader that fills the KV's final memory and so saves `fetch`'s copy. None if `fetch` copies
-        nothing."""
         ...
 
     def close(self) -> None:

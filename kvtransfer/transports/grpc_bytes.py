@@ -58,9 +58,6 @@ class InlineSource(PayloadSource):
             raise TransferCorrupt(f"a payload has {len(payload.inline)} bytes instead of {num_bytes}")
         return payload.inline
 
-    def reader(self, payload: Payload) -> None:
-        return None
-
     def close(self) -> None:
         pass
 

@@ -1,13 +1,13 @@
-"""The transport "shm": payloads in POSIX shared memory, for workers on one host with the same /dev/shm.
+"""The transport "shm": payloads in shared memory, for workers on one host with the same /dev/shm.
 
-The sender copies KV into a slot of its arena. The receiver reads the slot once, with `preadv`, into the KV cache (or,
-for a GPU, into pinned memory) and verifies the bytes that it has read. So the KV cache holds exactly the verified
-bytes, even if a faulty sender overwrites a slot too early. A truncated arena causes a short read; with a memory mapping
-it would cause a SIGBUS that kills the decode worker.
+The sender copies KV into a slot of its arena. The receiver maps the arena and copies the slot into its KV cache (for a
+GPU, by way of pinned memory); the store computes the checksum of the bytes that it writes, so the KV cache holds
+exactly the verified bytes, even if a faulty sender overwrites a slot too early.
 
-Arenas are files in shared memory that one sender writes and receivers on the same host read. Layout: one page of header
-(magic, nonce), then payload. The owner holds an flock while it lives. If another process can take the lock, the owner
-is dead.
+An arena is a memory file without a name (memfd) that one sender writes. Layout: one page of header (magic, nonce), then
+payload. It is sealed against shrinking, which the receiver checks before it maps it: reading a mapped file that was cut
+short would end the decode worker with SIGBUS. The sender hands out a read-only descriptor at a socket in the directory.
+The memory is free once no process has it open. A socket that refuses connections has a dead owner.
 """
 
 import asyncio
@@ -18,9 +18,10 @@ import mmap
 import os
 import re
 import secrets
+import socket
 import stat
-import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -30,13 +31,13 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import (
     Payload,
     PayloadSource,
-    Reader,
     ReceiveTransport,
     SendPath,
     SendTransport,
     Slot,
     TransportOffer,
 )
+from kvtransfer.transports.pair_pool import PairPool
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
 log = structlog.get_logger(__name__)
@@ -44,10 +45,15 @@ log = structlog.get_logger(__name__)
 NAME = "shm"
 
 HEADER_BYTES = 4096
-_MAGIC = b"tandem-kv-arena1"
+_MAGIC = b"tandem-kv-arena2"
 _NONCE_BYTES = 32
-_MAX_TRIES = 16
 _NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")
+_EARLY, _EARLY_S = ".new", 60.0
+"""Name and longest age of a socket that does not listen yet."""
+_CONNECT_S = 2.0
+_MAX_ARENAS = 64
+"""Senders whose arenas a receiver keeps mapped."""
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class ShmSendTransport(SendTransport, SendPath):
@@ -133,103 +139,138 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     return ShmSendTransport(arena, slot_bytes)
 
 
-class _ArenaSource(PayloadSource):
-    def __init__(self, fd: int, num_bytes: int, scratch: threading.local) -> None:
-        self._fd = fd
-        self._arena_bytes = num_bytes
-        self._scratch = scratch
+class _MappedArena:
+    """A sender's arena, mapped for reading."""
 
-    def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
-        copy = self._buffer(num_bytes)
-        self._read(payload, 0, (copy,))
-        return copy
+    is_broken = False
 
-    def reader(self, payload: Payload) -> Reader:
-        return partial(self._read, payload)
-
-    def _read(self, payload: Payload, start: int, parts: Sequence[memoryview]) -> None:
-        num_bytes = sum(map(len, parts))
-        offset = payload.arena_offset + start
-        if payload.inline or payload.arena_offset < HEADER_BYTES or offset + num_bytes > self._arena_bytes:
-            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {offset} is not inside the arena")
-        try:
-            num_read = os.preadv(self._fd, parts, offset)
-        except OSError as error:
-            raise TransferFailed("the sender's arena cannot be read") from error
-        if num_read != num_bytes:
-            raise TransferCorrupt(f"the sender's arena ended {num_bytes - num_read} bytes early")
-
-    def _buffer(self, num_bytes: int) -> memoryview:
-        """Return this thread's buffer, which grows to the largest chunk that the thread has fetched."""
-        buffer: memoryview | None = getattr(self._scratch, "buffer", None)
-        if buffer is None or len(buffer) < num_bytes:
-            buffer = self._scratch.buffer = memoryview(bytearray(num_bytes))
-        return buffer[:num_bytes]
+    def __init__(self, fd: int, num_bytes: int, nonce: bytes) -> None:
+        self.nonce = nonce
+        self._memory = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ)
+        self.view = memoryview(self._memory)
 
     def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        os.close(fd)
+        with contextlib.suppress(BufferError):  # unmapped with the last reference
+            self.view.release()
+            self._memory.close()
+
+
+class _ArenaSource(PayloadSource):
+    def __init__(self, arenas: PairPool[str, _MappedArena], arena: _MappedArena) -> None:
+        self._arenas = arenas
+        self._arena: _MappedArena | None = arena
+        arenas.use(arena)
+
+    def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
+        if self._arena is None:
+            raise TransferFailed("the sender's arena is closed")
+        start, end = payload.arena_offset, payload.arena_offset + num_bytes
+        if payload.inline or start < HEADER_BYTES or end > len(self._arena.view):
+            raise TransferCorrupt(f"a payload of {num_bytes} bytes at {start} is not inside the arena")
+        return self._arena.view[start:end]
+
+    def close(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
+            self._arenas.leave(arena)
 
 
 class ShmReceiveTransport(ReceiveTransport):
-    """Opens the sender's arena anew for each transfer: it takes a few system calls and needs no cache."""
+    """Keeps arenas mapped between transfers, because the first touch of each page of a mapping is slow."""
 
     name = NAME
 
     def __init__(self, settings: TransferSettings) -> None:
         self._settings = settings
-        self._scratch = threading.local()
+        self._arenas: PairPool[str, _MappedArena] = PairPool(_MAX_ARENAS, settings.channel_idle_s)
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
         if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
             return None
-        fd = open_arena(self._settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)
-        return None if fd is None else _ArenaSource(fd, offer.arena_bytes, self._scratch)
+        arena = self._known(offer)
+        if arena is None:
+            fd = await open_arena(self._settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)
+            if fd is None:
+                return None
+            try:
+                # Another transfer may have mapped it meanwhile.
+                arena = self._known(offer) or self._arenas.add(offer.arena, partial(_MappedArena, fd, *_shape(offer)))
+            except OSError as error:
+                log.warning("a sender's shared memory cannot be mapped", error=str(error))
+            finally:
+                os.close(fd)
+        return None if arena is None else _ArenaSource(self._arenas, arena)
+
+    def close(self) -> None:
+        self._arenas.close()
+
+    def _known(self, offer: TransportOffer) -> _MappedArena | None:
+        arena = self._arenas.get(offer.arena)
+        is_same = arena is not None and (len(arena.view), arena.nonce) == _shape(offer)
+        return arena if is_same else None
+
+
+def _shape(offer: TransportOffer) -> tuple[int, bytes]:
+    return offer.arena_bytes, offer.nonce
 
 
 class Arena:
-    """Shared memory that this process owns. Raises OSError if the memory or the lock is not available."""
+    """Shared memory that this process owns, and the socket where others get it. Raises OSError if either is not
+    available. Created on the event loop that serves the socket."""
 
     def __init__(self, directory: str, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.name, self._fd = _create(directory)
+        self.name = f"tandem-kv-{secrets.token_hex(16)}"
         self._path = Path(directory, self.name)
-        try:
-            # Allocates the memory now: a full /dev/shm is an error here instead of a SIGBUS at a later write.
-            os.posix_fallocate(self._fd, 0, num_bytes)
-            self._memory = mmap.mmap(self._fd, num_bytes)
-        except OSError:
-            self._unlink()
-            raise
-        self._memory[: len(_MAGIC) + _NONCE_BYTES] = _MAGIC + self.nonce
+        self._loop = asyncio.get_running_loop()
+        with contextlib.ExitStack() as undo:
+            fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, fd)
+            # Allocates the memory now: too little memory is an error here, not at a later write.
+            os.posix_fallocate(fd, 0, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            self._memory = mmap.mmap(fd, num_bytes)
+            self._memory[: len(_MAGIC) + _NONCE_BYTES] = _MAGIC + self.nonce
+            self._shared_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+            undo.callback(os.close, self._shared_fd)
+            self._socket = _listen(directory, self.name)
+            undo.pop_all()
+        os.close(fd)
+        self._loop.add_reader(self._socket, self._hand_out)
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return a writable view of bytes [offset, offset + num_bytes)."""
         return memoryview(self._memory)[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """Unlink and unmap the arena. It stays readable for receivers that have it open."""
-        self._unlink()
+        """Close the socket and unmap the arena. It stays readable for receivers that have it open."""
+        self._loop.remove_reader(self._socket)
+        self._path.unlink(missing_ok=True)
+        self._socket.close()
+        os.close(self._shared_fd)
         with contextlib.suppress(BufferError):  # a view is still referenced; unmapped with its last reference
             self._memory.close()
 
-    def _unlink(self) -> None:
-        self._path.unlink(missing_ok=True)
-        os.close(self._fd)
+    def _hand_out(self) -> None:
+        with contextlib.suppress(OSError):  # the other side has gone
+            connection, _ = self._socket.accept()
+            with connection:
+                socket.send_fds(connection, [b"\0"], [self._shared_fd])
 
 
-def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int | None:
+async def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int | None:
     """Open the arena with this name and nonce. Return a read-only file descriptor, None if it is not on this host."""
     if not _NAME.fullmatch(name) or len(nonce) != _NONCE_BYTES:
         return None
     try:
-        fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        async with asyncio.timeout(_CONNECT_S):
+            fd = await _receive_fd(directory, name)
+    except (OSError, TimeoutError):
         return None
     try:
-        status = os.fstat(fd)
-        is_arena = stat.S_ISREG(status.st_mode) and status.st_size == num_bytes
+        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # raises if it is no memory file
+        is_arena = is_sealed and os.fstat(fd).st_size == num_bytes
         if is_arena and os.pread(fd, len(_MAGIC) + _NONCE_BYTES, 0) == _MAGIC + nonce:
             return fd
     except OSError:
@@ -238,58 +279,77 @@ def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int |
     return None
 
 
+async def _receive_fd(directory: str, name: str) -> int:
+    """Get the descriptor that a sender hands out. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    with _address(directory, name) as address, socket.socket(socket.AF_UNIX) as connection:
+        connection.setblocking(False)
+        await loop.sock_connect(connection, address)
+        readable = asyncio.Event()
+        loop.add_reader(connection, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            loop.remove_reader(connection)
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+    if not fds:
+        raise OSError(errno.ENOMSG, f"{name} handed out no descriptor")
+    return fds[0]
+
+
 def remove_orphans(directory: str) -> int:
-    """Remove the arenas of dead owners. Return their number."""
+    """Remove the sockets of dead owners. Return their number."""
     try:
-        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name)]
+        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name.removesuffix(_EARLY))]
     except OSError:
         return 0
-    removed = [name for name in names if _remove_if_orphan(os.path.join(directory, name))]
+    removed = [name for name in names if _remove_if_orphan(directory, name)]
     if removed:
-        log.info("removed arenas of senders that are gone", arenas=removed)
+        log.info("removed sockets of senders that are gone", arenas=removed)
     return len(removed)
 
 
-def _create(directory: str) -> tuple[str, int]:
-    """Raises OSError where files cannot be locked."""
-    for _ in range(_MAX_TRIES):
-        name = f"tandem-kv-{secrets.token_hex(16)}"
-        path = os.path.join(directory, name)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Between open and lock another sender may take this file for an orphan and remove it.
-            if os.fstat(fd).st_nlink:
-                return name, fd
-            os.close(fd)
-        except BlockingIOError:  # that sender is about to remove it
-            os.close(fd)
-        except OSError:
-            os.close(fd)
-            os.unlink(path)
-            raise
-    raise OSError(errno.EBUSY, f"{_MAX_TRIES} arenas in {directory} were taken away as they were made")
-
-
-def _remove_if_orphan(path: str) -> bool:
+@contextlib.contextmanager
+def _address(directory: str, name: str) -> Iterator[str]:
+    """Yield a path of a file in the directory that is short enough for a socket's address. Raises OSError."""
+    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False  # gone meanwhile, or another user's
-    try:
-        if not _try_lock(fd):
-            return False
-        os.unlink(path)
-        return True
-    except OSError:
-        return False
+        yield f"/proc/self/fd/{fd}/{name}"
     finally:
         os.close(fd)
 
 
-def _try_lock(fd: int) -> bool:
+def _listen(directory: str, name: str) -> socket.socket:
+    """Listen at a new socket that only this user can connect to. Raises OSError."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.setblocking(False)
+    path, early = Path(directory, name), name + _EARLY
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with _address(directory, early) as address:
+            listener.bind(address)
+            Path(address).chmod(0o600)
+            listener.listen()
+            # Under its own name only now: another sender would remove a socket that does not listen yet.
+            Path(address).rename(path)
     except OSError:
+        listener.close()
+        Path(directory, early).unlink(missing_ok=True)
+        raise
+    return listener
+
+
+def _remove_if_orphan(directory: str, name: str) -> bool:
+    path = os.path.join(directory, name)
+    try:
+        status = os.lstat(path)
+        is_early = name.endswith(_EARLY) and time.time() - status.st_mtime < _EARLY_S
+        if is_early or not stat.S_ISSOCK(status.st_mode):
+            return False
+        with _address(directory, name) as address, socket.socket(socket.AF_UNIX) as connection:
+            connection.setblocking(False)
+            if connection.connect_ex(address) != errno.ECONNREFUSED:
+                return False
+        os.unlink(path)
+    except OSError:  # gone meanwhile, or another user's
         return False
     return True

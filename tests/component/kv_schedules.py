@@ -18,6 +18,7 @@ from zlib import crc32
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from engine.kv_cache import KVCache
@@ -144,17 +145,12 @@ class Schedule:
     def _take(self, chunk: _Chunk, payload: memoryview) -> None:
         """As from an arena, or as from gRPC."""
         cache, blocks, span = self.there.cache, chunk.prompt.there, KVSpan(chunk.layers, HEADS)
-        if not self._has_pinned_arena:
-            _verify(payload, chunk)
-            cache.write_blocks(blocks, span, bytes(payload))
-            return
-        with cache.landing(blocks, span) as parts:
-            assert parts is not None
-            start = 0
-            for part in parts:
-                part[:] = payload[start : start + len(part)]
-                start += len(part)
-            _verify(b"".join(parts), chunk)
+        copy = bytes(payload)
+        _verify(copy, chunk)
+        if self._has_pinned_arena:
+            assert cache.copy_in(blocks, span, copy, 0) == xxhash.xxh3_64_intdigest(copy)
+        else:
+            cache.write_blocks(blocks, span, copy)
 
     def _decode_engine(self) -> Iterator[None]:
         gpu, cache = self.there.gpu, self.there.cache

@@ -6,6 +6,7 @@ from threading import Thread
 
 import pytest
 import torch
+import xxhash
 
 from engine.kv_cache import KVCache, clear_tail, read_slots
 from engine.runner_settings import RunnerSettings
@@ -15,6 +16,7 @@ from tests.component.kv_moves import check_round_trip
 CPU = torch.device("cpu")
 NUM_BLOCKS = 12
 ALL_HEADS = Span(0, 2)
+SEED = 2**64 - 3
 
 
 def layout(dtype: str = "float32") -> KVLayout:
@@ -35,6 +37,12 @@ def read(cache: KVCache, block_ids: list[int], span: KVSpan) -> bytes:
     out = bytearray(cache.payload_bytes(len(block_ids), span))
     cache.read_blocks(block_ids, span, out)
     return bytes(out)
+
+
+def copy_out(cache: KVCache, block_ids: list[int], span: KVSpan) -> tuple[bytes, int]:
+    out = bytearray(cache.payload_bytes(len(block_ids), span))
+    checksum = cache.copy_out(block_ids, span, memoryview(out), SEED)
+    return bytes(out), checksum
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -58,25 +66,49 @@ def test_a_spare_block_is_the_models_only() -> None:
     cache = KVCache(layout(), NUM_BLOCKS, CPU, num_spare=1)
     cache.tensor.copy_(torch.arange(cache.tensor.numel()).view_as(cache.tensor))
     assert cache.layer(0).shape[1] == NUM_BLOCKS + 1
-    with cache.landing([0, NUM_BLOCKS - 1], part(0, 4)) as parts:
-        assert parts is not None
-        assert b"".join(parts) == read(cache, [0, NUM_BLOCKS - 1], part(0, 4))
-    for refused in (cache.landing, lambda blocks, span: read(cache, blocks, span)):
+    for refused in (read, copy_out):
         with pytest.raises(IndexError):
-            refused([NUM_BLOCKS], part(0, 1))
+            refused(cache, [NUM_BLOCKS], part(0, 1))
 
 
+HASHED = {
+    "by the kernel": KVLayout("model", num_layers=3, num_kv_heads=3, head_dim=16, block_size=16, dtype="float32"),
+    "int8": KVLayout("model", num_layers=3, num_kv_heads=3, head_dim=64, block_size=32, dtype="int8"),
+    "too small for the kernel": layout("bfloat16"),
+}
+
+
+@pytest.mark.parametrize("shape", HASHED.values(), ids=HASHED)
+@pytest.mark.parametrize("heads", [None, Span(1, 1)])
 @pytest.mark.parametrize("block_ids", [[3], [4, 5, 6], [9, 0, 1, 7, 6], []])
-def test_memory_for_blocks_is_that_of_the_payload(block_ids: list[int]) -> None:
-    cache = filled_cache("bfloat16")
-    with cache.landing(block_ids, part(1, 2)) as parts:
-        assert parts is not None
-        assert b"".join(parts) == read(cache, block_ids, part(1, 2))
-        for lying in parts:
-            lying[:] = bytes(len(lying))
-    assert read(cache, block_ids, part(1, 2)) == bytes(cache.payload_bytes(len(block_ids), part(1, 2)))
-    with pytest.raises(IndexError):
-        cache.landing([NUM_BLOCKS], part(0, 1))
+def test_copies_with_a_checksum_are_plain_copies_and_their_xxh3(
+    shape: KVLayout, heads: Span | None, block_ids: list[int]
+) -> None:
+    source, target = KVCache(shape, NUM_BLOCKS, CPU), KVCache(shape, NUM_BLOCKS, CPU)
+    source.tensor.view(torch.uint8).random_(0, 256)
+    span = KVSpan(Span(1, 2), heads or shape.whole.heads)
+    payload, checksum = copy_out(source, block_ids, span)
+    assert payload == read(source, block_ids, span)
+    assert checksum == xxhash.xxh3_64_intdigest(payload, seed=SEED)
+    unaligned = memoryview(b"." + payload)[1:]
+    assert target.copy_in(block_ids, span, unaligned, SEED) == checksum
+    assert read(target, block_ids, span) == payload
+    others = [block for block in range(NUM_BLOCKS) if block not in block_ids]
+    assert not any(read(target, others, shape.whole))
+
+
+@pytest.mark.parametrize("shape", HASHED.values(), ids=HASHED)
+def test_copies_with_a_checksum_refuse_what_plain_copies_refuse(shape: KVLayout) -> None:
+    cache = KVCache(shape, NUM_BLOCKS, CPU)
+    size = cache.payload_bytes(2, shape.whole)
+    for data in (bytes(size - 1), bytes(size + 64)):
+        with pytest.raises(ValueError, match="bytes"):
+            cache.copy_in([0, 1], shape.whole, data, SEED)
+    with pytest.raises(ValueError, match="read-only"):
+        cache.copy_out([0, 1], shape.whole, bytes(size), SEED)
+    for refused in ([0, NUM_BLOCKS], [-1, 0]):
+        with pytest.raises(IndexError):
+            cache.copy_in(refused, shape.whole, bytes(size), SEED)
 
 
 def test_some_heads_of_some_layers_move_between_caches_that_hold_different_parts() -> None:
@@ -91,9 +123,6 @@ def test_some_heads_of_some_layers_move_between_caches_that_hold_different_parts
     expected = torch.zeros_like(back.tensor)
     expected[2:4, :, [1, 2], :, 1] = whole.tensor[2:4, :, [7, 8], :, 1]
     assert torch.equal(back.tensor, expected)
-    with whole.landing([7], shard.span) as scattered, shard.landing([7], shard.span) as together:
-        assert scattered is None
-        assert together is not None
     with pytest.raises(IndexError, match="not completely in this cache"):
         read(shard, [0], part(1, 2, heads=Span(1, 1)))
 

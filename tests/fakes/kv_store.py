@@ -2,10 +2,10 @@
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from kvtransfer.chunks import ChunkRange
@@ -54,7 +54,26 @@ class Gate:
         self.num_inside -= 1
 
 
-class FakeKVStore:
+class TwoPassCopies:
+    """`copy_out` and `copy_in` of a KVStore that has `read_blocks` and `write_blocks`."""
+
+    def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: memoryview, seed: int) -> int:
+        self.read_blocks(block_ids, span, out)
+        return xxhash.xxh3_64_intdigest(out, seed=seed)
+
+    def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes, seed: int) -> int:
+        copy = bytes(data)
+        self.write_blocks(block_ids, span, copy)
+        return xxhash.xxh3_64_intdigest(copy, seed=seed)
+
+    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: memoryview) -> None:
+        raise NotImplementedError
+
+    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: memoryview | bytes) -> None:
+        raise NotImplementedError
+
+
+class FakeKVStore(TwoPassCopies):
     """Random KV from `seed`, or zeros, of `span`: by default the whole model's. `written` counts writes of each
     (layer, block).
     """
@@ -87,9 +106,6 @@ class FakeKVStore:
             part[:, :, list(block_ids)] = np.frombuffer(data, np.uint8).reshape(shape)
             self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
 
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[list[memoryview] | None]:
-        return nullcontext()
-
     def pin(self, memory: memoryview) -> Callable[[], None]:
         self.num_pinned += 1
         return self._unpin
@@ -104,14 +120,3 @@ class FakeKVStore:
     def _part(self, span: KVSpan) -> NDArray[np.uint8]:
         layers = self.data[span.layers.slice_in(self.span.layers)]
         return layers[..., span.heads.slice_in(self.span.heads), :]
-
-
-class InPlaceKVStore(FakeKVStore):
-    """One whose blocks can be written where they lie: asking for them counts as a write."""
-
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[list[memoryview]]:
-        with self.writing:
-            layers = range(span.layers.first, span.layers.end)
-            self.written[span.layers.slice_in(self.span.layers), list(block_ids)] += 1
-            parts = [self.data[layer, kind, block] for layer in layers for kind in (0, 1) for block in block_ids]
-            return nullcontext([part.reshape(-1).data for part in parts])

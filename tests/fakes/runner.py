@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
 from mesh.domain.kv import KVLayout, KVSpan
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
+from tests.fakes.kv_store import TwoPassCopies
 
 VOCAB = 211
 FAKE_LAYOUT = KVLayout("fake", num_layers=4, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
@@ -39,7 +39,7 @@ def fake_continuation(prompt: Sequence[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
-class FakeKVStore:
+class FakeKVStore(TwoPassCopies):
     """KV in numpy, `[num_layers, 2, num_blocks, block_size, heads, head_dim]`; implements kvtransfer's KVStore."""
 
     def __init__(self, num_blocks: int, layout: KVLayout = FAKE_LAYOUT) -> None:
@@ -58,10 +58,6 @@ class FakeKVStore:
         layers = self.data[span.layers.first : span.layers.end]
         shape = (span.layers.count, 2, len(block_ids), *self.data.shape[3:])
         layers[:, :, list(block_ids)] = np.frombuffer(data, dtype=np.float32).reshape(shape)
-
-    def landing(self, block_ids: Sequence[int], span: KVSpan) -> AbstractContextManager[None]:
-        """None is to be had."""
-        return nullcontext()
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         """Pins nothing."""

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from kvtransfer import ExpectedTransfer, KVReceiver, ReceiverCallbacks, TransferSettings
-from kvtransfer.chunks import ChunkRange, Digest, chunk_checksum, transfer_seed
+from kvtransfer.chunks import ChunkRange, Digest, chunk_seed, transfer_seed
 from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, SenderMessage, TransferOpen
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import Payload, TransportOffer
@@ -37,9 +37,8 @@ def make_chunk(
     """`block_ids` is the sender's block table."""
     payload = bytearray(place.num_bytes(store.layout))
     ids = block_ids[place.blocks.first : place.blocks.end]
-    store.read_blocks(ids, place.span, memoryview(payload))
-    seed = transfer_seed(reservation.transfer_id, reservation.attempt)
-    checksum = chunk_checksum(seed, number, place, bytes(payload))
+    seed = chunk_seed(transfer_seed(reservation.transfer_id, reservation.attempt), number, place, len(payload))
+    checksum = store.copy_out(ids, place.span, memoryview(payload), seed)
     return Chunk(number, place, len(payload), checksum, Payload(bytes(payload)))
 
 

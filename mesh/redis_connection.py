@@ -9,11 +9,14 @@ Connections have short timeouts, no hidden retries, bounded backoff and few log 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from urllib.parse import urlsplit
+from typing import Any, cast
+from urllib.parse import urlsplit, urlunsplit
 
 import structlog
 from redis.asyncio import Redis
+from redis.asyncio.connection import parse_url
 from redis.asyncio.retry import Retry
+from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
@@ -32,7 +35,13 @@ PREFIX = "tandem:"
 
 HEARTBEATS = f"{PREFIX}beats"
 WORKERS = f"{PREFIX}workers"
+TRAFFIC = f"{PREFIX}traffic"
+"""The key with the shares of requests that revisions get, as an operator has told one of the routers."""
 RECORD_TTL_S = 5.0
+
+_PLAIN = ("redis", "rediss")
+_SENTINEL_PORT = 26379
+_BY_SENTINEL = {f"{scheme}+sentinel": scheme for scheme in _PLAIN}
 
 _TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -41,8 +50,11 @@ _MAX_BACKOFF_S = 1.0
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
     """Return `key`. Raises ConfigurationError if `url` is not a Redis URL, or if there is no key to sign with."""
-    if urlsplit(url).scheme not in ("redis", "rediss"):
-        raise ConfigurationError("registry_url must be redis://HOST:PORT/DB or rediss://..., or empty")
+    if urlsplit(url).scheme not in (*_PLAIN, *_BY_SENTINEL):
+        raise ConfigurationError(
+            "registry_url must be redis://HOST:PORT/DB, rediss://..., redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB "
+            "or rediss+sentinel://..., or empty"
+        )
     if key is None:
         raise ConfigurationError("registry_url needs a mesh key: records in Redis are signed; set TANDEM_MESH_KEY")
     return key
@@ -50,20 +62,55 @@ def require_registry(url: str, key: MeshKey | None) -> MeshKey:
 
 def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
     """Return a client that connects on demand, an async context manager. Raises ConfigurationError for a bad URL."""
+    times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
+    options: dict[str, Any] = {**times, "retry": Retry(NoBackoff(), 0), "protocol": 2}
     try:
-        return Redis.from_url(
-            url,
-            socket_timeout=timeout_s,
-            socket_connect_timeout=timeout_s,
-            retry=Retry(NoBackoff(), 0),
-            protocol=2,
-        )
+        if urlsplit(url).scheme in _BY_SENTINEL:
+            return _open_master(url, options)
+        return Redis.from_url(url, **options)
     except ValueError:
         # The text of the error may contain a part of the password.
         raise ConfigurationError(
             "registry_url cannot be used: it must be redis://USER:PASSWORD@HOST:PORT/DB, "
             "with special characters of the password percent-encoded"
         ) from None
+
+
+class _Master(Redis):
+    """A client of the server that the sentinels name when it connects. It closes its connections to them, too."""
+
+    async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await super().aclose(close_connection_pool)
+        pool = self.connection_pool
+        assert isinstance(pool, SentinelConnectionPool)
+        await pool.sentinel_manager.aclose()
+
+
+def _open_master(url: str, options: dict[str, Any]) -> Redis:
+    """Return a client of SERVICE's master. User, password and TLS are those of the servers and of the sentinels. Raises
+    ValueError."""
+    parts = urlsplit(url)
+    login, at, addresses = parts.netloc.rpartition("@")
+    service, _, database = parts.path.strip("/").partition("/")
+    plain = parts._replace(scheme=_BY_SENTINEL[parts.scheme], path=database)
+    hosts = []
+    for address in addresses.split(","):
+        known: dict[str, Any] = dict(parse_url(urlunsplit(plain._replace(netloc=f"{login}{at}{address}"))))
+        hosts.append((known.pop("host", ""), known.pop("port", _SENTINEL_PORT)))
+    if not service or not all(host for host, _ in hosts):
+        raise ValueError("the name of the service, or a host, is missing")
+    if known.pop("connection_class", None) is not None:
+        known["ssl"] = True
+    number = known.pop("db", 0)
+    sentinel = Sentinel(hosts, sentinel_kwargs={**known, **options}, **known, **options)  # type: ignore[no-untyped-call]
+    return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
+
+
+def cause_of(error: BaseException) -> str:
+    """What a log says of an error of Redis."""
+    if isinstance(error, MasterNotFoundError):
+        return "the sentinels name no master"  # its own text shows the clients
+    return str(error) or type(error).__name__
 
 
 async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitable[None]]) -> None:
@@ -78,7 +125,7 @@ async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitabl
                 await use(redis)
         except FAILURES as error:
             if log_limit.admit(type(error).__name__) is not None:
-                log.warning("redis is away", what=purpose, error=str(error) or type(error).__name__)
+                log.warning("redis is away", what=purpose, error=cause_of(error))
         await asyncio.sleep(backoff.next_s(time.monotonic() - started_s))
 
 

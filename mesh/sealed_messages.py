@@ -8,10 +8,12 @@ Messages have a timestamp, which keeps the mesh safe even if others can write to
 protobuf. The MAC covers the bytes as sent, so it does not depend on protobuf's serialization. `freshness` is the
 sender's wall clock in microseconds, which may be set back. `number` orders the messages of one run of a worker; older
 versions send none, and their messages are ordered by freshness. A router refuses a worker with a message of the same
-frame: magic b"tdr1", and the worker's incarnation and the reason as the two parts.
+frame: magic b"tdr1", and the worker's incarnation and the reason as the two parts. A router tells the others how to
+share out requests among revisions with b"tdt1", an empty part and JSON.
 """
 
 import hmac
+import math
 import struct
 import time
 from collections import deque
@@ -36,6 +38,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 _MESSAGE = b"tdm1"
 _REFUSAL = b"tdr1"
+_TRAFFIC = b"tdt1"
 _MAX_REASON_CHARS = 1000
 _HEAD = struct.Struct(">4sQ")
 _LENGTH = struct.Struct(">I")
@@ -95,13 +98,24 @@ class RecordSeal:
             raise Refused("it is for another run of this worker")
         return reason.decode(errors="replace")
 
+    def seal_traffic(self, text: str) -> bytes:
+        """Sign how routers share out requests among revisions. It never gets stale: it holds until the next one."""
+        return self._frame(_TRAFFIC, b"", text.encode())
+
+    def open_traffic(self, sealed: bytes) -> str:
+        """Return what `seal_traffic` has signed. Raises Refused."""
+        _, _, (_, text) = self._verified(_TRAFFIC, sealed, max_age_s=math.inf)
+        return text.decode()
+
     def _frame(self, magic: bytes, *contents: bytes) -> bytes:
         self._number += 1
         parts = (_LENGTH.pack(len(content)) + content for content in contents)
         body = _HEAD.pack(magic, self._now_us()) + b"".join(parts) + _NUMBER.pack(self._number)
         return body + self._mac(body)
 
-    def _verified(self, expected: bytes, sealed: bytes) -> tuple[int, int, tuple[bytes, bytes]]:
+    def _verified(
+        self, expected: bytes, sealed: bytes, *, max_age_s: float = MAX_AGE_S
+    ) -> tuple[int, int, tuple[bytes, bytes]]:
         """Return freshness, number and the two parts. Raises Refused."""
         if not _HEAD.size + _MAC_BYTES < len(sealed) <= MAX_MESSAGE_BYTES:
             raise Refused("its length is wrong")
@@ -111,7 +125,7 @@ class RecordSeal:
         magic, freshness_us = _HEAD.unpack_from(body)
         if magic != expected:
             raise Refused("its format is unknown")
-        if abs(self._now_us() - freshness_us) > MAX_AGE_S * 1e6:
+        if abs(self._now_us() - freshness_us) > max_age_s * 1e6:
             raise Refused("it is stale: replayed, or the clocks of the machines differ")
         parts, trailer = _two_parts(body)
         number = _NUMBER.unpack(trailer)[0] if len(trailer) == _NUMBER.size else freshness_us

@@ -17,7 +17,7 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
-from router.api.operators import MeshServicer
+from router.api.operators import MeshServicer, Operations
 from router.attempt import PrefillClient
 from router.history import History, Reading, take_reading
 from router.journal import Journal
@@ -28,6 +28,7 @@ from router.role_switching import RoleSwitcher, SwitchLimits
 from router.service import GenerationServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
+from router.traffic import Traffic, parse_traffic
 from router.workers.connections import Caller, Channels, WorkerControl
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
@@ -57,7 +58,9 @@ class RouterProcess:
         self.public = Server(listen)
         self._callers = keys or NoKeys()
         caller = Caller(mint_id(), settings.load_credentials())
-        self.coordination = coordinate(settings, self.membership, caller)
+        names = [model_settings.served_name for model_settings in settings.each_model()]
+        self.traffic = Traffic(parse_traffic(settings.traffic), names, self._has_workers)
+        self.coordination = coordinate(settings, self.membership, caller, self.traffic)
         self.metrics = RouterMetrics()
         self.history = History()
         self.journal = Journal(time.monotonic, [self.metrics, self.history])
@@ -78,7 +81,8 @@ class RouterProcess:
             )
             for model_settings in settings.each_model()
         ]
-        self._services = GenerationServices([model_router.service for model_router in self.model_routers], self.journal)
+        services = [model_router.service for model_router in self.model_routers]
+        self._services = GenerationServices(services, self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],
@@ -95,8 +99,9 @@ class RouterProcess:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
+        operations = Operations(self._control, self.traffic, self.coordination.tell_traffic)
         mesh_servicer = MeshServicer(
-            self.model_routers, self.journal, self.history, self._control, self._callers, time.monotonic
+            self.model_routers, self.journal, self.history, operations, self._callers, time.monotonic
         )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
@@ -133,6 +138,9 @@ class RouterProcess:
         """Incarnations of the workers of this role and model that get requests."""
         mesh = next(router.mesh for router in self.model_routers if router.model.name == info.model)
         return frozenset(view.info.incarnation for view in mesh.snapshot().roster(info.role).views)
+
+    def _has_workers(self, model: str) -> bool:
+        return any(router.mesh.has_path for router in self.model_routers if router.model.name == model)
 
     def _require_served(self, info: WorkerInfo) -> None:
         require_served([model_router.model for model_router in self.model_routers], info)

@@ -184,13 +184,14 @@ async def _run(run: ChoiceRun) -> None:
 class PromptInfo:
     """Facts about the prompt. `tokens` is empty unless log-probs were requested; each message carries the next part.
 
-    `in_reasoning`: the prompt ends within the model's reasoning.
+    `in_reasoning`: the prompt ends within the model's reasoning. `revision`: see GenerateParams.
     """
 
     request_id: str
     num_tokens: int
     tokens: list[TokenEvent]
     in_reasoning: bool = False
+    revision: str = ""
 
 
 class Delta(NamedTuple):
@@ -262,7 +263,7 @@ class Answer:
         valid, params = self._valid, self._valid.params
         request_id, ids, in_reasoning = valid.request_id, valid.prompt_ids, valid.in_reasoning
         if not params.prompt_logprobs:
-            yield PromptInfo(request_id, len(ids), [], in_reasoning)
+            yield PromptInfo(request_id, len(ids), [], in_reasoning, params.revision)
             return
         pieces = await self._encoder.pieces(ids)
         entries = zip(pieces, chain(self._choice.prompt_logprobs, repeat(_SENT)), strict=False)
@@ -272,7 +273,7 @@ class Answer:
             TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special)
             for piece, entry in islice(entries, size)
         ]:
-            yield PromptInfo(request_id, len(ids), part, in_reasoning)
+            yield PromptInfo(request_id, len(ids), part, in_reasoning, params.revision)
             # Freed part by part, because freeing millions of objects at once blocks the event loop.
             logprobs[start : start + size] = [_SENT] * len(logprobs[start : start + size])
             start += size

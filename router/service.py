@@ -16,12 +16,11 @@ GenerationServices finds a request's model by name.
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import structlog
 
-from checkpoint.model_files import ModelFacts
-from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.errors import InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
@@ -30,12 +29,14 @@ from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, 
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
-from router.served_model import EncodedPrompt, ModelText, ServedModel
-from router.settings import RouterSettings, require_input_below_total
+from router.limits import LimitPolicy, ModelInfo
+from router.served_model import EncodedPrompt, ModelText
+from router.settings import RouterSettings
 from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
+from router.traffic import Traffic, session_key
 from router.validation import (
     GenerateParams,
     Limits,
@@ -55,46 +56,7 @@ log = structlog.get_logger(__name__)
 _MAX_LOGGED_CHARS = 128
 _MAX_SHOWN_CHARS = 128
 _MAX_TOKENIZING = 16
-# Used when neither the model, nor the settings, nor a worker sets a limit.
-_UNLIMITED_TOKENS = 1 << 20
 _STOPPING = "this router is stopping; try again"
-
-
-class LimitPolicy:
-    """Derives limits from settings, model and workers. Raises ConfigurationError if settings and model conflict."""
-
-    def __init__(self, settings: RouterSettings, facts: ModelFacts) -> None:
-        positions = facts.max_positions
-        setting = settings.max_total_tokens
-        if setting is not None and positions is not None and setting > positions:
-            raise ConfigurationError(
-                f"max_total_tokens must be <= the model's longest sequence, got {setting} and {positions}"
-            )
-        self._max_total = setting or positions or _UNLIMITED_TOKENS
-        # The start token of an encoder-decoder model's decoder takes a position that clients do not see.
-        self._num_hidden = 0 if facts.decoder_start_token_id is None else 1
-        self._max_input = settings.max_input_length or self._max_total - 1
-        require_input_below_total(self._max_input, self._max_total)
-
-    def resolve(self, largest_decode_tokens: int | None) -> Limits:
-        """Return the limits with decode workers of which the largest can hold a sequence of this length.
-
-        Without workers, None: by settings and model only.
-        """
-        capacity = self._max_total if largest_decode_tokens is None else largest_decode_tokens - self._num_hidden
-        max_total = min(self._max_total, capacity)
-        return Limits(min(self._max_input, max_total - 1), max_total)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelInfo:
-    """A served model and its current limits. `ready`: there are workers to serve it."""
-
-    model: ServedModel
-    limits: Limits
-    ready: bool
-    max_concurrent_requests: int
-    adapters: tuple[str, ...] = ()
 
 
 class GenerationService:
@@ -316,6 +278,7 @@ class GenerationService:
                 request_id=choice.request_id,
                 tenant=valid.params.tenant.name,
                 client_request_id=valid.params.client_request_id[:_MAX_LOGGED_CHARS],
+                model=self.model.name,
                 adapter=valid.params.adapter,
                 prompt_tokens=choice.num_prompt_tokens,
                 completion_tokens=len(choice.token_ids),
@@ -340,25 +303,61 @@ class GenerationService:
 class GenerationServices:
     """All models of a router, by name. A request without a name means the only model."""
 
-    def __init__(self, services: Sequence[GenerationService], journal: Journal) -> None:
+    def __init__(self, services: Sequence[GenerationService], journal: Journal, traffic: Traffic) -> None:
         self._by_name = {service.model.name: service for service in services}
         self._journal = journal
+        self._traffic = traffic
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
         try:
+            params = self._with_revision(params)
             service = self.find(params.model)
             return await service.generate(_with_adapter(params, service.model.name), time_left_s)
         except MeshError as error:
             self._journal.refused(type(error).__name__)
             raise
 
-    def find(self, name: str) -> GenerationService:
-        """The service of a model, also by the name of one of its adapters. Raises ModelNotFound; InvalidRequest if the
-        name is empty and there are several models, or if several models have such an adapter.
+    def _with_revision(self, params: GenerateParams) -> GenerateParams:
+        """The parameters with the model that is to answer, if their name stands for several."""
+        name = self._public_name(params.model)
+        model = self._traffic.choose(name, session_key(params.prompt, params.tenant.name))
+        return params if model == name else replace(params, model=model, revision=model)
+
+    def _public_name(self, name: str) -> str:
+        """The only name that clients need if they give none."""
+        names = self._traffic.public_names()
+        return names[0] if not name and len(names) == 1 else name
+
+    def describe(self, name: str) -> ModelInfo:
+        """A model with the limits that hold now. A name that stands for several is described by that with the largest
+        share. Raises the errors of `find`.
         """
-        if name in self._by_name:
-            return self._by_name[name]
+        name = self._public_name(name)
+        revisions = [self._by_name[model].describe() for model in self._traffic.revisions(name)]
+        if not revisions:
+            return self.find(name).describe()
+        return replace(
+            revisions[0],
+            model=replace(revisions[0].model, name=name),
+            ready=any(revision.ready for revision in revisions),
+            max_concurrent_requests=sum(revision.max_concurrent_requests for revision in revisions),
+        )
+
+    def describe_all(self) -> list[ModelInfo]:
+        """All models, in the order of the settings, after the names that stand for several of them."""
+        names = [name for name in self._traffic.public_names() if name not in self._by_name]
+        return [self.describe(name) for name in (*names, *self._by_name)]
+
+    def find(self, name: str) -> GenerationService:
+        """The service of a model, also by the name of one of its adapters, or by one that stands for several models.
+        Raises ModelNotFound; InvalidRequest if the name is empty and there are several models, or if several models
+        have such an adapter.
+        """
+        name = self._public_name(name)
+        for known in (name, *self._traffic.revisions(name)):
+            if known in self._by_name:
+                return self._by_name[known]
         adapters = [(adapter, service) for service in self.all() for adapter in service.describe().adapters]
         with_it = [service for adapter, service in adapters if adapter == name]
         if len(with_it) > 1:

@@ -95,6 +95,11 @@ class RouterSettings(ModelSettings):
     )
     slow_reader_s: float = setting(20.0, "a client that reads nothing for this long is cut off")
     grace_s: float = setting(10.0, "how long running streams may continue after SIGTERM")
+    traffic: str = setting(
+        "",
+        "names that stand for several revisions, which are models of this router, and the shares of new requests that "
+        "each gets, as chat=v1:90,v2:10; `tandem traffic` changes them",
+    )
     switch_roles: bool = setting(
         False,
         "let workers that are switchable change their roles where this router's advice says that one more of a role "

@@ -37,6 +37,7 @@ class GenerateParams:
 
     `best_of`: generate this many choices and return the best `num_choices` at the end. `ttft_target_s`: a first token
     later than this is worthless to the client. `adapter`: the name of a LoRA adapter, empty for the base model.
+    `revision`: the model that the router has chosen for a name that stands for several (traffic.py); empty otherwise.
     """
 
     prompt: Prompt | None
@@ -56,6 +57,7 @@ class GenerateParams:
     priority: Priority | None = None
     ttft_target_s: float | None = None
     adapter: str = ""
+    revision: str = ""
 
     @property
     def num_generated_choices(self) -> int:

@@ -36,6 +36,7 @@ GROUPS = {
         "drain": "take workers out of service: they finish what runs",
         "undrain": "take drained workers back into service",
         "switch": "let a worker prefill that decodes, or decode that prefills",
+        "traffic": "share out requests among revisions of a model",
         "breakdown": "send sample requests and show where their time goes",
     },
     "plan and measure": {

@@ -328,7 +328,7 @@ def _require_redis(num_routers: int, url: str) -> None:
         return
     if importlib.util.find_spec("redis") is None:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
-    from mesh.redis_connection import FAILURES, open_redis
+    from mesh.redis_connection import FAILURES, cause_of, open_redis
 
     async def ping() -> None:
         async with open_redis(url, timeout_s=_REDIS_S) as redis:
@@ -337,7 +337,7 @@ def _require_redis(num_routers: int, url: str) -> None:
     try:
         asyncio.run(ping())
     except FAILURES as error:  # the message has host and port, never the URL, which may contain a password
-        raise ConfigurationError(f"the Redis of registry_url does not answer: {error}") from error
+        raise ConfigurationError(f"the Redis of registry_url does not answer: {cause_of(error)}") from error
 
 
 def _child_environ(settings: UpSettings, trial_key: str, properties: Mapping[str, str]) -> dict[str, str]:

@@ -257,7 +257,11 @@ class ResumableStream:
             if self._stream is None and not loss.broke:
                 raise  # no router has accepted the call
             self._stream = await self._repeat(loss)
-        return self._stream.message
+        message = self._stream.message
+        if message is not None and message.prompt.model:
+            # Sent again, the call must reach the same revision, whatever its share is by then.
+            self._request.model = message.prompt.model
+        return message
 
     def cancel(self) -> None:
         """Cancel the call, unless it has ended."""

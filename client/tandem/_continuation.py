@@ -58,7 +58,7 @@ class _JoinedAnswer:
         first, last = self.rounds[0], self.rounds[-1]
         usage = Usage(first.usage.prompt_tokens, len(self.tokens), first.usage.cached_tokens)
         choice = Choice(0, "".join(self.texts), tuple(self.tokens), last.finish_reason, usage)
-        return Result(first.request_id, (choice,), first.prompt_tokens)
+        return Result(first.request_id, (choice,), first.prompt_tokens, first.model)
 
 
 async def continue_until_done(client: Generator, arguments: GenerateArguments, bounds: Bounds) -> Result:
@@ -84,6 +84,8 @@ async def continue_until_done(client: Generator, arguments: GenerateArguments, b
         answer.add(result, num_kept=len(complete))
         if is_last:
             break
+        if result.model:
+            arguments = {**arguments, "model": result.model}
     return answer.result()
 
 

@@ -142,6 +142,10 @@ def switch_role_request(worker_id: str, role: str) -> mesh_pb2.SwitchRoleRequest
     return mesh_pb2.SwitchRoleRequest(worker_id=worker_id, role=_ROLES[role])
 
 
+def set_traffic_request(name: str, shares: Mapping[str, float]) -> mesh_pb2.SetTrafficRequest:
+    return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
+
+
 def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str, Any]:
     """The arguments that are not None. Raises TypeError for names that `signature` does not have."""
     unknown = sorted(arguments.keys() - signature.__annotations__.keys())

@@ -68,6 +68,7 @@ class EventReader:
         self._prompt_tokens: tuple[Token, ...] = ()
         self._num_prompt_tokens = 0
         self._in_reasoning = False
+        self._model = ""
         self._echo: dict[int, str] = {}
         self._has_events = False
         self._progress: defaultdict[int, _ChoiceProgress] = defaultdict(_ChoiceProgress)
@@ -88,6 +89,7 @@ class EventReader:
             self._prompt_tokens += tuple(map(token, message.prompt.tokens))  # a long prompt comes in several messages
             self._num_prompt_tokens = message.prompt.num_tokens
             self._in_reasoning = message.prompt.in_reasoning
+            self._model = message.prompt.model
         if message.echo and not choice.ids:
             self._echo[index] = message.echo
         tokens: list[Token | None] = [token(new_token) for new_token in self._new_tokens(message, choice)]
@@ -95,7 +97,7 @@ class EventReader:
             return []
         if message.finish_reason and not tokens:
             tokens.append(None)
-        events = [TokenEvent(index, new_token, self._request_id) for new_token in tokens]
+        events = [TokenEvent(index, new_token, self._request_id, model=self._model) for new_token in tokens]
         self._has_events = self._has_events or bool(events)
         if events and (self._num_prompt_tokens or self._echo or self._prompt_tokens or self._in_reasoning):
             events[0] = self._with_prompt(events[0])
@@ -154,14 +156,14 @@ class ResultBuilder:
     """Builds a result from the events of one stream."""
 
     def __init__(self) -> None:
-        self._request_id = ""
+        self._request_id = self._model = ""
         self._prompt_tokens: tuple[Token, ...] = ()
         self._texts: dict[int, list[str]] = {}
         self._tokens: dict[int, list[Token]] = {}
         self._choices: dict[int, Choice] = {}
 
     def add(self, event: TokenEvent) -> None:
-        self._request_id = event.request_id
+        self._request_id, self._model = event.request_id, event.model
         self._prompt_tokens = self._prompt_tokens or event.prompt_tokens
         texts = self._texts.setdefault(event.index, [])
         tokens = self._tokens.setdefault(event.index, [])
@@ -176,7 +178,7 @@ class ResultBuilder:
     def result(self) -> Result:
         """The result. Call it after the end of the stream."""
         choices = tuple(choice for _, choice in sorted(self._choices.items()))
-        return Result(self._request_id, choices, self._prompt_tokens)
+        return Result(self._request_id, choices, self._prompt_tokens, self._model)
 
 
 def token(message: generation_pb2.Token) -> Token:
@@ -236,6 +238,7 @@ def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
         traces=tuple(map(_trace, message.traces)),
         running=tuple(map(_trace, message.running)),
         advice=tuple(map(_advice, message.advice)),
+        traffic={each.name: dict(each.shares) for each in message.traffic},
     )
 
 

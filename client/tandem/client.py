@@ -1,7 +1,7 @@
 """The asynchronous client. `sync.py` has the same client for code without an event loop."""
 
 import copy
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Self, Unpack
 
@@ -12,6 +12,7 @@ from tandem._requests import (
     GenerateArguments,
     TokenizeArguments,
     generate_request,
+    set_traffic_request,
     switch_role_request,
     tokenize_request,
 )
@@ -191,6 +192,15 @@ class AsyncClient:
         """
         request = switch_role_request(worker_id, role)
         await self._connection.unary(lambda stubs: stubs.mesh.SwitchRole, request, self._deadline(timeout))
+
+    async def set_traffic(self, name: str, shares: Mapping[str, float], *, timeout: float | None = None) -> None:
+        """Share out the requests for `name` among revisions: served models, and their shares in proportion to the sum.
+
+        All turns of a conversation go to one revision, as long as the shares stay. A revision without workers leaves
+        its share to the others. Raises InvalidRequest for models that are not served.
+        """
+        request = set_traffic_request(name, shares)
+        await self._connection.unary(lambda stubs: stubs.mesh.SetTraffic, request, self._deadline(timeout))
 
     async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
         request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)

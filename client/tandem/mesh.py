@@ -1,6 +1,7 @@
 """The mesh for operators: workers, recent incidents, recent and running requests; what a router did over time."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tandem.models import FinishReason, Timing
 
@@ -121,7 +122,8 @@ class Mesh:
     running choices, oldest first.
 
     `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode capacity" or
-    "prefill capacity"; "" if no request waits. `advice` is empty if nothing would help.
+    "prefill capacity"; "" if no request waits. `advice` is empty if nothing would help. `traffic` has the shares of the
+    revisions, by the name that stands for them.
     """
 
     workers: tuple[Worker, ...]
@@ -135,6 +137,7 @@ class Mesh:
     traces: tuple[RequestTrace, ...] = ()
     running: tuple[RequestTrace, ...] = ()
     advice: tuple[Advice, ...] = ()
+    traffic: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

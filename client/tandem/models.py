@@ -110,7 +110,8 @@ class TokenEvent:
     The last event of a choice has `finish_reason`, `usage` and, if the router sends it, `timing`. `echo` and
     `prompt_tokens` come with the first event if they were requested. The stream's first event also has
     `num_prompt_tokens`, and `in_reasoning` if the prompt ends inside an open <think>. `token` is None only if a choice
-    ended without a further token.
+    ended without a further token. `model` is the revision that answers, if the name that was asked for stands for
+    several.
     """
 
     index: int
@@ -123,6 +124,7 @@ class TokenEvent:
     timing: Timing | None = None
     in_reasoning: bool = False
     num_prompt_tokens: int = 0
+    model: str = ""
 
     @property
     def text(self) -> str:
@@ -149,11 +151,14 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """A complete answer. Its own `text`, `tokens`, ... are those of the first choice."""
+    """A complete answer. Its own `text`, `tokens`, ... are those of the first choice. `model` is the revision that has
+    answered, if the name that was asked for stands for several.
+    """
 
     request_id: str
     choices: tuple[Choice, ...]
     prompt_tokens: tuple[Token, ...] = ()
+    model: str = ""
 
     @property
     def text(self) -> str:

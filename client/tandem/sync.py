@@ -3,7 +3,7 @@
 import asyncio
 import copy
 import threading
-from collections.abc import Coroutine, Generator
+from collections.abc import Coroutine, Generator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
@@ -191,6 +191,9 @@ class Client:
 
     def switch_role(self, worker_id: str, role: str, *, timeout: float | None = None) -> None:
         self._background.run(self._client.switch_role(worker_id, role, timeout=timeout))
+
+    def set_traffic(self, name: str, shares: Mapping[str, float], *, timeout: float | None = None) -> None:
+        self._background.run(self._client.set_traffic(name, shares, timeout=timeout))
 
     def history(self, span_s: float | None = None, *, timeout: float | None = None) -> tuple[HistoryPoint, ...]:
         return self._background.run(self._client.history(span_s, timeout=timeout))

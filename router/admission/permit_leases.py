@@ -30,6 +30,8 @@ local function is_settling(key, lease, least, known)
 end
 """
 
+# Leases that expired while their router lived are missing, too: Redis was out of reach for longer than a lease, and so
+# perhaps for others.
 # KEYS: permits, permits of the tenant, routers, settling
 # ARGV: lease, least settling time, known routers, router id or '', 1 if the router has been here before, number of
 # released ids, released ids, held ids
@@ -42,8 +44,9 @@ for i = 7, 6 + released do
   redis.call('ZREM', KEYS[1], ARGV[i])
   redis.call('ZREM', KEYS[2], ARGV[i])
 end
+for i = 1, 3 do redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now) end
 local returning = ARGV[5] == '1'
-local missing = returning and redis.call('EXISTS', KEYS[3]) == 0
+local missing = returning and not redis.call('ZSCORE', KEYS[3], ARGV[4])
 for i = 7 + released, #ARGV do
   if redis.call('ZADD', KEYS[1], now + lease, ARGV[i]) == 1 then missing = true end
   redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
@@ -57,7 +60,6 @@ if not is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then
   redis.call('PEXPIRE', KEYS[4], 0)
   settling = 0
 end
-redis.call('ZREMRANGEBYSCORE', KEYS[3], '-inf', now)
 if ARGV[4] ~= '' then
   redis.call('ZADD', KEYS[3], now + lease, ARGV[4])
   redis.call('PEXPIRE', KEYS[3], 2 * lease)
@@ -82,7 +84,8 @@ if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, he
 if held + count > tonumber(ARGV[5]) then return {0, 0, held, 0} end
 local settling = 0
 if is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then settling = 1 end
-if not redis.call('ZSCORE', KEYS[3], ARGV[4]) then settling = 1 end
+local known_until = redis.call('ZSCORE', KEYS[3], ARGV[4])
+if not known_until or tonumber(known_until) <= now then settling = 1 end
 if settling == 1 and ARGV[8] + count > tonumber(ARGV[7]) then return {0, 0, held, 1} end
 for i = 9, #ARGV do
   redis.call('ZADD', KEYS[1], now + lease, ARGV[i])

@@ -30,7 +30,7 @@ from redis.asyncio import Redis
 
 from mesh.domain.errors import Overloaded
 from mesh.domain.request import mint_id
-from mesh.redis_connection import FAILURES, open_redis
+from mesh.redis_connection import FAILURES, cause_of, open_redis
 from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
 from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take, Taken
@@ -213,7 +213,7 @@ class SharedPermits:
                     self._holdings.mark_sent(keeps)
                 await self._store.leave(redis)
         except FAILURES as error:
-            log.warning("permits stay leased until they expire", error=str(error))
+            log.warning("permits stay leased until they expire", error=cause_of(error))
 
     async def _wait(self, renew_at_s: float) -> None:
         if not self._asks:
@@ -286,7 +286,7 @@ class SharedPermits:
         """Redis is unavailable: answer waiting requests by this router's share."""
         waiting, self._asks = [*asks, *self._asks], []
         if self.connected.is_set() and error is not None:
-            log.warning("redis is away", what="permits", share=self.share, error=str(error))
+            log.warning("redis is away", what="permits", share=self.share, error=cause_of(error))
         self.connected.clear()
         for ask in waiting:
             if ask.reply.done():

@@ -15,7 +15,8 @@ from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
-from router.service import GenerationServices, ModelInfo
+from router.limits import ModelInfo
+from router.service import GenerationServices
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -76,13 +77,12 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     async def GetModel(
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.GetModelResponse:
-        return generation_pb2.GetModelResponse(model=_model_to_proto(self._models.find(request.model).describe()))
+        return generation_pb2.GetModelResponse(model=_model_to_proto(self._models.describe(request.model)))
 
     async def ListModels(
         self, request: generation_pb2.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> generation_pb2.ListModelsResponse:
-        infos = [service.describe() for service in self._models.all()]
-        return generation_pb2.ListModelsResponse(models=map(_model_to_proto, infos))
+        return generation_pb2.ListModelsResponse(models=map(_model_to_proto, self._models.describe_all()))
 
 
 def _trace_headers(metadata: Metadata | None) -> dict[str, str]:
@@ -166,6 +166,7 @@ def _write_prompt(prompt: PromptInfo, message: generation_pb2.PromptInfo) -> Non
     message.request_id = prompt.request_id
     message.num_tokens = prompt.num_tokens
     message.in_reasoning = prompt.in_reasoning
+    message.model = prompt.revision
     _write_tokens(prompt.tokens, message.tokens)
 
 

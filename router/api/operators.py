@@ -5,7 +5,9 @@ capacity and load, and nothing of the mesh's own protocol.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import starmap
 from types import MappingProxyType
 
 import grpc
@@ -23,6 +25,7 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
+from router.traffic import Shares, Traffic
 from router.workers.connections import WorkerControl
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -53,6 +56,15 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Operations:
+    """What operators may change: workers, and the traffic of revisions, of which `tell_traffic` tells other routers."""
+
+    control: WorkerControl
+    traffic: Traffic
+    tell_traffic: Callable[[], Awaitable[None]]
+
+
 class MeshServicer(mesh_pb2_grpc.MeshServicer):
     """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
 
@@ -61,14 +73,15 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         models: Sequence[ModelRouter],
         journal: Journal,
         history: History,
-        control: WorkerControl,
+        operations: Operations,
         callers: CallerDirectory,
         clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
         self._history = history
-        self._control = control
+        self._control, self._traffic = operations.control, operations.traffic
+        self._tell_traffic = operations.tell_traffic
         self._callers = callers
         self._clock = clock
 
@@ -90,6 +103,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
             advice=[_advice(advice, model.model.name) for model in models for advice in model.adviser.advice],
+            traffic=starmap(_traffic, self._traffic.table.shares.items()),
         )
 
     async def GetHistory(
@@ -122,6 +136,18 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         log.warning("an operator changes a role", operator=tenant.name, worker=request.worker_id, next_role=role.value)
         await self._control.switch_role(request.worker_id, role)
         return mesh_pb2.SwitchRoleResponse()
+
+    async def SetTraffic(
+        self, request: mesh_pb2.SetTrafficRequest, context: grpc.aio.ServicerContext
+    ) -> mesh_pb2.SetTrafficResponse:
+        """Share out the requests for a name among revisions."""
+        tenant = self._callers.tenant_of(context.invocation_metadata())
+        tenant.require_operator()
+        name, shares = request.traffic.name, dict(request.traffic.shares)
+        log.warning("an operator changes the traffic", operator=tenant.name, model=name, shares=shares)
+        self._traffic.share_out(name, shares)
+        await self._tell_traffic()
+        return mesh_pb2.SetTrafficResponse()
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(
@@ -214,6 +240,10 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
 def _advice(advice: Advice, model: str) -> mesh_pb2.Advice:
     action = f"ADVICE_ACTION_{advice.action.name}"
     return mesh_pb2.Advice(action=action, role=_ROLES[advice.role], reason=advice.reason, model=model)
+
+
+def _traffic(name: str, shares: Shares) -> mesh_pb2.Traffic:
+    return mesh_pb2.Traffic(name=name, shares=shares)
 
 
 def _role_from_proto(number: mesh_pb2.WorkerRole) -> WorkerRole:

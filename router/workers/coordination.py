@@ -20,6 +20,7 @@ from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter, LocalLimiter
 from router.settings import RouterSettings
+from router.traffic import Traffic
 from router.workers.connections import Caller
 from router.workers.membership import Membership
 
@@ -39,6 +40,10 @@ class Coordination(Protocol):
 
     def limiter_for(self, model: str) -> ConcurrencyLimiter:
         """Return the model's concurrency limiter. Called once per model, before `start`."""
+        ...
+
+    async def tell_traffic(self) -> None:
+        """Let the other routers know of this router's Traffic, which has changed, as far as they can be reached."""
         ...
 
     async def may_act(self, purpose: str, seconds: float) -> bool:
@@ -71,6 +76,9 @@ class HostedRegistry:
     def limiter_for(self, model: str) -> ConcurrencyLimiter:
         return LocalLimiter(self._cap)
 
+    async def tell_traffic(self) -> None:
+        """There are no others."""
+
     async def may_act(self, purpose: str, seconds: float) -> bool:
         return True
 
@@ -86,7 +94,7 @@ class HostedRegistry:
         await self._server.stop(0)
 
 
-def coordinate(settings: RouterSettings, membership: Membership, caller: Caller) -> Coordination:
+def coordinate(settings: RouterSettings, membership: Membership, caller: Caller, traffic: Traffic) -> Coordination:
     """Return the Coordination that the settings select. Raises ConfigurationError."""
     if not settings.registry_url:
         return HostedRegistry(settings, membership, caller)
@@ -94,7 +102,7 @@ def coordinate(settings: RouterSettings, membership: Membership, caller: Caller)
         from router.workers.redis_registry import SharedRegistry
     except ImportError as error:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
-    return SharedRegistry(settings, membership, caller)
+    return SharedRegistry(settings, membership, caller, traffic)
 
 
 class RegistryServicer(worker_pb2_grpc.RegistryServicer):

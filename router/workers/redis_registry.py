@@ -29,8 +29,10 @@ from mesh.redis_connection import (
     FAILURES,
     HEARTBEATS,
     PREFIX,
+    TRAFFIC,
     WORKERS,
     ask_channel,
+    cause_of,
     open_redis,
     record_key,
     require_registry,
@@ -44,6 +46,7 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
+from router.traffic import Traffic, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
 from router.workers.coordination import FORGET_S, SILENT_S
 from router.workers.membership import Membership, WorkerView
@@ -77,10 +80,11 @@ return 1
 class RedisRegistry:
     """Feeds one router's Membership (clock: time.monotonic). Run `run()` as a task; it ends only when cancelled."""
 
-    def __init__(self, url: str, membership: Membership, credentials: Credentials) -> None:
+    def __init__(self, url: str, membership: Membership, credentials: Credentials, traffic: Traffic) -> None:
         key = require_registry(url, credentials.key)
         self._url = url
         self._membership = membership
+        self._traffic = traffic
         self._seal = RecordSeal(key)
         self._guard = FreshnessGuard()
         self._checks = DirectChecks(membership, credentials)
@@ -106,6 +110,7 @@ class RedisRegistry:
                     if time.monotonic() - loaded_s > _LOAD_INTERVAL_S:
                         await heartbeats.ping()
                         await self._load(redis)
+                        await self.exchange_traffic(redis)
                         loaded_s = time.monotonic()
                         heard_s = heard_s or loaded_s
                         self.connected.set()
@@ -132,6 +137,22 @@ class RedisRegistry:
             await redis.zrem(WORKERS, *expired)
         self._misfits = {name: incarnation for name, incarnation in self._misfits.items() if name in ids}
         self._guard.forget_silent()
+
+    async def exchange_traffic(self, redis: Redis) -> None:
+        """Adopt the shares in Redis if they are newer than this router's; write them there if they are older, or
+        lost."""
+        [sealed] = await redis.mget([TRAFFIC])
+        found = None
+        try:
+            found = None if not isinstance(sealed, bytes) else traffic_from_json(self._seal.open_traffic(sealed))
+        except Refused as refused:
+            if self._log_limit.admit(str(refused)) is not None:
+                log.warning("traffic refused", cause=str(refused))
+        ours = self._traffic.table
+        if found is not None and found.version > ours.version:
+            self._traffic.adopt(found)
+        elif ours.version > (0 if found is None else found.version):
+            await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(ours)))
 
     async def _send_outbox(self, redis: Redis) -> None:
         messages, self._outbox = self._outbox, {}
@@ -214,8 +235,8 @@ class SharedRegistry:
 
     address = ""
 
-    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
-        self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials)
+    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller, traffic: Traffic) -> None:
+        self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials, traffic)
         self._settings = settings
         self._router_id = caller.router_id
         self._permits: list[SharedPermits] = []
@@ -227,13 +248,21 @@ class SharedRegistry:
         self._permits.append(permits)
         return SharedLimiter(permits, cap)
 
+    async def tell_traffic(self) -> None:
+        """If Redis is away, they learn of it when it is back."""
+        try:
+            async with open_redis(self._settings.registry_url) as redis:
+                await self._registry.exchange_traffic(redis)
+        except FAILURES as error:
+            log.warning("redis is away", what="traffic", error=cause_of(error))
+
     async def may_act(self, purpose: str, seconds: float) -> bool:
         """False while Redis is unavailable."""
         try:
             async with open_redis(self._settings.registry_url) as redis:
                 ours = await redis.eval(_ACT, 1, f"{PREFIX}acting:{purpose}", self._router_id, int(1000 * seconds))
         except FAILURES as error:
-            log.warning("redis is away", what=purpose, error=str(error) or type(error).__name__)
+            log.warning("redis is away", what=purpose, error=cause_of(error))
             return False
         return bool(ours)
 

@@ -17,7 +17,7 @@ from engine.models.read_config import load_config, load_decoder_config
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
-from router.service import LimitPolicy
+from router.limits import LimitPolicy
 from router.settings import RouterSettings
 from router.workers.membership import capacity_tokens
 from tests.component.arms import ARMS, settings

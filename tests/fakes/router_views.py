@@ -5,6 +5,7 @@ from typing import Any
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from router.admission.placement import MeshSnapshot, PlacementQuery, PrefixChain
+from router.traffic import Traffic, TrafficTable
 from router.workers.membership import WorkerView
 
 BLOCK = 4
@@ -52,3 +53,8 @@ def query(num_tokens: int = 8, **changes: Any) -> PlacementQuery:
         "chain": PrefixChain(range(num_tokens), "m"),
     } | changes
     return PlacementQuery(num_tokens=num_tokens, **values)
+
+
+def no_traffic() -> Traffic:
+    """No name stands for several revisions."""
+    return Traffic(TrafficTable({}), [], lambda model: True)

@@ -138,6 +138,7 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
     def __init__(self) -> None:
         self.drained: list[tuple[str, bool]] = []
         self.switched: list[tuple[str, int]] = []
+        self.traffic: dict[str, dict[str, float]] = {}
 
     async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
         response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
@@ -153,6 +154,7 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
             status.last_seen.FromMilliseconds(250)
         add = mesh_pb2.ADVICE_ACTION_ADD
         response.advice.add(action=add, role=mesh_pb2.WORKER_ROLE_DECODE, reason="KV is full", model="fake")
+        response.traffic.extend(mesh_pb2.Traffic(name=name, shares=shares) for name, shares in self.traffic.items())
         return response
 
     async def SetDraining(self, request: mesh_pb2.SetDrainingRequest, context: Any) -> mesh_pb2.SetDrainingResponse:
@@ -162,6 +164,10 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
     async def SwitchRole(self, request: mesh_pb2.SwitchRoleRequest, context: Any) -> mesh_pb2.SwitchRoleResponse:
         self.switched.append((request.worker_id, request.role))
         return mesh_pb2.SwitchRoleResponse()
+
+    async def SetTraffic(self, request: mesh_pb2.SetTrafficRequest, context: Any) -> mesh_pb2.SetTrafficResponse:
+        self.traffic[request.traffic.name] = dict(request.traffic.shares)
+        return mesh_pb2.SetTrafficResponse()
 
     async def GetHistory(self, request: Any, context: Any) -> mesh_pb2.GetHistoryResponse:
         point = mesh_pb2.HistoryPoint(generated_tokens=50, replays=1, waiting=0.5)

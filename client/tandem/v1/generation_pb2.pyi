@@ -163,16 +163,18 @@ class AttemptTiming(_message.Message):
     def __init__(self, queue_ms: _Optional[float] = ..., dispatch_ms: _Optional[float] = ..., prefill_ms: _Optional[float] = ..., transfer_ms: _Optional[float] = ..., wait_ms: _Optional[float] = ..., decode_ms: _Optional[float] = ..., backoff_ms: _Optional[float] = ..., kv_transfer_ms: _Optional[float] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
-    __slots__ = ("request_id", "num_tokens", "tokens", "in_reasoning")
+    __slots__ = ("request_id", "num_tokens", "tokens", "in_reasoning", "model")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     IN_REASONING_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     num_tokens: int
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     in_reasoning: bool
-    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., in_reasoning: _Optional[bool] = ...) -> None: ...
+    model: str
+    def __init__(self, request_id: _Optional[str] = ..., num_tokens: _Optional[int] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., in_reasoning: _Optional[bool] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("index", "prompt", "tokens", "finish_reason", "usage", "echo", "timing")

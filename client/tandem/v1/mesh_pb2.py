@@ -27,55 +27,65 @@ from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/mesh.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1atandem/v1/generation.proto\x1a\x18tandem/v1/sampling.proto\"\x14\n\x12ListWorkersRequest\"\xf6\x02\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12%\n\x08shortage\x18\x04 \x01(\x0e\x32\x13.tandem.v1.Shortage\x12\x15\n\rended_choices\x18\x05 \x01(\x04\x12\x16\n\x0e\x66\x61iled_choices\x18\x06 \x01(\x04\x12\x0f\n\x07replays\x18\x07 \x01(\x04\x12&\n\tincidents\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Incident\x12\'\n\x06traces\x18\t \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12(\n\x07running\x18\n \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12!\n\x06\x61\x64vice\x18\x0b \x03(\x0b\x32\x11.tandem.v1.Advice\"u\n\x06\x41\x64vice\x12\'\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x17.tandem.v1.AdviceAction\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"9\n\x12SetDrainingRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x15\n\x13SetDrainingResponse\"K\n\x11SwitchRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\"\x14\n\x12SwitchRoleResponse\"<\n\x11GetHistoryRequest\x12\'\n\x04span\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x12GetHistoryResponse\x12\'\n\x06points\x18\x01 \x03(\x0b\x32\x17.tandem.v1.HistoryPoint\"\xc1\x03\n\x0cHistoryPoint\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06length\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07replays\x18\x05 \x01(\x04\x12\x16\n\x0e\x66\x61iled_choices\x18\x06 \x01(\x04\x12\x0f\n\x07waiting\x18\x07 \x01(\x01\x12\x0f\n\x07running\x18\x08 \x01(\x01\x12\x14\n\x07kv_used\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0f\x66irst_token_p50\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x66irst_token_p95\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gap_p50\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gap_p99\x18\r \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_kv_used\"\xe6\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bspeculative\x18\x0f \x01(\t\x12\x1c\n\x0ftensor_parallel\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x13 \x03(\t\x12\x12\n\nswitchable\x18\x14 \x01(\x08\x42\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallelJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\rJ\x04\x08\x10\x10\x11R\x15tokenizer_fingerprintR\x06layoutR\x10protocol_versionR\x05ranks\"\xc7\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\"\x8f\x01\n\x08Incident\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.tandem.v1.IncidentKind\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\"\x9e\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Timing\x12\'\n\x06places\x18\t \x03(\x0b\x32\x17.tandem.v1.AttemptPlace\"N\n\x0c\x41ttemptPlace\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"\xa6\x02\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12,\n\tlast_seen\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07serving\x18\x05 \x01(\x08\x12\x16\n\x0eopen_transfers\x18\x06 \x01(\r\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x04\x12\x19\n\x11prefilling_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61nary_error\x18\t \x01(\t*^\n\x0c\x41\x64viceAction\x12\x1d\n\x19\x41\x44VICE_ACTION_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44VICE_ACTION_ADD\x10\x01\x12\x18\n\x14\x41\x44VICE_ACTION_REMOVE\x10\x02*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04*}\n\x08Shortage\x12\x18\n\x14SHORTAGE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SHORTAGE_DECODE_WORKER\x10\x01\x12\x1c\n\x18SHORTAGE_DECODE_CAPACITY\x10\x02\x12\x1d\n\x19SHORTAGE_PREFILL_CAPACITY\x10\x03*\x9c\x02\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14INCIDENT_KIND_JOINED\x10\x01\x12\x17\n\x13INCIDENT_KIND_READY\x10\x02\x12\x1a\n\x16INCIDENT_KIND_DRAINING\x10\x03\x12\x19\n\x15INCIDENT_KIND_STALLED\x10\x04\x12\x16\n\x12INCIDENT_KIND_LOST\x10\x05\x12\x19\n\x15INCIDENT_KIND_TRIPPED\x10\x06\x12\x1a\n\x16INCIDENT_KIND_REPLAYED\x10\x07\x12\x18\n\x14INCIDENT_KIND_FAILED\x10\x08\x12\x1a\n\x16INCIDENT_KIND_SWITCHED\x10\t2\xb8\x02\n\x04Mesh\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponse\x12I\n\nGetHistory\x12\x1c.tandem.v1.GetHistoryRequest\x1a\x1d.tandem.v1.GetHistoryResponse\x12L\n\x0bSetDraining\x12\x1d.tandem.v1.SetDrainingRequest\x1a\x1e.tandem.v1.SetDrainingResponse\x12I\n\nSwitchRole\x12\x1c.tandem.v1.SwitchRoleRequest\x1a\x1d.tandem.v1.SwitchRoleResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/mesh.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1atandem/v1/generation.proto\x1a\x18tandem/v1/sampling.proto\"\x14\n\x12ListWorkersRequest\"\x9b\x03\n\x13ListWorkersResponse\x12(\n\x07workers\x18\x01 \x03(\x0b\x32\x17.tandem.v1.WorkerStatus\x12\x17\n\x0fqueued_requests\x18\x02 \x01(\r\x12\x17\n\x0f\x61\x63tive_requests\x18\x03 \x01(\r\x12%\n\x08shortage\x18\x04 \x01(\x0e\x32\x13.tandem.v1.Shortage\x12\x15\n\rended_choices\x18\x05 \x01(\x04\x12\x16\n\x0e\x66\x61iled_choices\x18\x06 \x01(\x04\x12\x0f\n\x07replays\x18\x07 \x01(\x04\x12&\n\tincidents\x18\x08 \x03(\x0b\x32\x13.tandem.v1.Incident\x12\'\n\x06traces\x18\t \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12(\n\x07running\x18\n \x03(\x0b\x32\x17.tandem.v1.RequestTrace\x12!\n\x06\x61\x64vice\x18\x0b \x03(\x0b\x32\x11.tandem.v1.Advice\x12#\n\x07traffic\x18\x0c \x03(\x0b\x32\x12.tandem.v1.Traffic\"v\n\x07Traffic\x12\x0c\n\x04name\x18\x01 \x01(\t\x12.\n\x06shares\x18\x02 \x03(\x0b\x32\x1e.tandem.v1.Traffic.SharesEntry\x1a-\n\x0bSharesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"8\n\x11SetTrafficRequest\x12#\n\x07traffic\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Traffic\"\x14\n\x12SetTrafficResponse\"u\n\x06\x41\x64vice\x12\'\n\x06\x61\x63tion\x18\x01 \x01(\x0e\x32\x17.tandem.v1.AdviceAction\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0e\n\x06reason\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\"9\n\x12SetDrainingRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\"\x15\n\x13SetDrainingResponse\"K\n\x11SwitchRoleRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12#\n\x04role\x18\x02 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\"\x14\n\x12SwitchRoleResponse\"<\n\x11GetHistoryRequest\x12\'\n\x04span\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x12GetHistoryResponse\x12\'\n\x06points\x18\x01 \x03(\x0b\x32\x17.tandem.v1.HistoryPoint\"\xc1\x03\n\x0cHistoryPoint\x12&\n\x03\x61ge\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06length\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x04 \x01(\x04\x12\x0f\n\x07replays\x18\x05 \x01(\x04\x12\x16\n\x0e\x66\x61iled_choices\x18\x06 \x01(\x04\x12\x0f\n\x07waiting\x18\x07 \x01(\x01\x12\x0f\n\x07running\x18\x08 \x01(\x01\x12\x14\n\x07kv_used\x18\t \x01(\x01H\x00\x88\x01\x01\x12\x32\n\x0f\x66irst_token_p50\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x32\n\x0f\x66irst_token_p95\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gap_p50\x18\x0c \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gap_p99\x18\r \x01(\x0b\x32\x19.google.protobuf.DurationB\n\n\x08_kv_used\"\xe6\x03\n\x0cWorkerRecord\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12#\n\x04role\x18\x03 \x01(\x0e\x32\x15.tandem.v1.WorkerRole\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05model\x18\x05 \x01(\t\x12\x18\n\x10max_batch_tokens\x18\x08 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\t \x01(\r\x12\x12\n\nnum_blocks\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x0e\n\x06\x64\x65vice\x18\r \x01(\t\x12\x0b\n\x03pid\x18\x0e \x01(\r\x12\x13\n\x0bspeculative\x18\x0f \x01(\t\x12\x1c\n\x0ftensor_parallel\x18\x11 \x01(\rH\x00\x88\x01\x01\x12\x1e\n\x11pipeline_parallel\x18\x12 \x01(\rH\x01\x88\x01\x01\x12\x10\n\x08\x61\x64\x61pters\x18\x13 \x03(\t\x12\x12\n\nswitchable\x18\x14 \x01(\x08\x42\x12\n\x10_tensor_parallelB\x14\n\x12_pipeline_parallelJ\x04\x08\x06\x10\x07J\x04\x08\x07\x10\x08J\x04\x08\x0c\x10\rJ\x04\x08\x10\x10\x11R\x15tokenizer_fingerprintR\x06layoutR\x10protocol_versionR\x05ranks\"\xc7\x01\n\nWorkerLoad\x12\x13\n\x0b\x66ree_blocks\x18\x01 \x01(\r\x12\x13\n\x0bnum_running\x18\x02 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x03 \x01(\r\x12\x16\n\x0epending_tokens\x18\x04 \x01(\r\x12\x18\n\x10generated_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x07 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x08 \x01(\x04\"\x8f\x01\n\x08Incident\x12%\n\x04kind\x18\x01 \x01(\x0e\x32\x17.tandem.v1.IncidentKind\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tworker_id\x18\x03 \x01(\t\x12\x12\n\nrequest_id\x18\x04 \x01(\t\x12\r\n\x05\x63\x61use\x18\x05 \x01(\t\"\x9e\x02\n\x0cRequestTrace\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x03\x61ge\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x04 \x01(\r\x12\x15\n\rcached_tokens\x18\x05 \x01(\r\x12.\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\r\n\x05\x65rror\x18\x07 \x01(\t\x12!\n\x06timing\x18\x08 \x01(\x0b\x32\x11.tandem.v1.Timing\x12\'\n\x06places\x18\t \x03(\x0b\x32\x17.tandem.v1.AttemptPlace\"N\n\x0c\x41ttemptPlace\x12\x16\n\x0eprefill_worker\x18\x01 \x01(\t\x12\x15\n\rdecode_worker\x18\x02 \x01(\t\x12\x0f\n\x07\x66\x61ilure\x18\x03 \x01(\t\"\xa6\x02\n\x0cWorkerStatus\x12\'\n\x06record\x18\x01 \x01(\x0b\x32\x17.tandem.v1.WorkerRecord\x12#\n\x04load\x18\x02 \x01(\x0b\x32\x15.tandem.v1.WorkerLoad\x12%\n\x05state\x18\x03 \x01(\x0e\x32\x16.tandem.v1.WorkerState\x12,\n\tlast_seen\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x0f\n\x07serving\x18\x05 \x01(\x08\x12\x16\n\x0eopen_transfers\x18\x06 \x01(\r\x12\x19\n\x11transferred_bytes\x18\x07 \x01(\x04\x12\x19\n\x11prefilling_tokens\x18\x08 \x01(\r\x12\x14\n\x0c\x63\x61nary_error\x18\t \x01(\t*^\n\x0c\x41\x64viceAction\x12\x1d\n\x19\x41\x44VICE_ACTION_UNSPECIFIED\x10\x00\x12\x15\n\x11\x41\x44VICE_ACTION_ADD\x10\x01\x12\x18\n\x14\x41\x44VICE_ACTION_REMOVE\x10\x02*Z\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02*\x8f\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x18\n\x14WORKER_STATE_STALLED\x10\x04*}\n\x08Shortage\x12\x18\n\x14SHORTAGE_UNSPECIFIED\x10\x00\x12\x1a\n\x16SHORTAGE_DECODE_WORKER\x10\x01\x12\x1c\n\x18SHORTAGE_DECODE_CAPACITY\x10\x02\x12\x1d\n\x19SHORTAGE_PREFILL_CAPACITY\x10\x03*\x9c\x02\n\x0cIncidentKind\x12\x1d\n\x19INCIDENT_KIND_UNSPECIFIED\x10\x00\x12\x18\n\x14INCIDENT_KIND_JOINED\x10\x01\x12\x17\n\x13INCIDENT_KIND_READY\x10\x02\x12\x1a\n\x16INCIDENT_KIND_DRAINING\x10\x03\x12\x19\n\x15INCIDENT_KIND_STALLED\x10\x04\x12\x16\n\x12INCIDENT_KIND_LOST\x10\x05\x12\x19\n\x15INCIDENT_KIND_TRIPPED\x10\x06\x12\x1a\n\x16INCIDENT_KIND_REPLAYED\x10\x07\x12\x18\n\x14INCIDENT_KIND_FAILED\x10\x08\x12\x1a\n\x16INCIDENT_KIND_SWITCHED\x10\t2\x83\x03\n\x04Mesh\x12L\n\x0bListWorkers\x12\x1d.tandem.v1.ListWorkersRequest\x1a\x1e.tandem.v1.ListWorkersResponse\x12I\n\nGetHistory\x12\x1c.tandem.v1.GetHistoryRequest\x1a\x1d.tandem.v1.GetHistoryResponse\x12L\n\x0bSetDraining\x12\x1d.tandem.v1.SetDrainingRequest\x1a\x1e.tandem.v1.SetDrainingResponse\x12I\n\nSwitchRole\x12\x1c.tandem.v1.SwitchRoleRequest\x1a\x1d.tandem.v1.SwitchRoleResponse\x12I\n\nSetTraffic\x12\x1c.tandem.v1.SetTrafficRequest\x1a\x1d.tandem.v1.SetTrafficResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.mesh_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ADVICEACTION']._serialized_start=2900
-  _globals['_ADVICEACTION']._serialized_end=2994
-  _globals['_WORKERROLE']._serialized_start=2996
-  _globals['_WORKERROLE']._serialized_end=3086
-  _globals['_WORKERSTATE']._serialized_start=3089
-  _globals['_WORKERSTATE']._serialized_end=3232
-  _globals['_SHORTAGE']._serialized_start=3234
-  _globals['_SHORTAGE']._serialized_end=3359
-  _globals['_INCIDENTKIND']._serialized_start=3362
-  _globals['_INCIDENTKIND']._serialized_end=3646
+  _globals['_TRAFFIC_SHARESENTRY']._loaded_options = None
+  _globals['_TRAFFIC_SHARESENTRY']._serialized_options = b'8\001'
+  _globals['_ADVICEACTION']._serialized_start=3137
+  _globals['_ADVICEACTION']._serialized_end=3231
+  _globals['_WORKERROLE']._serialized_start=3233
+  _globals['_WORKERROLE']._serialized_end=3323
+  _globals['_WORKERSTATE']._serialized_start=3326
+  _globals['_WORKERSTATE']._serialized_end=3469
+  _globals['_SHORTAGE']._serialized_start=3471
+  _globals['_SHORTAGE']._serialized_end=3596
+  _globals['_INCIDENTKIND']._serialized_start=3599
+  _globals['_INCIDENTKIND']._serialized_end=3883
   _globals['_LISTWORKERSREQUEST']._serialized_start=121
   _globals['_LISTWORKERSREQUEST']._serialized_end=141
   _globals['_LISTWORKERSRESPONSE']._serialized_start=144
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=518
-  _globals['_ADVICE']._serialized_start=520
-  _globals['_ADVICE']._serialized_end=637
-  _globals['_SETDRAININGREQUEST']._serialized_start=639
-  _globals['_SETDRAININGREQUEST']._serialized_end=696
-  _globals['_SETDRAININGRESPONSE']._serialized_start=698
-  _globals['_SETDRAININGRESPONSE']._serialized_end=719
-  _globals['_SWITCHROLEREQUEST']._serialized_start=721
-  _globals['_SWITCHROLEREQUEST']._serialized_end=796
-  _globals['_SWITCHROLERESPONSE']._serialized_start=798
-  _globals['_SWITCHROLERESPONSE']._serialized_end=818
-  _globals['_GETHISTORYREQUEST']._serialized_start=820
-  _globals['_GETHISTORYREQUEST']._serialized_end=880
-  _globals['_GETHISTORYRESPONSE']._serialized_start=882
-  _globals['_GETHISTORYRESPONSE']._serialized_end=943
-  _globals['_HISTORYPOINT']._serialized_start=946
-  _globals['_HISTORYPOINT']._serialized_end=1395
-  _globals['_WORKERRECORD']._serialized_start=1398
-  _globals['_WORKERRECORD']._serialized_end=1884
-  _globals['_WORKERLOAD']._serialized_start=1887
-  _globals['_WORKERLOAD']._serialized_end=2086
-  _globals['_INCIDENT']._serialized_start=2089
-  _globals['_INCIDENT']._serialized_end=2232
-  _globals['_REQUESTTRACE']._serialized_start=2235
-  _globals['_REQUESTTRACE']._serialized_end=2521
-  _globals['_ATTEMPTPLACE']._serialized_start=2523
-  _globals['_ATTEMPTPLACE']._serialized_end=2601
-  _globals['_WORKERSTATUS']._serialized_start=2604
-  _globals['_WORKERSTATUS']._serialized_end=2898
-  _globals['_MESH']._serialized_start=3649
-  _globals['_MESH']._serialized_end=3961
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=555
+  _globals['_TRAFFIC']._serialized_start=557
+  _globals['_TRAFFIC']._serialized_end=675
+  _globals['_TRAFFIC_SHARESENTRY']._serialized_start=630
+  _globals['_TRAFFIC_SHARESENTRY']._serialized_end=675
+  _globals['_SETTRAFFICREQUEST']._serialized_start=677
+  _globals['_SETTRAFFICREQUEST']._serialized_end=733
+  _globals['_SETTRAFFICRESPONSE']._serialized_start=735
+  _globals['_SETTRAFFICRESPONSE']._serialized_end=755
+  _globals['_ADVICE']._serialized_start=757
+  _globals['_ADVICE']._serialized_end=874
+  _globals['_SETDRAININGREQUEST']._serialized_start=876
+  _globals['_SETDRAININGREQUEST']._serialized_end=933
+  _globals['_SETDRAININGRESPONSE']._serialized_start=935
+  _globals['_SETDRAININGRESPONSE']._serialized_end=956
+  _globals['_SWITCHROLEREQUEST']._serialized_start=958
+  _globals['_SWITCHROLEREQUEST']._serialized_end=1033
+  _globals['_SWITCHROLERESPONSE']._serialized_start=1035
+  _globals['_SWITCHROLERESPONSE']._serialized_end=1055
+  _globals['_GETHISTORYREQUEST']._serialized_start=1057
+  _globals['_GETHISTORYREQUEST']._serialized_end=1117
+  _globals['_GETHISTORYRESPONSE']._serialized_start=1119
+  _globals['_GETHISTORYRESPONSE']._serialized_end=1180
+  _globals['_HISTORYPOINT']._serialized_start=1183
+  _globals['_HISTORYPOINT']._serialized_end=1632
+  _globals['_WORKERRECORD']._serialized_start=1635
+  _globals['_WORKERRECORD']._serialized_end=2121
+  _globals['_WORKERLOAD']._serialized_start=2124
+  _globals['_WORKERLOAD']._serialized_end=2323
+  _globals['_INCIDENT']._serialized_start=2326
+  _globals['_INCIDENT']._serialized_end=2469
+  _globals['_REQUESTTRACE']._serialized_start=2472
+  _globals['_REQUESTTRACE']._serialized_end=2758
+  _globals['_ATTEMPTPLACE']._serialized_start=2760
+  _globals['_ATTEMPTPLACE']._serialized_end=2838
+  _globals['_WORKERSTATUS']._serialized_start=2841
+  _globals['_WORKERSTATUS']._serialized_end=3135
+  _globals['_MESH']._serialized_start=3886
+  _globals['_MESH']._serialized_end=4273
 # @@protoc_insertion_point(module_scope)

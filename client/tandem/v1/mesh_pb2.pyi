@@ -82,7 +82,7 @@ class ListWorkersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces", "running", "advice")
+    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces", "running", "advice", "traffic")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -94,6 +94,7 @@ class ListWorkersResponse(_message.Message):
     TRACES_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued_requests: int
     active_requests: int
@@ -105,7 +106,33 @@ class ListWorkersResponse(_message.Message):
     traces: _containers.RepeatedCompositeFieldContainer[RequestTrace]
     running: _containers.RepeatedCompositeFieldContainer[RequestTrace]
     advice: _containers.RepeatedCompositeFieldContainer[Advice]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., advice: _Optional[_Iterable[_Union[Advice, _Mapping]]] = ...) -> None: ...
+    traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., advice: _Optional[_Iterable[_Union[Advice, _Mapping]]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ...) -> None: ...
+
+class Traffic(_message.Message):
+    __slots__ = ("name", "shares")
+    class SharesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    SHARES_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    shares: _containers.ScalarMap[str, float]
+    def __init__(self, name: _Optional[str] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class SetTrafficRequest(_message.Message):
+    __slots__ = ("traffic",)
+    TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    traffic: Traffic
+    def __init__(self, traffic: _Optional[_Union[Traffic, _Mapping]] = ...) -> None: ...
+
+class SetTrafficResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Advice(_message.Message):
     __slots__ = ("action", "role", "reason", "model")

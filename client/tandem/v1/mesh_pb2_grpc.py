@@ -55,6 +55,11 @@ class MeshStub:
                 request_serializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.FromString,
                 _registered_method=True)
+        self.SetTraffic = channel.unary_unary(
+                '/tandem.v1.Mesh/SetTraffic',
+                request_serializer=tandem_dot_v1_dot_mesh__pb2.SetTrafficRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_mesh__pb2.SetTrafficResponse.FromString,
+                _registered_method=True)
 
 
 class MeshServicer:
@@ -89,6 +94,13 @@ class MeshServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetTraffic(self, request, context):
+        """Shares out the requests for a name among revisions, which are models of the router, from the next request on.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_MeshServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_MeshServicer_to_server(servicer, server):
                     servicer.SwitchRole,
                     request_deserializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.SerializeToString,
+            ),
+            'SetTraffic': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetTraffic,
+                    request_deserializer=tandem_dot_v1_dot_mesh__pb2.SetTrafficRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_mesh__pb2.SetTrafficResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class Mesh:
             '/tandem.v1.Mesh/SwitchRole',
             tandem_dot_v1_dot_mesh__pb2.SwitchRoleRequest.SerializeToString,
             tandem_dot_v1_dot_mesh__pb2.SwitchRoleResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetTraffic(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.Mesh/SetTraffic',
+            tandem_dot_v1_dot_mesh__pb2.SetTrafficRequest.SerializeToString,
+            tandem_dot_v1_dot_mesh__pb2.SetTrafficResponse.FromString,
             options,
             channel_credentials,
             insecure,

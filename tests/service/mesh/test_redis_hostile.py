@@ -25,6 +25,7 @@ from router.workers.redis_registry import SharedRegistry
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_redis_registry import Router, Worker
 from tests.service.mesh.test_registry import KEY
 from tests.waiting import until
@@ -294,7 +295,8 @@ async def test_one_router_acts_at_a_time(redis_server: RedisServer, urls: dict[s
     """With the rights that the documents give a router; none acts while Redis is away."""
     settings = RouterSettings(model="m", registry_url=urls["router"], mesh_key=KEY.secret)
     first, second = (
-        SharedRegistry(settings, Membership(time.monotonic), Caller(name, Credentials(KEY))) for name in ("a", "b")
+        SharedRegistry(settings, Membership(time.monotonic), Caller(name, Credentials(KEY)), no_traffic())
+        for name in ("a", "b")
     )
     assert await first.may_act("switch-roles@m", 0.3)
     assert not await second.may_act("switch-roles@m", 0.3)

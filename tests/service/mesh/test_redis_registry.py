@@ -21,6 +21,7 @@ from router.workers import redis_registry
 from router.workers.membership import Membership, WorkerView
 from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent, WorkerServicer
@@ -38,7 +39,7 @@ class Router:
 
     def __init__(self, url: str, require_fits: Callable[[WorkerInfo], None] = lambda info: None) -> None:
         self.membership = Membership(time.monotonic, require_fits)
-        self.registry = RedisRegistry(url, self.membership, MEMBER)
+        self.registry = RedisRegistry(url, self.membership, MEMBER, no_traffic())
         self.states: list[WorkerState | None] = []
         self._changed = asyncio.Event()
         self.membership.on_change(self._note)
@@ -184,4 +185,4 @@ async def test_an_expired_record_disappears(
 )
 def test_wrong_settings_are_said_in_words(url: str, key: MeshKey | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
-        RedisRegistry(url, Membership(time.monotonic), Credentials(key))
+        RedisRegistry(url, Membership(time.monotonic), Credentials(key), no_traffic())

@@ -15,6 +15,7 @@ from mesh.rpc.server import Server
 from router.workers.membership import Membership
 from router.workers.redis_registry import RedisRegistry
 from tests.fakes.redis_server import RedisServer
+from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.router.test_membership import INFO
 from worker.agent import RegistryAgent
@@ -48,7 +49,7 @@ class InRedis:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, membership: Membership) -> None:
-        registry = RedisRegistry(self._url, membership, MEMBER)
+        registry = RedisRegistry(self._url, membership, MEMBER, no_traffic())
         self._task = asyncio.create_task(registry.run())
         async with asyncio.timeout(60):
             await registry.connected.wait()

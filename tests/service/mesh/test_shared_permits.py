@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from mesh.domain.errors import Overloaded
-from router.admission.permit_leases import LeaseTimes
+from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take
 from router.admission.shared_limiter import SharedPermits
 from tests.defects import Repaired
 from tests.fakes.redis_server import RedisServer
@@ -167,6 +167,25 @@ async def test_no_cap_is_passed_while_leases_are_written_anew(routers: Routers, 
             await asyncio.sleep(0.02)
     assert granted <= 3
     assert all(permits.share == 3 for permits in (first, second))
+
+
+async def test_after_longer_than_a_lease_out_of_reach_the_others_are_waited_for(redis_server: RedisServer) -> None:
+    """Both routers live, hold all permits, and find their leases expired. The first to return gets no one else's."""
+    first, second = PermitStore("first", TIMES), PermitStore("second", TIMES)
+    held = {store: [f"{name}-{number}" for number in range(3)] for store, name in ((first, "a"), (second, "b"))}
+    take = Take("", None, CAP, ["new"], allowance=3, held=3)
+    async with redis_server.client() as redis:
+        for store, ids in held.items():
+            await store.exchange(redis, PermitExchange(True, 2, False, [Keep("", (), ids)]))
+        await asyncio.sleep(TIMES.lease_s)
+        known, [taken] = await first.exchange(redis, PermitExchange(True, 2, True, [Keep("", (), held[first])], [take]))
+        assert known is not None
+        assert known.settling
+        assert not taken.granted
+        await second.exchange(redis, PermitExchange(True, 2, True, [Keep("", (), held[second])]))
+        assert await redis.zcard("tandem:permits") == CAP
+        _, [taken] = await first.exchange(redis, PermitExchange(False, 2, takes=[take]))
+        assert not taken.granted
 
 
 async def test_a_router_that_is_late_is_waited_for_a_lease(routers: Routers, redis_server: RedisServer) -> None:

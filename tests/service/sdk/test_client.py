@@ -219,6 +219,12 @@ async def test_workers_change_their_roles(client: tandem.AsyncClient, router: Fa
         await client.switch_role("decode-0", "router")
 
 
+async def test_traffic_is_shared_out(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    assert (await client.mesh()).traffic == {}
+    await client.set_traffic("chat", {"v1": 90, "v2": 10})
+    assert (await client.mesh()).traffic == router.mesh.traffic == {"chat": {"v1": 90, "v2": 10}}
+
+
 async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:
     async with tandem.AsyncClient(router.address, api_key="own") as client:
         for caller in (client.acting_for("alice"), client.acting_for(None), client):

@@ -154,6 +154,18 @@ def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRoute
     assert threaded_router.mesh.drained == [("decode-0", True), ("prefill-0", True), ("decode-0", False)]
 
 
+def test_traffic_is_set_and_shown(run: Run, threaded_router: FakeRouter) -> None:
+    assert run("traffic")[:2] == (0, "")
+    assert run("traffic", "chat", "v1=3", "v2=1")[:2] == (0, "chat: v1 75 %, v2 25 %\n")
+    assert threaded_router.mesh.traffic == {"chat": {"v1": 3, "v2": 1}}
+    assert run("traffic", "other", "v3=1")[:2] == (0, "other: v3 100 %\n")
+    assert run("traffic")[:2] == (0, "chat: v1 75 %, v2 25 %\nother: v3 100 %\n")
+    status, _, err = run("traffic", "chat", "v1")
+    assert (status, err) == (1, "tandem: shares are given as MODEL=SHARE, such as v2=10, got 'v1'\n")
+    status, _, err = run("traffic", "unknown")
+    assert (status, err) == (1, "tandem: 'unknown' stands for no revisions; see: tandem models\n")
+
+
 def test_a_worker_is_switched_and_waited_for(run: Run, threaded_router: FakeRouter) -> None:
     assert run("switch", "decode-0", "prefill")[0] == 0
     assert threaded_router.mesh.switched == [("decode-0", mesh_pb2.WORKER_ROLE_PREFILL)]

@@ -27,7 +27,7 @@ from router.tenants import NoKeys
 from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint
-from tests.fakes.router_views import decode
+from tests.fakes.router_views import decode, no_traffic
 from tests.unit.fuzz.mutations import fuzzed, near
 
 SPEC = wire.spec_to_proto(make_request("r", range(20), top_logprobs=2, cache_namespace="m", time_left_s=3.0))
@@ -127,7 +127,7 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )
-    return GenerationServicer(GenerationServices([service], journal), NoKeys())
+    return GenerationServicer(GenerationServices([service], journal, no_traffic()), NoKeys())
 
 
 def test_generate(text: ModelText) -> None:

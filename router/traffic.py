@@ -1,0 +1,169 @@
+"""Names that stand for several revisions of a model, and the share of new requests that each revision gets.
+
+    chat: chat-v1 90, chat-v2 10     a request for `chat` goes to one of the two; one for `chat-v2` is pinned to it
+
+Revisions are models of the router like any others, with workers, limits and a queue of their own. So KV never passes
+from one to the other, and a replay stays where its stream began.
+
+The choice is a weighted rendezvous (highest random weight, Thaler and Ravishankar 1998) of the request's beginning: all
+routers that know the same shares choose alike, the turns of a conversation stay together, and when shares change only
+those conversations move that must.
+"""
+
+import json
+import math
+import time
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import structlog
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
+from router.text.chat import ChatPrompt, Prompt, TextPrompt
+
+log = structlog.get_logger(__name__)
+
+_MAX_NAME_CHARS = 128
+_HASH_BYTES = 8
+
+Shares = Mapping[str, float]
+"""The weights of the revisions of one name, above 0."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrafficTable:
+    """All shares, by public name. `version`: microseconds since the epoch when an operator set them; 0 for those of the
+    settings."""
+
+    shares: Mapping[str, Shares]
+    version: int = 0
+
+
+class Traffic:
+    """The names of one router that stand for several revisions.
+
+    `models` are the names of the served models; `is_alive` says whether one has workers now.
+    """
+
+    def __init__(self, table: TrafficTable, models: Sequence[str], is_alive: Callable[[str], bool]) -> None:
+        """Raises ConfigurationError for shares of models that are not served."""
+        self.table = table
+        self._models = models
+        self._is_alive = is_alive
+        self._away: set[str] = set()
+        for name, shares in table.shares.items():
+            try:
+                self._require_valid(name, shares)
+            except MeshError as error:
+                raise ConfigurationError(f"traffic: {error}") from None
+
+    def share_out(self, name: str, shares: Shares) -> None:
+        """Give the revisions of a name these shares from the next request on. Raises InvalidRequest."""
+        kept = {model: weight for model, weight in shares.items() if weight != 0}
+        self._require_valid(name, kept)
+        version = max(self.table.version + 1, time.time_ns() // 1000)
+        self.adopt(TrafficTable({**self.table.shares, name: kept}, version))
+
+    def adopt(self, table: TrafficTable) -> None:
+        """Use what an operator has told this or another router."""
+        for name, shares in table.shares.items():
+            if shares != self.table.shares.get(name):
+                log.warning("traffic is shared out", model=name, shares=dict(shares))
+        self.table = table
+
+    def revisions(self, name: str) -> list[str]:
+        """The revisions of a name that are served here, that with the largest share first; empty for other names."""
+        shares = self.table.shares.get(name, {})
+        return sorted((model for model in shares if model in self._models), key=lambda model: -shares[model])
+
+    def public_names(self) -> list[str]:
+        """The names that stand for revisions, then the models that are no revision of any."""
+        names = [name for name in self.table.shares if self.revisions(name)]
+        revisions = {model for name in names for model in self.table.shares[name]}
+        return [*names, *(model for model in self._models if model not in revisions)]
+
+    def choose(self, name: str, key: bytes) -> str:
+        """The revision for a request that asks for `name` and begins with `key`; `name` itself if it has none.
+
+        The share of a revision without workers goes to the others. If none has any, requests wait as they would for one
+        model.
+        """
+        revisions = self.revisions(name)
+        if not revisions:
+            return name
+        alive = [model for model in revisions if self._is_alive(model)]
+        if alive:
+            self._note_away(name, {model for model in revisions if model not in alive})
+        shares = self.table.shares[name]
+        return min(alive or revisions, key=lambda model: _cost(key, model, shares[model]))
+
+    def _note_away(self, name: str, away: set[str]) -> None:
+        """Log once for each time that a revision is without workers."""
+        revisions = self.revisions(name)
+        for model in away - self._away:
+            others = [other for other in revisions if other not in away]
+            log.warning("a revision has no workers: others get its share", model=name, revision=model, others=others)
+        for model in (self._away & set(revisions)) - away:
+            log.info("a revision has workers again", model=name, revision=model)
+        self._away = (self._away - set(revisions)) | away
+
+    def _require_valid(self, name: str, shares: Shares) -> None:
+        shown = repr(name[:_MAX_NAME_CHARS])
+        served = ", ".join(self._models)
+        if not name or len(name) > _MAX_NAME_CHARS or name in self._models:
+            raise InvalidRequest(f"{shown} cannot stand for revisions: it must be a name that no model has ({served})")
+        if not shares:
+            raise InvalidRequest(f"{shown} needs a revision with a share above 0, as in {self._models[0]}=100")
+        for model, weight in shares.items():
+            if model not in self._models:
+                raise InvalidRequest(f"{model[:_MAX_NAME_CHARS]!r} is not served here; served: {served}")
+            if not 0 < weight < math.inf:
+                raise InvalidRequest(f"the share of {model} must be above 0, or 0 for none, got {weight:g}")
+
+
+def parse_traffic(text: str) -> TrafficTable:
+    """Read `chat=v1:90,v2:10;other=...`. Raises ConfigurationError."""
+    shares: dict[str, Shares] = {}
+    for entry in filter(None, text.split(";")):
+        name, _, revisions = entry.partition("=")
+        try:
+            pairs = (revision.rpartition(":") for revision in revisions.split(","))
+            shares[name.strip()] = {model.strip(): float(weight) for model, _, weight in pairs}
+        except ValueError:
+            raise ConfigurationError(f"traffic must be NAME=MODEL:SHARE,MODEL:SHARE;NAME=..., got {entry!r}") from None
+    return TrafficTable(shares)
+
+
+def traffic_to_json(table: TrafficTable) -> str:
+    """For other routers."""
+    return json.dumps({"version": table.version, "shares": {name: dict(each) for name, each in table.shares.items()}})
+
+
+def traffic_from_json(text: str) -> TrafficTable:
+    """The inverse of `traffic_to_json`."""
+    found = json.loads(text)
+    return TrafficTable(found["shares"], found["version"])
+
+
+def session_key(prompt: Prompt | None, tenant: str) -> bytes:
+    """What tells the conversation of a prompt from others: all up to the first message of the user, which later turns
+    repeat. For a text or token ids it is all of them."""
+    if isinstance(prompt, ChatPrompt):
+        first_user = next((n for n, message in enumerate(prompt.messages) if message.role == "user"), 0)
+        beginning = prompt.messages[: first_user + 1]
+        content = repr([(each.role, each.content, each.extra_json) for each in beginning]).encode(errors="replace")
+    elif isinstance(prompt, TextPrompt):
+        content = prompt.text.encode(errors="replace")
+    else:
+        content = b"" if prompt is None else array("Q", prompt.ids).tobytes()
+    return blake2b(content, key=blake2b(tenant.encode(errors="replace")).digest()).digest()
+
+
+def _cost(key: bytes, model: str, weight: float) -> float:
+    """An exponential random number with the rate `weight`: the smallest is that of a model with probability
+    weight / total."""
+    digest = blake2b(model.encode(), key=key, digest_size=_HASH_BYTES).digest()
+    uniform = (int.from_bytes(digest) + 0.5) / 2 ** (8 * _HASH_BYTES)
+    return -math.log(uniform) / weight

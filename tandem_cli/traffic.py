@@ -1,0 +1,44 @@
+"""`tandem traffic`: shows and sets the shares of requests that revisions of a model get."""
+
+import argparse
+
+import tandem
+from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.parser import CommandParser
+from tandem_cli.terminal import strip_controls
+
+_TIMEOUT_S = 10.0
+
+
+def add_arguments(parser: CommandParser) -> None:
+    about = "the name that clients ask for; without one, all shares are shown"
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help=about)
+    about = "share of a served model, in proportion to the sum; models that are not named get none"
+    parser.add_argument("shares", nargs="*", metavar="MODEL=SHARE", help=about)
+    add_connection_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Set the shares of one name, then print those of all names. Raises TandemError."""
+    shares = dict(map(_share, args.shares))
+    with open_client(args) as client:
+        if shares:
+            client.set_traffic(args.name, shares, timeout=_TIMEOUT_S)
+        traffic = client.mesh(timeout=_TIMEOUT_S).traffic
+    if args.name and args.name not in traffic:
+        raise tandem.ModelNotFound(f"{args.name!r} stands for no revisions")
+    for name in [args.name] if args.name else sorted(traffic):
+        total = sum(traffic[name].values())
+        by_share = sorted(traffic[name].items(), key=lambda each: (-each[1], each[0]))
+        parts = (f"{model} {100 * share / total:.4g} %" for model, share in by_share)
+        print(strip_controls(f"{name}: {', '.join(parts)}"))
+    return 0
+
+
+def _share(text: str) -> tuple[str, float]:
+    """Raises InvalidRequest."""
+    model, _, share = text.rpartition("=")
+    try:
+        return model, float(share)
+    except ValueError:
+        raise tandem.InvalidRequest(f"shares are given as MODEL=SHARE, such as v2=10, got {text!r}") from None

@@ -1,0 +1,153 @@
+"""Redis behind sentinels: routers and workers follow the master, and a failover under load loses no permit and no
+stream."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+import tandem
+from checkpoint.model_files import read_model_facts
+from mesh.domain.errors import ConfigurationError
+from mesh.redis_connection import FAILURES, WORKERS, open_redis, require_registry
+from mesh.rpc.credentials import Credentials, MeshKey
+from router.__main__ import RouterProcess
+from router.settings import RouterSettings
+from tests.evidence import Evidence
+from tests.fakes.redis_server import free_port
+from tests.fakes.router_model import write_checkpoint
+from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
+from tests.fakes.sentinels import Watched
+from tests.service.mesh.test_registry import FakeEngine
+from tests.waiting import until, until_told
+from worker.agent import RegistryAgent
+from worker.redis_agent import RedisAgent
+
+KEY = "sentinel " * 4
+CAP = 6
+NUM_TOKENS = 400  # at 20 ms each: longer than a failover
+PERMITS = "tandem:permits@tiny"
+
+
+@pytest.fixture
+async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
+    watched = Watched(tmp_path)
+    try:
+        await watched.start()
+        yield watched
+    finally:
+        watched.stop()
+
+
+@asynccontextmanager
+async def decode_worker(url: str, model_dir: Path) -> AsyncIterator[FakeDecodeWorker]:
+    """A worker that is registered in Redis."""
+    fingerprint = read_model_facts(model_dir).tokenizer_fingerprint
+    identity = {"model": "tiny", "tokenizer_fingerprint": fingerprint, "num_blocks": 1024, "max_model_len": 1024}
+    worker = FakeDecodeWorker("decode-0", mesh_key=KEY, **identity)
+    worker.pace_s = 0.02
+    await worker.start()
+    agent = RegistryAgent(worker.info, FakeEngine(), Credentials(MeshKey(KEY)))
+    registration = asyncio.create_task(RedisAgent(url, MeshKey(KEY), agent).run())
+    try:
+        yield worker
+    finally:
+        registration.cancel()
+        await asyncio.gather(registration, return_exceptions=True)
+        await worker.kill()
+
+
+@asynccontextmanager
+async def two_routers(url: str, model_dir: Path) -> AsyncIterator[list[RouterProcess]]:
+    settings = RouterSettings(model=str(model_dir), port=0, registry_url=url, mesh_key=KEY, max_concurrent_requests=CAP)
+    routers = [RouterProcess(settings) for _ in range(2)]
+    try:
+        await asyncio.gather(*(router.start() for router in routers))
+        for router in routers:
+            await until(lambda router=router: router.model_routers[0].mesh.has_path)
+            await until(lambda router=router: router.model_routers[0].limiter._shared.share == CAP // 2)
+        yield routers
+    finally:
+        await asyncio.gather(*(router.stop(0.2) for router in routers))
+
+
+async def until_leased(watched: Watched, count: int) -> None:
+    """Return when the master, whichever it is, has this many leases."""
+
+    async def num_leased() -> int | None:
+        try:
+            async with watched.client() as redis:
+                return int(await redis.zcard(PERMITS))
+        except FAILURES:
+            return None  # there is no master now
+
+    await until_told(num_leased, lambda found: found == count)
+
+
+async def test_a_failover_under_load_loses_no_permit_and_no_stream(
+    watched: Watched, tmp_path: Path, evidence: Evidence
+) -> None:
+    """Three streams at each router hold all permits. The master is killed in their middle."""
+    model_dir = write_checkpoint(tmp_path / "tiny")
+    async with decode_worker(watched.url, model_dir) as worker, two_routers(watched.url, model_dir) as routers:
+        clients = [tandem.AsyncClient(router.public.address, max_retries=0) for router in routers]
+        prompts = [[65 + number, 66] for number in range(CAP)]
+        streams = [
+            asyncio.create_task(clients[number % 2].generate(token_ids=prompt, max_new_tokens=NUM_TOKENS))
+            for number, prompt in enumerate(prompts)
+        ]
+        await until(lambda: worker.num_running == CAP)
+        watched.master.stop()
+        await until_leased(watched, CAP)
+        for client in clients:  # the cap of both together holds at the new master
+            with pytest.raises(tandem.Overloaded):
+                await client.generate(token_ids=[80], max_new_tokens=1)
+        assert not any(stream.done() for stream in streams), "they have ended before the failover"
+        results = await asyncio.gather(*streams)
+        await until_leased(watched, 0)
+        async with watched.client() as redis:
+            assert await redis.zrange(WORKERS, 0, -1) == [b"decode-0"]
+        for client in clients:
+            assert (await client.generate(token_ids=[80], max_new_tokens=1)).tokens
+            await client.close()
+    wrong = sum(
+        [token.id for token in result.tokens] != expected_tokens(prompt, NUM_TOKENS)
+        for prompt, result in zip(prompts, results, strict=True)
+    )
+    evidence("R11", "streams lost or changed by a failover of Redis", f"{wrong} of {CAP}", target="0", ok=not wrong)
+    assert wrong == 0
+
+
+async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Watched) -> None:
+    async with watched.client() as redis:
+        await redis.set("tandem:x", 1)
+    async with watched.master.client() as redis:
+        assert await redis.get("tandem:x") == b"1"
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("redis+sentinel://localhost:1", "registry_url cannot be used"),
+        ("redis+sentinel://localhost:1,localhost:x/mesh", "registry_url cannot be used"),
+        ("redis+sentinel://localhost:1,/mesh", "registry_url cannot be used"),
+        ("redis+sentinel://:a/b@localhost:1/mesh", "registry_url cannot be used"),
+        ("sentinel://localhost:1/mesh", r"registry_url must be redis://HOST:PORT/DB, .* redis\+sentinel://"),
+    ],
+)
+def test_wrong_urls_are_said_in_words(url: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=said):
+        open_redis_of(url)
+
+
+def open_redis_of(url: str) -> None:
+    require_registry(url, MeshKey(KEY))
+    open_redis(url)
+
+
+async def test_without_any_sentinel_redis_is_away() -> None:
+    async with open_redis(f"redis+sentinel://127.0.0.1:{free_port()}/mesh") as redis:
+        with pytest.raises(FAILURES):
+            await redis.ping()

@@ -1,0 +1,141 @@
+"""How requests for one name are shared out among the revisions that it stands for."""
+
+import math
+from collections import Counter
+
+import pytest
+from structlog.testing import capture_logs
+
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
+from router.traffic import Traffic, parse_traffic, session_key, traffic_from_json, traffic_to_json
+
+_NUM_REQUESTS = 20_000
+KEYS = [session_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
+
+
+class Served:
+    """Models a, b and c; those in `away` have no workers."""
+
+    def __init__(self, text: str) -> None:
+        self.away: set[str] = set()
+        self.traffic = Traffic(parse_traffic(text), ["a", "b", "c"], lambda model: model not in self.away)
+
+    def counts(self, name: str = "chat") -> Counter[str]:
+        return Counter(self.traffic.choose(name, key) for key in KEYS)
+
+
+def within(count: int, share: float) -> bool:
+    """True if a binomial count is within five standard deviations of its mean."""
+    return abs(count - _NUM_REQUESTS * share) <= 5 * math.sqrt(_NUM_REQUESTS * share * (1 - share))
+
+
+@pytest.mark.parametrize("weights", [{"a": 90, "b": 10}, {"a": 0.5, "b": 0.5}, {"a": 1, "b": 2, "c": 7}, {"c": 3}])
+def test_each_revision_gets_its_share(weights: dict[str, float]) -> None:
+    served = Served("")
+    served.traffic.share_out("chat", weights)
+    counts, total = served.counts(), sum(weights.values())
+    assert counts.keys() == weights.keys()
+    assert all(within(counts[model], weight / total) for model, weight in weights.items())
+
+
+def test_only_those_move_that_must() -> None:
+    served = Served("chat=a:90,b:10")
+    before = [served.traffic.choose("chat", key) for key in KEYS]
+    served.traffic.share_out("chat", {"a": 70, "b": 30})
+    after = [served.traffic.choose("chat", key) for key in KEYS]
+    assert not any(old == "b" and new == "a" for old, new in zip(before, after, strict=True))
+    assert within(sum(old != new for old, new in zip(before, after, strict=True)), 0.2)
+
+
+def test_a_revision_without_workers_leaves_its_share_to_the_others() -> None:
+    served = Served("chat=a:60,b:30,c:10")
+    before = [served.traffic.choose("chat", key) for key in KEYS]
+    served.away.add("b")
+    with capture_logs() as logs:
+        after = [served.traffic.choose("chat", key) for key in KEYS]
+    assert all(new == old for old, new in zip(before, after, strict=True) if old != "b")
+    assert within(after.count("a"), 60 / 70)
+    [line] = logs  # once, not for each request
+    assert (line["event"], line["revision"], line["others"]) == (
+        "a revision has no workers: others get its share",
+        "b",
+        ["a", "c"],
+    )
+    served.away.clear()
+    with capture_logs() as logs:
+        assert [served.traffic.choose("chat", key) for key in KEYS] == before
+    assert [line["event"] for line in logs] == ["a revision has workers again"]
+
+
+def test_without_any_workers_the_shares_hold() -> None:
+    served = Served("chat=a:50,b:50")
+    before = served.counts()
+    served.away |= {"a", "b"}
+    assert served.counts() == before
+
+
+def test_other_names_stand_for_themselves() -> None:
+    served = Served("chat=a:1,b:1")
+    assert {served.traffic.choose(name, KEYS[0]) for name in ("a", "b", "other")} == {"a", "b", "other"}
+    assert served.traffic.public_names() == ["chat", "c"]
+
+
+def test_the_turns_of_a_conversation_stay_together() -> None:
+    system, first = ChatMessage("system", "be kind"), ChatMessage("user", "hello")
+    begun = ChatPrompt((system, first))
+    continued = ChatPrompt((system, first, ChatMessage("assistant", "hi"), ChatMessage("user", "and now?")))
+    assert session_key(begun, "t") == session_key(continued, "t")
+    others = (
+        session_key(ChatPrompt((system, ChatMessage("user", "bye"))), "t"),
+        session_key(ChatPrompt((first,)), "t"),
+        session_key(begun, "u"),
+        session_key(TextPrompt("hello"), "t"),
+        session_key(TokenPrompt([1, 2]), "t"),
+        session_key(TokenPrompt([1, 3]), "t"),
+    )
+    assert len({session_key(begun, "t"), *others}) == 7
+
+
+@pytest.mark.parametrize(
+    "prompt", [TextPrompt("\ud800"), ChatPrompt(()), ChatPrompt((ChatMessage("system", "x"),)), None]
+)
+def test_every_prompt_has_a_key(prompt: TextPrompt | ChatPrompt | None) -> None:
+    assert session_key(prompt, "\ud800")
+
+
+@pytest.mark.parametrize(
+    ("name", "shares", "said"),
+    [
+        ("a", {"b": 1.0}, "'a' cannot stand for revisions: it must be a name that no model has"),
+        ("", {"b": 1.0}, "'' cannot stand"),
+        ("chat", {}, "needs a revision with a share above 0"),
+        ("chat", {"a": 0.0}, "needs a revision with a share above 0"),
+        ("chat", {"d": 1.0}, "'d' is not served here; served: a, b, c"),
+        ("chat", {"a": -1.0}, "the share of a must be above 0, or 0 for none, got -1"),
+        ("chat", {"a": math.nan}, "the share of a must be above 0"),
+        ("chat", {"a": math.inf}, "the share of a must be above 0"),
+    ],
+)
+def test_wrong_shares_are_refused_and_change_nothing(name: str, shares: dict[str, float], said: str) -> None:
+    served = Served("chat=a:1")
+    before = served.traffic.table
+    with pytest.raises(InvalidRequest, match=said):
+        served.traffic.share_out(name, shares)
+    assert served.traffic.table is before
+
+
+@pytest.mark.parametrize("text", ["chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1"])
+def test_wrong_settings_are_refused(text: str) -> None:
+    with pytest.raises(ConfigurationError, match="traffic"):
+        Served(text)
+
+
+def test_other_routers_read_what_this_one_writes() -> None:
+    served = Served("chat=a:90,b:10;other=c:1")
+    served.traffic.share_out("chat", {"a": 80, "b": 20, "c": 0})
+    written = served.traffic.table
+    assert traffic_from_json(traffic_to_json(written)) == written
+    assert written.shares == {"chat": {"a": 80, "b": 20}, "other": {"c": 1.0}}
+    served.traffic.share_out("chat", {"a": 1})
+    assert served.traffic.table.version > written.version > 0

@@ -3,6 +3,7 @@
 It also has the adapters from the engine's types to those of the kernels, which `CompiledDecoder` uses, too.
 """
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
-from engine.kernels.cpu.attention import attend
+from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
@@ -89,14 +90,17 @@ class CpuAttention:
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
         visible = NO_WINDOW if window is None else window
-        work = [Attending(flat, shape, batch, buffers.attention(shape, batch)) for buffers in self._buffers]
-        if self._threads is None:
-            attend(work[0], cache, 0, visible, Part(0, 1))
-            return out
-        running = [
-            self._threads.submit(attend, attending, cache, 0, visible, Part(thread, self._num_threads))
-            for thread, attending in enumerate(work)
-        ]
-        for future in running:
-            future.result()
+        splits = self._buffers[0].splits(shape, batch)
+        work = [Attending(flat, shape, batch, buffers.attention(shape, batch), splits) for buffers in self._buffers]
+        self._run(lambda thread: attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
+        if has_splits(batch, visible):
+            self._run(lambda thread: join(work[thread], visible, Part(thread, self._num_threads)))
         return out
+
+    def _run(self, work: Callable[[int], None]) -> None:
+        """Call work(thread) in every thread, and wait for all."""
+        if self._threads is None:
+            work(0)
+            return
+        for future in [self._threads.submit(work, thread) for thread in range(self._num_threads)]:
+            future.result()

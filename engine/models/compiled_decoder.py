@@ -20,7 +20,16 @@ from engine.attention.cpu import head_shape, kernel_batch
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.machine import AMX_DEPTH, FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes, has_amx
+from engine.kernels.cpu.machine import (
+    AMX_DEPTH,
+    FLOAT_BYTES,
+    PANEL,
+    TILE_ROWS,
+    UNIT,
+    amx_shapes,
+    knows_amx,
+    multiplies_bf16,
+)
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.row_kernels import summarise
@@ -125,8 +134,10 @@ class CompiledDecoder:
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
-        is_quantised = packed.output.packed.dtype == np.int8
-        self._bf16 = is_quantised and has_amx() and config.head_dim % AMX_DEPTH == 0
+        # Prompts attend in bf16 where products round activations anyway. AMX is set up for products of int8 only.
+        operands, _ = operand_dtypes(packed.weights)
+        is_rounded = operands == np.uint8 if knows_amx() else operands != np.float32
+        self._bf16 = is_rounded and multiplies_bf16() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
@@ -179,10 +190,12 @@ class CompiledDecoder:
         batch = kernel_batch(metadata, model.shape.block_size, rotation)
         operands, cache = self._operands(num_tokens, model.weights), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
+        splits = self._buffers.splits(model.shape, batch)
         adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
+        attending = [Attending(acts.queries, model.shape, batch, of_thread, splits) for of_thread in scratch]
         work = [
-            Work(acts, operand, Attending(acts.queries, model.shape, batch, thread_scratch), cache, thread_adapted)
-            for operand, thread_scratch, thread_adapted in zip(operands, scratch, adapted, strict=False)
+            Work(acts, operand, of_thread, cache, thread_adapted)
+            for operand, of_thread, thread_adapted in zip(operands, attending, adapted, strict=False)
         ]
         for first, end in layer_groups:
             held = Range(first - self.layers.first, end - self.layers.first)

@@ -1,6 +1,7 @@
 """Compiled attention against torch: decodes and chunks in one step, over scattered blocks of KV in each dtype."""
 
 import random
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from engine.device_copies import SharedMemory
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
 from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers
-from engine.kernels.cpu.machine import amx_shapes, has_amx
+from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
 from engine.kernels.cpu.matmul import Operand, begin_products, end_products
 from engine.kv_cache import KVCache, elements
 from engine.sequence import SequenceState
@@ -24,9 +25,13 @@ from mesh.domain.kv import KVLayout
 from tests.fakes.requests import make_request
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 1600
-# Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt.
-WORK = [(n - 1, n) for n in (1, 15, 16, 17, 100, 333)] + [(0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298)]
+NUM_TOKENS = 4800
+# Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt. The longer
+# ones are of several splits, or of several blocks of keys.
+WORK = [
+    *((n - 1, n) for n in (1, 15, 16, 17, 100, 256, 257, 333, 778)),
+    *((0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298), (500, 530), (700, 1100)),
+]
 SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
 
 
@@ -92,7 +97,7 @@ def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) ->
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.skipif(not has_amx(), reason="the CPU has no AMX, or the kernel keeps it")
+@pytest.mark.skipif(not multiplies_bf16(), reason="the CPU has no instructions for bf16, or the kernel keeps AMX")
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.head_dim % 32 == 0], ids=str)
@@ -107,7 +112,8 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     width = shape.num_heads * shape.head_dim
     flat = Queries(queries.view(-1).numpy(), width, out.view(-1).numpy(), width)
     batch = kernel_batch(metadata, 16)
-    attending = Attending(flat, heads, batch, Buffers().attention(heads, batch, bf16=True))
+    buffers = Buffers()
+    attending = Attending(flat, heads, batch, buffers.attention(heads, batch, bf16=True), buffers.splits(heads, batch))
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
     begin_products(amx)
     for part in range(3):
@@ -136,6 +142,28 @@ def test_rows_of_the_cache_are_rounded_to_the_nearest(shape: AttentionShape, dty
     assert bool(((found - new).abs() <= error * new.abs().amax(-1, keepdim=True)).all())
     after.flatten(1, 2)[:, metadata.slot_mapping] = written(before, metadata)
     assert torch.equal(after, before), "something else was written, too"
+
+
+@pytest.mark.parametrize("window", [None, 300])
+def test_results_depend_neither_on_threads_nor_on_chunks(window: int | None) -> None:
+    torch.manual_seed(3)
+    shape, cache = SHAPES[1], filled_cache(SHAPES[1], "float16", 16)
+    end, generated = 1300, 40
+    queries, new = torch.randn(end, 9, 64), torch.randn(2, end, 3, 64)
+    table = random.Random(1).sample(range(NUM_TOKENS // 16), -(-end // 16))
+
+    def attend(backend: CpuAttention, first: int, last: int) -> Tensor:
+        sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=end - generated))
+        sequence.block_table += table
+        batch = ScheduledBatch((ScheduledSequence(sequence, first, last - first),))
+        metadata = StepInputBuilder(16).build(batch).on_device(SharedMemory()).metadata
+        return backend.attend(queries[first:last], *new[:, first:last], cache, window, metadata)
+
+    whole = attend(CpuAttention(shape, 1), 0, end)
+    for num_threads, cuts in ((2, (7, 512, 513, 1270)), (3, (100, 600, 1260, 1261)), (5, ())):
+        backend, bounds = CpuAttention(shape, num_threads), (0, *cuts, end)
+        pieces = torch.cat([attend(backend, *part) for part in pairwise(bounds)])
+        assert torch.equal(pieces, whole)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])

@@ -27,14 +27,21 @@ from engine.kernels.cpu.compiler import (
     emitted,
 )
 from engine.kernels.cpu.machine import (
+    AMX_DEPTH,
+    AMX_QUERY_ROWS,
     AMX_TILE_ROW_BYTES,
     AMX_TILE_ROWS,
     CACHE_LINE_BYTES,
+    PAIR,
+    QUERY_TILE_ROWS,
     VECTOR_BYTES,
     knows_amx,
+    knows_bf16,
 )
-from engine.kernels.cpu.tiles import FINISH_ROWS, Finish
+from engine.kernels.cpu.tiles import FINISH_ROWS, Finish, write_tile
 
+BF16_QUERY_ROWS = AMX_QUERY_ROWS if knows_amx() else QUERY_TILE_ROWS
+"""Queries of a prompt that are multiplied at once in bf16."""
 _PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
 
 
@@ -94,14 +101,17 @@ class _Tile:
 
 @emitted
 def multiply_bf16_tile(typing: TypingContext, matrices: NumbaType, depth: NumbaType) -> Intrinsic:
-    """out[32, 32] = a @ b of bf16 numbers in a TileProduct, with fp32 sums.
+    """out[BF16_QUERY_ROWS, 32] = a @ b of bf16 numbers in a TileProduct, with fp32 sums.
 
-    `depth` counts 64 bytes of a row. Panels of b are [depth / 2][16][2].
+    `depth` counts 64 bytes of a row. Panels of b are [depth / 2][16][2]. A CPU without AMX multiplies vectors.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         if not knows_amx():
+            if knows_bf16():
+                num_pairs = builder.mul(args[1], INT64(AMX_DEPTH // PAIR))
+                write_tile(emit, args[0], num_pairs, (BF16_QUERY_ROWS, 2), types.int16)
             return context.get_dummy_value()
         tile = _Tile(emit, args[0], "tdpbf16ps", 2)
         tile.clear()

@@ -97,7 +97,7 @@ class Queries(NamedTuple):
 
 
 class AttentionScratch(NamedTuple):
-    """Memory of one thread, made by `Buffers.attention`. All arrays are flat.
+    """Memory of one thread, made by `Buffers.attention`. All arrays are flat. Its size does not grow with the context.
 
     Prompts in fp32 use `keys` and `values`; prompts in bf16 use `keys16`, `values16` and `rows16`. The unused arrays
     are empty, and `keys16` decides at run time.
@@ -111,7 +111,21 @@ class AttentionScratch(NamedTuple):
     rows16: Halves
     tile: Floats
     factors: Floats
+    peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
+    totals: Floats  # like peaks: sums of powers so far
     limbs: Bytes  # queries split into two bytes a number; see kv_segments.split_query
+
+
+class Splits(NamedTuple):
+    """Results of decode attention for each split of a context, where it has several: see decode.py. Shared by threads.
+
+    `rows` is [splits, num_heads, head_dim]: values weighted by 2^(score - peak). `peaks` and `totals` are
+    [splits, num_heads]: highest score, in powers of two, and sum of these weights.
+    """
+
+    rows: Floats
+    peaks: Floats
+    totals: Floats
 
 
 class Attending(NamedTuple):
@@ -121,6 +135,35 @@ class Attending(NamedTuple):
     shape: HeadShape
     batch: Batch
     scratch: AttentionScratch
+    splits: Splits
+
+
+class AttentionMemory(NamedTuple):
+    """The addresses of what `Attending` holds, made by `attention.memory_of`, and what else small functions need.
+
+    Small functions get these: to pass on a tuple of arrays is to count the references of all of them.
+    """
+
+    query_rows: Address
+    query_bytes: int  # from row to row
+    out: Address
+    out_bytes: int
+    segments: Address  # first slot of each segment, int64
+    segments_bytes: int  # from sequence to sequence
+    num_seqs: int
+    scores: Address
+    keys: Address  # packed, in fp32 or bf16; the same for values
+    values: Address
+    rows16: Address
+    tile: Address
+    factors: Address
+    peaks: Address
+    totals: Address
+    limbs: Address
+    split_rows: Address
+    split_peaks: Address
+    split_totals: Address
+    in_bf16: bool
 
 
 class LayerKV(NamedTuple):
@@ -130,11 +173,3 @@ class LayerKV(NamedTuple):
     values: Address
     element: Element
     window: int  # tokens that a query sees, its own included
-
-
-class QueryBlock(NamedTuple):
-    """Queries of one head that share one pass over the keys."""
-
-    row: int  # of the first query
-    num_rows: int
-    position: int  # of the first query

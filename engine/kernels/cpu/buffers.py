@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.kernels.cpu.arguments import AttentionScratch, Batch, Halves, HeadShape
+from engine.kernels.cpu.arguments import AttentionScratch, Batch, Halves, HeadShape, Splits
 from engine.kernels.cpu.machine import (
-    AMX_QUERY_BLOCK,
+    AMX_QUERY_ROWS,
     CACHE_LINE_BYTES,
     KEY_TILE,
     KEYS,
     LANES,
     LIMBS_TAIL_BYTES,
-    QUERY_BLOCK,
-    QUERY_TILE_ROWS,
+    SPLIT,
+    keys_at_once,
 )
 
 _HUGE_PAGE_BYTES = 2**21
@@ -65,21 +65,36 @@ class Buffers:
         return array
 
     def attention(self, shape: HeadShape, batch: Batch, *, bf16: bool = False) -> AttentionScratch:
-        """Scratch of one thread for the attention of a step. With `bf16`, prompts are computed in AMX's bf16."""
-        context = int(batch.context_lens.max()) + 2 * KEY_TILE
+        """Scratch of one thread for the attention of a step. With `bf16`, prompts are computed in bf16."""
         has_prompt = bool((batch.prompt_lens > batch.context_lens - np.diff(batch.query_starts)).any())
-        rows = max(QUERY_BLOCK if has_prompt else 0, shape.num_heads)
-        packed = context * (shape.head_dim + LANES) if has_prompt else 0
+        keys = keys_at_once(shape.head_dim)
+        packed = keys * shape.head_dim if has_prompt else 0
         floats, halves = (0, packed) if bf16 else (packed, 0)
-        tile = max(QUERY_TILE_ROWS * KEY_TILE, 2 * KEYS * shape.head_dim, AMX_QUERY_BLOCK * KEY_TILE)
+        num_queries = int(batch.query_starts[-1]) * shape.num_heads // shape.num_kv_heads
         return AttentionScratch(
-            scores=self.get("scores", rows * context),
+            scores=self.get("scores", max(AMX_QUERY_ROWS * (keys + KEY_TILE), shape.num_heads * SPLIT)),
             keys=self.get("keys", floats),
             values=self.get("values", floats),
             keys16=self.get("keys16", halves, np.uint16) if halves else _NO_HALVES,
             values16=self.get("values16", halves, np.uint16),
-            rows16=self.get("rows16", AMX_QUERY_BLOCK * max(context, shape.head_dim) if halves else 0, np.uint16),
-            tile=self.get("tile", tile),
-            factors=self.get("query_factors", max(QUERY_BLOCK, shape.num_heads)),
+            rows16=self.get(
+                "rows16", AMX_QUERY_ROWS * max(keys + KEY_TILE, shape.head_dim) if halves else 0, np.uint16
+            ),
+            tile=self.get("tile", max(AMX_QUERY_ROWS * KEY_TILE, KEYS * shape.head_dim)),
+            factors=self.get("query_factors", max(AMX_QUERY_ROWS, round_up(shape.num_heads, LANES))),
+            peaks=self.get("peaks", num_queries if has_prompt else 0),
+            totals=self.get("totals", max(num_queries if has_prompt else 0, shape.num_heads)),
             limbs=self.get("limbs", shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL_BYTES), np.uint8),
+        )
+
+    def splits(self, shape: HeadShape, batch: Batch) -> Splits:
+        """Memory for the results of decode attention in a step, which all threads share."""
+        num_tokens = np.diff(batch.query_starts)
+        generated = np.minimum(num_tokens, np.maximum(0, batch.context_lens - batch.prompt_lens))
+        num_splits = -(-batch.context_lens // SPLIT)
+        count = int((generated * num_splits)[num_splits > 1].sum()) * shape.num_heads
+        return Splits(
+            rows=self.get("split_rows", count * shape.head_dim),
+            peaks=self.get("split_peaks", count),
+            totals=self.get("split_totals", count),
         )

@@ -16,11 +16,10 @@ address.
 
 from typing import NamedTuple
 
-import numpy as np
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, AttentionScratch, Element, Floats, HeadShape, Matrix
+from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, Matrix
 from engine.kernels.cpu.compiler import (
     BYTES,
     FLOAT,
@@ -40,7 +39,6 @@ from engine.kernels.cpu.compiler import (
     TypingContext,
     Value,
     Values,
-    address,
     constant,
     emitted,
     largest_of,
@@ -74,8 +72,10 @@ def vector_at(emit: Emitter, segment: Value, index: Value) -> Value:
 
 
 @emitted
-def split_query(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
-    """Split a query of fp32 values; returns the factor of its scores.
+def split_query(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType, factor: NumbaType
+) -> Intrinsic:
+    """Split a query of fp32 values. The factor of its scores is written to the address `factor`.
 
     out: the high bytes, the low bytes, then for each an int32 that cancels what the keys' zero point adds to the sums.
     """
@@ -98,9 +98,10 @@ def split_query(typing: TypingContext, values: NumbaType, num_vectors: NumbaType
             total = emit.call("llvm.vector.reduce.add.v16i32", INT32, totals)
             added = builder.mul(total, INT32(-SIGN_BITS))
             emit.store(added, emit.at(out_at, builder.add(builder.mul(dim, INT64(2)), INT64(4 * i))))
-        return builder.fdiv(largest, FLOAT(_QUERY_LEVELS))
+        emit.store(builder.fdiv(largest, FLOAT(_QUERY_LEVELS)), emit.pointer(args[3]))
+        return context.get_dummy_value()
 
-    return types.float32(_INTP, _INTP, _INTP), generate
+    return types.void(*[_INTP] * 4), generate
 
 
 def _store_scale(emit: Emitter, values: Value, num_vectors: Value, segment: Value, token: Value) -> Value:
@@ -240,6 +241,41 @@ def read_rows(
 
 
 @emitted
+def transpose_rows(
+    typing: TypingContext, rows: NumbaType, step: NumbaType, num_vectors: NumbaType, out: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert 16 rows of the cache to fp32 [16 * num_vectors][16]. `step`: bytes from row to row in the cache."""
+    bits = element.bitwidth
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        rows_at, out_at = emit.pointer(args[0]), emit.pointer(args[3])
+        rows = [emit.at(rows_at, builder.mul(args[1], INT64(key))) for key in range(KEYS)]
+        with emit.loop(args[2], []) as loop:
+            column = builder.mul(loop.index, INT64(LANES * bits // 8))
+            square = _transposed(builder, [emit.floats(emit.at(row, column), element) for row in rows])
+            target = emit.at(out_at, builder.mul(loop.index, INT64(LANES * VECTOR_BYTES)))
+            for i, lanes in enumerate(square):
+                emit.store(lanes, emit.at(target, i * VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, _INTP, element), generate
+
+
+def _transposed(builder: Builder, rows: list[Value]) -> list[Value]:
+    """The transposed square of 16 vectors: squares of half the size change places, then those within them."""
+    size = LANES // 2
+    while size:
+        low = [lane if not lane & size else LANES + lane - size for lane in range(LANES)]
+        high = [lane + size if not lane & size else LANES + lane for lane in range(LANES)]
+        for i in (i for i in range(LANES) if not i & size):
+            pair = rows[i], rows[i + size]
+            rows[i], rows[i + size] = (builder.shuffle_vector(*pair, ir.Constant(INTS, lanes)) for lanes in (low, high))
+        size //= 2
+    return rows
+
+
+@emitted
 def write_row(
     typing: TypingContext, values: NumbaType, num_vectors: NumbaType, row: NumbaType, element: NumbaType
 ) -> Intrinsic:
@@ -301,21 +337,17 @@ def _write_rows(
     write_row(value, shape.head_dim // LANES, segments.values + offset, element)
 
 
-def read_keys(head: Address, shape: HeadShape, out: Floats, spare: Floats, element: Element) -> None:
-    """Convert the 16 keys of a head to fp32 [head_dim][16] in `out`, a flat array. `spare` must be of the same size."""
+def read_keys(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
+    """Convert the 16 keys of a head to fp32 [head_dim][16] at the address `out`."""
     raise NotImplementedError
 
 
-def _read_keys_of_bytes(head: Address, shape: HeadShape, out: Floats, spare: Floats, element: Element) -> None:
-    read_byte_keys(head, shape.head_dim // LANES, address(out))
+def _read_keys_of_bytes(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
+    read_byte_keys(head, shape.head_dim // LANES, out)
 
 
-def _read_keys_of_rows(head: Address, shape: HeadShape, out: Floats, spare: Floats, element: Element) -> None:
-    dim = shape.head_dim
-    read_rows(head, shape.num_kv_heads * shape.row_bytes, dim // LANES, address(spare), element)
-    for d in range(dim):
-        for key in range(KEYS):
-            out[d * KEYS + key] = spare[key * dim + d]
+def _read_keys_of_rows(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
+    transpose_rows(head, shape.num_kv_heads * shape.row_bytes, shape.head_dim // LANES, out, element)
 
 
 def read_values(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
@@ -332,29 +364,28 @@ def _read_values_of_rows(head: Address, shape: HeadShape, out: Address, element:
 
 
 def prepare_queries(
-    query: Address, num_rows: int, shape: HeadShape, scratch: AttentionScratch, element: Element
+    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
 ) -> Matrix:
     """Bring fp32 rows [num_rows, head_dim] into the form that `score_keys` reads.
 
-    The factors of the rows' scores are written to scratch.factors. The result may be in scratch.limbs.
+    Factors of the rows' scores that are not 1 are written to memory.factors. The result may be in memory.limbs.
     """
     raise NotImplementedError
 
 
 def _split_queries(
-    query: Address, num_rows: int, shape: HeadShape, scratch: AttentionScratch, element: Element
+    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
 ) -> Matrix:
-    out, step = address(scratch.limbs), 2 * shape.head_dim + LIMBS_TAIL_BYTES
+    step = 2 * shape.head_dim + LIMBS_TAIL_BYTES
     for row in range(num_rows):
         at = query + row * shape.head_dim * FLOAT_BYTES
-        scratch.factors[row] = split_query(at, shape.head_dim // LANES, out + row * step)
-    return Matrix(out, step)
+        split_query(at, shape.head_dim // LANES, memory.limbs + row * step, memory.factors + row * FLOAT_BYTES)
+    return Matrix(memory.limbs, step)
 
 
 def _plain_queries(
-    query: Address, num_rows: int, shape: HeadShape, scratch: AttentionScratch, element: Element
+    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
 ) -> Matrix:
-    scratch.factors[:num_rows] = np.float32(1.0)
     return Matrix(query, shape.head_dim * FLOAT_BYTES)
 
 

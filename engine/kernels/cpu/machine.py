@@ -17,6 +17,8 @@ from numpy.typing import NDArray
 FLOAT_BYTES = 4
 HALF_BYTES = 2
 """Bytes of a number in fp16 or bf16."""
+SLOT_BYTES = 8
+"""Bytes of a number of a slot in the cache."""
 VECTOR_BYTES = 64
 CACHE_LINE_BYTES = 64
 LANES = 16
@@ -37,10 +39,10 @@ QUERY_TILE_ROWS = 12
 """Queries of a prompt that are multiplied at once in fp32."""
 KEY_TILE = 2 * KEYS
 """Keys that are multiplied at once with a tile of queries."""
-QUERY_BLOCK = 4 * QUERY_TILE_ROWS
-"""Queries that share one pass over the keys, in fp32."""
-AMX_QUERY_BLOCK = 32
-"""Queries that share one pass over the keys, in bf16: two AMX tiles."""
+AMX_QUERY_ROWS = 32
+"""Queries of a prompt that AMX multiplies at once: two of its tiles."""
+SPLIT = 1024
+"""Tokens of a sequence that are one part of decode attention; see decode.py. A multiple of KEYS."""
 AMX_DEPTH = 32
 """bf16 numbers in a row of an AMX tile; head_dim must be a multiple of it."""
 AMX_TILE_ROWS = 16
@@ -49,6 +51,8 @@ AMX_TILE_ROW_BYTES = 64
 """Bytes of such a row."""
 MAX_QUERY_ROWS = 3
 """Maximum query rows that share one read of the cache in decode attention."""
+_BLOCK_NUMBERS = 2**15
+_MAX_BLOCK_KEYS = 512
 
 INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
@@ -59,6 +63,11 @@ ZERO_POINT = 128
 LIMBS_TAIL_BYTES = 64
 """Bytes behind a query that was split into two bytes a number: what the keys' zero point adds to each sum."""
 LOG2_E = 1.4426950408889634
+
+
+def keys_at_once(head_dim: int) -> int:
+    """Keys and values of a prompt that are packed at once, in fp32 up to 256 KiB: they stay in a core's L2 cache."""
+    return min(_MAX_BLOCK_KEYS, max(KEY_TILE, _BLOCK_NUMBERS // head_dim // KEY_TILE * KEY_TILE))
 
 
 _CPUINFO = Path("/proc/cpuinfo")
@@ -149,6 +158,11 @@ def has_amx() -> bool:
     if sys.platform != "linux" or not knows_amx():
         return False
     return ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0
+
+
+def multiplies_bf16() -> bool:
+    """True if prompts can attend in bf16: with AMX's tiles on a CPU that has them, else with vectors."""
+    return has_amx() if knows_amx() else knows_bf16() and knows_avx512()
 
 
 def amx_shapes() -> NDArray[np.uint8]:

@@ -24,7 +24,7 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Part, Queries, Range, Weights
-from engine.kernels.cpu.attention import attend
+from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import (
     INT64,
@@ -128,6 +128,9 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
         rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_rows)
         _finish_own_phase(team, STORE_KV)
         attend(attending, cache, layer, model.windows[layer], part)
+        if has_splits(attending.batch, model.windows[layer]):
+            _finish_own_phase(team, ATTENTION)
+            join(attending, model.windows[layer], part)
         _finish_phase(team, ATTENTION)
         put_rows(acts.mixed, weights.matrices[output], operand, rows)
         shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)

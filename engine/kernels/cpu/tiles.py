@@ -104,30 +104,35 @@ def multiply_tile(
     `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
     a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32.
     """
-    num_rows, num_panels, arithmetic = rows.literal_value, panels.literal_value, _arithmetic(element)
+    size = rows.literal_value, panels.literal_value
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(args[0], 3))
-        num_passes = builder.udiv(args[1], INT64(arithmetic.numbers))
-        for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
-            zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
-            with emit.loop(num_passes, zeros) as loop:
-                b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
-                panels_at = [emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels]
-                a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
-                loop.next[:] = loop.carried
-                for number in range(arithmetic.numbers):
-                    columns = [_weights(emit, at, arithmetic, number, num_rows) for at in panels_at]
-                    a = emit.at(a_column, number * FLOAT_BYTES), a_step
-                    loop.next[:] = _multiply_column(emit, arithmetic, a, some_rows, columns, loop.next)
-            places = ((row, panel) for row in some_rows for panel in some_panels)
-            for total, (row, panel) in zip(loop.next, places, strict=True):
-                row_at = builder.mul(out_step, INT64(row))
-                emit.store(total, emit.at(out_at, builder.add(row_at, INT64(panel * VECTOR_BYTES))))
+        write_tile(Emitter(context, builder), args[0], args[1], size, element)
         return context.get_dummy_value()
 
     return types.void(matrices, types.intp, rows, panels, element), generate
+
+
+def write_tile(emit: Emitter, product: Value, depth: Value, size: tuple[int, int], element: NumbaType) -> None:
+    """Write the code of `multiply_tile` for a size of (rows, panels)."""
+    (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
+    (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
+    num_passes = builder.udiv(depth, INT64(arithmetic.numbers))
+    for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
+        zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
+        with emit.loop(num_passes, zeros) as loop:
+            b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
+            panels_at = [emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels]
+            a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
+            loop.next[:] = loop.carried
+            for number in range(arithmetic.numbers):
+                columns = [_weights(emit, at, arithmetic, number, num_rows) for at in panels_at]
+                a = emit.at(a_column, number * FLOAT_BYTES), a_step
+                loop.next[:] = _multiply_column(emit, arithmetic, a, some_rows, columns, loop.next)
+        places = ((row, panel) for row in some_rows for panel in some_panels)
+        for total, (row, panel) in zip(loop.next, places, strict=True):
+            row_at = builder.mul(out_step, INT64(row))
+            emit.store(total, emit.at(out_at, builder.add(row_at, INT64(panel * VECTOR_BYTES))))
 
 
 def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int, num_rows: int) -> Value:

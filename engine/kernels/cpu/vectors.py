@@ -42,6 +42,57 @@ from engine.kernels.cpu.machine import (
 )
 
 _INTP = types.intp
+HIDDEN = -1e30
+"""The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
+_MAXIMA = 4
+
+
+@emitted
+def read_float(typing: TypingContext, at: NumbaType) -> Intrinsic:
+    """The fp32 number at an address."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        return emit.load(emit.pointer(args[0]), FLOAT)
+
+    return types.float32(_INTP), generate
+
+
+@emitted
+def write_float(typing: TypingContext, at: NumbaType, value: NumbaType) -> Intrinsic:
+    """Write an fp32 number to an address."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        emit.store(args[1], emit.pointer(args[0]))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, types.float32), generate
+
+
+@emitted
+def read_int64(typing: TypingContext, at: NumbaType) -> Intrinsic:
+    """The int64 at an address."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        return emit.load(emit.pointer(args[0]), INT64, 8)
+
+    return types.int64(_INTP), generate
+
+
+@emitted
+def fill_row(typing: TypingContext, out: NumbaType, num_vectors: NumbaType, value: NumbaType) -> Intrinsic:
+    """out = value, in fp32."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at, value = emit.pointer(args[0]), emit.splat(args[2])
+        with emit.loop(args[1], []) as loop:
+            emit.store(value, emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32), generate
 
 
 @emitted
@@ -190,32 +241,83 @@ class _Row:
 
 
 @emitted
-def exponents(
-    typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, visible: NumbaType, scale: NumbaType
-) -> Intrinsic:
-    """scores = 2^((scores - largest) * scale) in place for the visible scores, 0 for hidden ones; returns the sum.
+def highest_score(typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, visible: NumbaType) -> Intrinsic:
+    """The highest visible score, HIDDEN if there is none. Hidden scores become HIDDEN.
 
-    `visible` is a pair (first, end) of visible scores and not empty. The sum does not depend on the number of hidden
-    vectors before the range: a prompt that is chunked differently starts at another offset in its window.
+    `visible` is a pair (first, end) of scores, with 0 <= first and end <= 16 * num_vectors.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        row, scale = _Row(emit, args[0], args[1], args[2]), emit.splat(args[3])
-        row.hide(float("-inf"))
-        with emit.loop(args[1], [constant(FLOATS, float("-inf"))]) as highest:
-            read = emit.load(row.at(highest.index), FLOATS)
-            highest.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, highest.carried[0], read))
-        largest = emit.splat(emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, highest.next[0]))
+        row = _Row(emit, *args)
+        row.hide(HIDDEN)
+        last, three = builder.sub(args[1], INT64(1)), builder.add(args[1], INT64(_MAXIMA - 1))
+        # Several maxima at once, because one would wait for itself. The last vector may count more than once.
+        with emit.loop(builder.udiv(three, INT64(_MAXIMA)), [constant(FLOATS, HIDDEN)] * _MAXIMA) as loop:
+            for i, carried in enumerate(loop.carried):
+                index = builder.add(builder.mul(loop.index, INT64(_MAXIMA)), INT64(i))
+                read = emit.load(row.at(emit.smaller(index, last)), FLOATS)
+                loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, carried, read))
+        highest = loop.next[0]
+        for other in loop.next[1:]:
+            highest = emit.call("llvm.maxnum.v16f32", FLOATS, highest, other)
+        return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, highest)
+
+    return types.float32(_INTP, _INTP, visible), generate
+
+
+@emitted
+def powers(
+    typing: TypingContext,
+    scores: NumbaType,
+    num_vectors: NumbaType,
+    visible: NumbaType,
+    scale: NumbaType,
+    peak: NumbaType,
+) -> Intrinsic:
+    """scores = 2^((scores - peak) * scale) in place for the visible scores, 0 for hidden ones; returns the sum.
+
+    `highest_score` must have been called. Beside a score of `peak`, the sum does not depend on the number of hidden
+    vectors: a prompt that is chunked differently has others.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        row, scale, peak = _Row(emit, *args[:3]), emit.splat(args[3]), emit.splat(args[4])
         with emit.loop(args[1], [constant(FLOATS, 0.0)]) as total:
             read = emit.load(row.at(total.index), FLOATS)
-            power = emit.power_of_two(builder.fmul(builder.fsub(read, largest), scale))
+            power = emit.power_of_two(builder.fmul(builder.fsub(read, peak), scale))
             emit.store(power, row.at(total.index))
             total.next.append(emit.add_in_order(total.carried[0], power))
         row.hide(0.0)
         return emit.call("llvm.vector.reduce.fadd.v16f32", FLOAT, FLOAT(0.0), total.next[0])
 
-    return types.float32(_INTP, _INTP, visible, types.float32), generate
+    return types.float32(_INTP, _INTP, visible, types.float32, types.float32), generate
+
+
+@emitted
+def mix_rows(
+    typing: TypingContext,
+    values: NumbaType,
+    num_vectors: NumbaType,
+    factor: NumbaType,
+    out_factor: NumbaType,
+    out: NumbaType,
+) -> Intrinsic:
+    """out = out * out_factor + values * factor in fp32."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[4])
+        factor, out_factor = emit.splat(args[2]), emit.splat(args[3])
+        with emit.loop(args[1], []) as loop:
+            at = builder.mul(loop.index, INT64(VECTOR_BYTES))
+            read, target = emit.load(emit.at(values_at, at), FLOATS), emit.at(out_at, at)
+            kept = builder.fmul(emit.load(target, FLOATS), out_factor)
+            emit.store(emit.multiply_add(read, factor, kept), target)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, types.float32, types.float32, _INTP), generate
 
 
 @emitted

@@ -1,0 +1,260 @@
+"""Attention of generated tokens on CPU, over the paged KV cache, block by block and without a copy.
+
+A context is cut into splits of SPLIT tokens, at fixed positions (FlashDecoding, Dao et al. 2023, on a CPU). Within a
+split: scores of 16 keys at a time, softmax, then a weighted sum of values (PagedAttention, Kwon et al. 2023, §4.3); so
+scores stay in the L1 cache, however long the context is. Threads share out splits and heads by the KV that they read.
+The splits of a context are joined in their order, after all threads: results do not depend on the number of threads.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, LayerKV, Matrix, Part, Range
+from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.decode_vectors import CacheRows, add_values, score_keys
+from engine.kernels.cpu.kv_segments import head_of, prepare_queries
+from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
+from engine.kernels.cpu.vectors import (
+    HIDDEN,
+    fill_row,
+    highest_score,
+    mix_rows,
+    powers,
+    prefetch,
+    read_float,
+    read_int64,
+    scale_row,
+    write_float,
+)
+
+_HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
+_PREFETCH_SEGMENTS = 2
+"""Segments that are prefetched ahead of use."""
+
+
+class DecodeQuery(NamedTuple):
+    """A generated token and the tokens of its sequence that it sees, its own included."""
+
+    seq: int
+    row: int
+    visible: Range
+    result: int  # index of its first split in `Splits`, if it has several
+
+
+class _Split(NamedTuple):
+    """Some key/value heads of one split of a query's context."""
+
+    number: int
+    heads: Range
+    tokens: Range
+
+
+class _Segments(NamedTuple):
+    """The segments of the keys, or of the values, that a query reads."""
+
+    layer: Address
+    slots: Address  # of the first slot of each segment
+    num_segments: int
+
+
+class _Steps(NamedTuple):
+    """Sizes that the loops over segments advance by."""
+
+    group: int  # query heads that share a key/value head
+    head_bytes: int  # of a query head
+    token_bytes: int  # of a token in the cache
+
+
+@jit
+def splits_of(visible: Range) -> Range:
+    """Numbers of the splits that hold these tokens."""
+    return Range(visible.first // SPLIT, (visible.end + SPLIT - 1) // SPLIT)
+
+
+@jit
+def segments_of(visible: Range) -> Range:
+    """Numbers of the segments that hold these tokens."""
+    return Range(visible.first // KEYS, (visible.end + KEYS - 1) // KEYS)
+
+
+@jit
+def attend_decode(query: DecodeQuery, own: Range, shape: HeadShape, memory: AttentionMemory, kv: LayerKV) -> None:
+    """Attend with one query to the thread's own part of its context.
+
+    Work is counted in segments of one head, split by split. A head of a split is the thread's own if its middle is.
+    """
+    visible = query.visible
+    splits, done, prepared = splits_of(visible), 0, Matrix(0, 0)
+    for number in range(splits.first, splits.end):
+        tokens = Range(max(visible.first, number * SPLIT), min(visible.end, (number + 1) * SPLIT))
+        first, end = segments_of(tokens)
+        size = end - first
+        first_head = _heads_before(own.first - done, size, shape.num_kv_heads)
+        end_head = _heads_before(own.end - done, size, shape.num_kv_heads)
+        done += size * shape.num_kv_heads
+        if first_head < end_head:
+            if prepared.step == 0:
+                at = memory.query_rows + query.row * memory.query_bytes
+                fill_row(memory.factors, (shape.num_heads + LANES - 1) // LANES, _ONE)
+                prepared = prepare_queries(at, shape.num_heads, shape, memory, kv.element)
+            _attend_split(query, _Split(number, Range(first_head, end_head), tokens), prepared, shape, memory, kv)
+
+
+@jit
+def _heads_before(limit: int, size: int, num_heads: int) -> int:
+    """Heads of a split, `size` segments each, whose middle lies before `limit`, counted from the split's begin."""
+    return min(num_heads, max(0, (2 * limit + size - 1) // (2 * size)))
+
+
+@jit
+def _attend_split(
+    query: DecodeQuery, split: _Split, prepared: Matrix, shape: HeadShape, memory: AttentionMemory, kv: LayerKV
+) -> None:
+    first, end = segments_of(split.tokens)
+    num_vectors, group, dim = end - first, shape.num_heads // shape.num_kv_heads, shape.head_dim
+    first_row, num_rows = split.heads.first * group, (split.heads.end - split.heads.first) * group
+    own_queries = Matrix(prepared.address + first_row * prepared.step, prepared.step)
+    slots = memory.segments + query.seq * memory.segments_bytes + first * SLOT_BYTES
+    keys, values = _Segments(kv.keys, slots, num_vectors), _Segments(kv.values, slots, num_vectors)
+    _score_segments(own_queries, split.heads, shape, memory, keys, values, kv.element)
+    visible = Range(split.tokens.first - first * KEYS, split.tokens.end - first * KEYS)
+    splits = splits_of(query.visible)
+    is_whole = splits.end - splits.first == 1
+    result = (query.result + split.number - splits.first) * shape.num_heads + first_row
+    for g in range(num_rows):
+        row = memory.scores + g * num_vectors * VECTOR_BYTES
+        scale = shape.scale * read_float(memory.factors + (first_row + g) * FLOAT_BYTES)
+        peak = highest_score(row, num_vectors, visible)
+        total = powers(row, num_vectors, visible, scale, peak)
+        if is_whole:
+            write_float(memory.totals + g * FLOAT_BYTES, total)
+        else:
+            write_float(memory.split_peaks + (result + g) * FLOAT_BYTES, peak * scale)
+            write_float(memory.split_totals + (result + g) * FLOAT_BYTES, total)
+    out = memory.split_rows + result * dim * FLOAT_BYTES
+    if is_whole:
+        out = memory.out + query.row * memory.out_bytes + first_row * dim * FLOAT_BYTES
+    fill_row(out, num_rows * dim // LANES, _NONE)
+    after = _following(query, split, memory, kv)
+    _add_segments(out, split.heads, shape, memory, values, after, kv.element)
+    if is_whole:
+        for g in range(num_rows):
+            row, total = out + g * dim * FLOAT_BYTES, read_float(memory.totals + g * FLOAT_BYTES)
+            scale_row(row, dim // LANES, _ONE / total, row)
+
+
+@jit
+def join_splits(query: DecodeQuery, shape: HeadShape, memory: AttentionMemory, part: Part) -> None:
+    """Add up the splits of a query, for every part.num_parts-th head. All threads must have attended."""
+    splits, num_vectors, num_heads = splits_of(query.visible), shape.head_dim // LANES, shape.num_heads
+    end = query.result + splits.end - splits.first
+    for head in range(part.number, num_heads, part.num_parts):
+        peak, total = _HIDDEN, _NONE
+        for i in range(query.result, end):
+            peak = max(peak, read_float(memory.split_peaks + (i * num_heads + head) * FLOAT_BYTES))
+        out = memory.out + query.row * memory.out_bytes + head * num_vectors * VECTOR_BYTES
+        fill_row(out, num_vectors, _NONE)
+        for i in range(query.result, end):
+            row = i * num_heads + head
+            factor = np.exp2(read_float(memory.split_peaks + row * FLOAT_BYTES) - peak)
+            total += read_float(memory.split_totals + row * FLOAT_BYTES) * factor
+            mix_rows(memory.split_rows + row * num_vectors * VECTOR_BYTES, num_vectors, factor, _ONE, out)
+        scale_row(out, num_vectors, _ONE / total, out)
+
+
+@jit
+def _score_segments(
+    queries: Matrix,
+    heads: Range,
+    shape: HeadShape,
+    memory: AttentionMemory,
+    keys: _Segments,
+    after: _Segments,
+    element: Element,
+) -> None:
+    """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
+    num_heads, (group, _, step) = heads.end - heads.first, _steps(shape)
+    row_bytes, scores = keys.num_segments * VECTOR_BYTES, memory.scores
+    for i in range(keys.num_segments):
+        for head in range(num_heads):
+            ahead = _segment_ahead(keys, i + _PREFETCH_SEGMENTS, after, step)
+            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
+            at = head_of(_segment(keys, i, step), heads.first + head, shape, element)
+            rows = CacheRows(at, step, shape.head_dim // LANES)
+            for g in range(0, group, MAX_QUERY_ROWS):
+                row = head * group + g
+                left = Matrix(queries.address + row * queries.step, queries.step)
+                out = Matrix(scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
+                if group - g >= 3:
+                    score_keys(left, rows, out, 3, element)
+                elif group - g == 2:
+                    score_keys(left, rows, out, 2, element)
+                else:
+                    score_keys(left, rows, out, 1, element)
+
+
+@jit
+def _add_segments(
+    out: Address,
+    heads: Range,
+    shape: HeadShape,
+    memory: AttentionMemory,
+    values: _Segments,
+    after: _Segments,
+    element: Element,
+) -> None:
+    """Add the values of all segments to `out`, weighted by the softmax weights in memory.scores."""
+    num_heads, (group, head_bytes, step) = heads.end - heads.first, _steps(shape)
+    row_bytes, scores = values.num_segments * VECTOR_BYTES, memory.scores
+    for i in range(values.num_segments):
+        for head in range(num_heads):
+            ahead = _segment_ahead(values, i + _PREFETCH_SEGMENTS, after, step)
+            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
+            at = head_of(_segment(values, i, step), heads.first + head, shape, element)
+            rows = CacheRows(at, step, shape.head_dim // LANES)
+            for g in range(0, group, MAX_QUERY_ROWS):
+                row = head * group + g
+                weights = Matrix(scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
+                target = Matrix(out + row * head_bytes, head_bytes)
+                if group - g >= 3:
+                    add_values(weights, rows, target, 3, element)
+                elif group - g == 2:
+                    add_values(weights, rows, target, 2, element)
+                else:
+                    add_values(weights, rows, target, 1, element)
+
+
+@jit
+def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: LayerKV) -> _Segments:
+    """The keys that are read after a split: those of the next split, or the first ones of the next sequence."""
+    seq, first = query.seq, split.tokens.end // KEYS
+    if split.tokens.end == query.visible.end:
+        seq, first = min(seq + 1, memory.num_seqs - 1), 0
+    slots = memory.segments + seq * memory.segments_bytes + first * SLOT_BYTES
+    return _Segments(kv.keys, slots, memory.segments_bytes // SLOT_BYTES - first)
+
+
+@jit
+def _segment(segments: _Segments, i: int, step: int) -> Address:
+    return segments.layer + read_int64(segments.slots + i * SLOT_BYTES) * step
+
+
+@jit
+def _segment_ahead(segments: _Segments, i: int, after: _Segments, step: int) -> Address:
+    """The address of segment number `i`, counted on into the segments that are read afterwards."""
+    if i < segments.num_segments:
+        return _segment(segments, i, step)
+    return _segment(after, min(i - segments.num_segments, after.num_segments - 1), step)
+
+
+@jit
+def _prefetch_part(at: Address, num_bytes: int, part: Part) -> None:
+    """Prefetch one part of these bytes. Few at a time, because current reads wait in the same queue."""
+    prefetch(at + num_bytes * part.number // part.num_parts, num_bytes // part.num_parts)
+
+
+@jit
+def _steps(shape: HeadShape) -> _Steps:
+    group = shape.num_heads // shape.num_kv_heads
+    return _Steps(group, shape.head_dim * FLOAT_BYTES, shape.num_kv_heads * shape.row_bytes)

@@ -30,11 +30,24 @@ SHAPES = {
         "intermediate_size": 4864,
         "vocab_size": 32000,
     },
+    "narrow": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 32000,
+    },
 }
+LONG = "-long"
+"""At the end of a shape's name: the same shape with room for _LONG_POSITIONS tokens."""
+_POSITIONS, _LONG_POSITIONS = 2048, 2**18
 
 
 def write_shape(name: str, folder: Path) -> Path:
-    """Write a model folder of the shape `name` below `folder`, for load_format=dummy; returns the model folder."""
+    """Write a model folder of the shape `name` below `folder`, for load_format=dummy; returns the model folder.
+    A name may end with LONG.
+    """
     model_dir = folder / name
     model_dir.mkdir(parents=True, exist_ok=True)
     config = {
@@ -43,11 +56,11 @@ def write_shape(name: str, folder: Path) -> Path:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": _LONG_POSITIONS if name.endswith(LONG) else _POSITIONS,
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,
-        **SHAPES[name],
+        **SHAPES[name.removesuffix(LONG)],
     }
     (model_dir / "config.json").write_text(json.dumps(config, indent=1))
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -1,13 +1,14 @@
 """Time of one engine step without a mesh, and of its phases: a prompt, and decode steps of several sizes.
 
     python -m bench.step [--dtype float32 bfloat16 float16] [--quantize none int8] [--kv-dtype auto] [--threads 1 2]
-                         [--ranks 2] [--batch 1 8 32] [--parts]
+                         [--ranks 2] [--batch 1 8 32] [--context 256] [--parts]
 
 Weights are random. Variants take turns, and medians are printed. With one thread, times are CPU times of the engine's
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
 its bandwidth is printed beside the memory bandwidth in the same rounds. `--ranks` measures tensor-parallel ranks of one
 thread beside as many threads of one process, and prints the ratio of their times. `--parts` adds a table with the
-phases of a step.
+phases of a step, and the speed of attention. The prompt has `--context` tokens, and so has each sequence before its
+decode steps; more than 2,000 need a long shape: `--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import json
 import os
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,15 +25,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shapes import write_shape
+from engine.kernels.cpu.step import ATTENTION, PHASES
 from engine.models.read_config import load_decoder_config
 from engine.settings import DTYPES, QUANTIZATIONS
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_PROMPT_TOKENS = 256
 _PROMPT = 0
 _ONE = 1
+_ATTENTION = PHASES[ATTENTION]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +76,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_shape(options.shape, Path(folder))
         size = model_size(load_decoder_config(model_dir))
-        engines = {variant: EngineSteps(_workload(model_dir, variant, max(options.batch))) for variant in variants}
+        engines = {variant: EngineSteps(_workload(model_dir, variant, options)) for variant in variants}
         for _ in range(options.repeats):
             for variant, steps in engines.items():
                 times.setdefault((variant, _PROMPT), []).append(steps.prompt_ms())
@@ -84,19 +86,22 @@ def main() -> None:
                     times.setdefault((variant, batch), []).append(steps.decode_ms(batch))
                     phases_ms[variant, batch] = steps.take_phases_ms()
     console = Console(width=140)
-    console.print(_times_table(variants, options.batch, times))
+    console.print(_times_table(variants, options, times))
     for variant in variants:
         if variant.num_ranks > 1:
-            console.print(_ratios(variant, options.batch, times))
+            console.print(_ratios(variant, options, times))
     for variant in variants if _ONE in options.batch else ():
         console.print(
             _speed_of_one(variant, size, statistics.median(times[variant, _ONE]), statistics.median(read[variant]))
         )
     if options.json:
-        options.json.write_text(json.dumps(_medians(times)))
+        options.json.write_text(json.dumps(_medians(times, options.context)))
     if options.parts:
         for variant in variants:
             console.print(_phases_table(variant, options.batch, phases_ms))
+            kv_bytes = engines[variant].kv_bytes_per_token
+            for line in _attention_speeds(variant, options, size, kv_bytes, phases_ms):
+                console.print(line)
 
 
 def _options() -> argparse.Namespace:
@@ -109,6 +114,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--context", type=int, default=256, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--parts", action="store_true", help="also print the phases of a step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
@@ -126,12 +132,13 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     ]
 
 
-def _workload(model_dir: Path, variant: Variant, max_batch: int) -> StepWorkload:
+def _workload(model_dir: Path, variant: Variant, options: argparse.Namespace) -> StepWorkload:
     return StepWorkload(
         model_dir,
         variant.quantize,
-        max_batch,
-        prompt_tokens=_PROMPT_TOKENS,
+        max(options.batch),
+        prompt_tokens=options.context,
+        context_tokens=options.context,
         num_threads=variant.num_threads,
         kv_dtype=variant.kv_dtype,
         num_ranks=variant.num_ranks,
@@ -139,27 +146,28 @@ def _workload(model_dir: Path, variant: Variant, max_batch: int) -> StepWorkload
     )
 
 
-def _times_table(variants: Sequence[Variant], batches: Sequence[int], times: Times) -> Table:
-    table = Table("arithmetic", f"prompt of {_PROMPT_TOKENS}, ms", *(f"step of {n}, ms" for n in batches))
+def _times_table(variants: Sequence[Variant], options: argparse.Namespace, times: Times) -> Table:
+    batches = options.batch
+    table = Table("arithmetic", f"prompt of {options.context}, ms", *(f"step of {n}, ms" for n in batches))
     for variant in variants:
         cells = (times[variant, batch] for batch in (_PROMPT, *batches))
         table.add_row(str(variant), *(f"{statistics.median(ms):.1f} ({min(ms):.1f}..{max(ms):.1f})" for ms in cells))
     return table
 
 
-def _medians(times: Times) -> dict[str, float]:
-    names = {key: f"prompt of {_PROMPT_TOKENS}" if key[1] == _PROMPT else f"step of {key[1]}" for key in times}
+def _medians(times: Times, context: int) -> dict[str, float]:
+    names = {key: f"prompt of {context}" if key[1] == _PROMPT else f"step of {key[1]}" for key in times}
     return {f"{key[0]}, {names[key]}, ms": statistics.median(ms) for key, ms in times.items()}
 
 
-def _ratios(variant: Variant, batches: Sequence[int], times: Times) -> str:
+def _ratios(variant: Variant, options: argparse.Namespace, times: Times) -> str:
     """The ranks' times as a multiple of those of the threads: medians of the rounds' ratios."""
-    threads = replace(variant, num_ranks=1)
+    threads, batches = replace(variant, num_ranks=1), options.batch
     ratios = [
         statistics.median(a / b for a, b in zip(times[variant, column], times[threads, column], strict=True))
         for column in (_PROMPT, *batches)
     ]
-    names = (f"prompt of {_PROMPT_TOKENS}", *(f"step of {n}" for n in batches))
+    names = (f"prompt of {options.context}", *(f"step of {n}" for n in batches))
     return f"{variant} / {threads}: " + ", ".join(
         f"{name} {ratio:.2f}" for name, ratio in zip(names, ratios, strict=True)
     )
@@ -170,6 +178,25 @@ def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s
     reached = 1000 * num_bytes / step_ms
     read = f"{num_bytes / 1e6:.0f} MB of weights at {reached / 1e9:.1f} GB/s"
     return f"{variant}: a step of 1 reads {read}, {reached / bytes_per_s:.0%} of the {bytes_per_s / 1e9:.1f} of memory"
+
+
+def _attention_speeds(
+    variant: Variant,
+    options: argparse.Namespace,
+    size: ModelSize,
+    kv_bytes: int,
+    phases_ms: Mapping[tuple[Variant, int], Mapping[str, float]],
+) -> Iterator[str]:
+    """Arithmetic of a prompt's attention, and the KV that attention reads in steps. kv_bytes: of a token."""
+    tokens = options.context
+    flops = 4 * size.num_layers * size.num_heads * size.head_dim * tokens * (tokens + 1) / 2
+    if prompt_ms := phases_ms[variant, _PROMPT].get(_ATTENTION):
+        yield f"{variant}: attention of a prompt of {tokens} computes {flops / prompt_ms / 1e6:.0f} GFLOP/s"
+    for batch in options.batch:
+        if step_ms := phases_ms[variant, batch].get(_ATTENTION):
+            num_bytes = batch * tokens * kv_bytes
+            speed = f"{num_bytes / 1e6:.0f} MB of KV at {num_bytes / step_ms / 1e6:.1f} GB/s"
+            yield f"{variant}: attention of a step of {batch} reads {speed}"
 
 
 def _phases_table(

@@ -36,12 +36,15 @@ _LAST_LINES = 12
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Options that all arms of a comparison share. `precision` is none (fp32), bf16 or int8."""
+    """Options that all arms of a comparison share. `precision` is none (fp32), bf16 or int8. `kv_tokens`: room for
+    the KV of peers; Tandem takes a share of the free memory.
+    """
 
     envs: Path
     shape: str
     precision: str
     cores: tuple[int, ...]
+    kv_tokens: int = _KV_TOKENS
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +122,7 @@ async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
         raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
     model = model_for(peer, setup.shape, setup.precision, setup.envs)
     options = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
-    options |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": _KV_TOKENS}
+    options |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": setup.kv_tokens}
     flags = [f"--{name}={value}" for name, value in options.items()]
     line = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)
     async with running(Command(arm.label, line, setup.cores)) as process:

@@ -46,12 +46,13 @@ def engine(options: Options) -> Any:
     """Create the engine. vLLM is imported here, because the import is slow and prints."""
     from vllm import EngineArgs, LLMEngine
 
+    positions = json.loads((options.model / "config.json").read_text())["max_position_embeddings"]
     own_budget = {"max_num_batched_tokens": options.budget} if options.budget else {}
     arguments = EngineArgs(
         model=str(options.model),
         skip_tokenizer_init=True,
         dtype="float32" if options.precision == "none" else "bfloat16",
-        max_model_len=2048,
+        max_model_len=min(options.kv_tokens, positions),
         max_num_seqs=options.max_seqs,
         num_gpu_blocks_override=options.kv_tokens // 128,
         block_size=128,

@@ -38,6 +38,7 @@ _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache
 _REPEATS = 5
 _PROMPT_TOKENS = 256
+_MAX_CHUNK_TOKENS = 2048
 _WIDE = {
     "architectures": ["LlamaForCausalLM"],
     "hidden_act": "silu",
@@ -121,7 +122,7 @@ class EngineSteps:
             tensor_parallel=str(workload.num_ranks),
         )
         kv_tokens = (workload.max_batch + 1) * (workload.max_context_tokens + 2 * settings.block_size)
-        max_batch_tokens = max(512, workload.prompt_tokens + workload.max_batch)
+        max_batch_tokens = max(512, min(workload.prompt_tokens, _MAX_CHUNK_TOKENS) + workload.max_batch)
         limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens)
         with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
             self._host: EngineHost = build_host(settings, limits, load=load_runner)
@@ -131,6 +132,11 @@ class EngineSteps:
         self._rng = random.Random(0)
         self._phases_ms: dict[str, float] = {}
         self._phase_clock = PhaseClock(self._host.runner)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        layout = self._host.runner.kv_cache.layout
+        return layout.block_bytes // layout.block_size
 
     def prompt_ms(self) -> float:
         """Milliseconds of the prefill of one prompt."""

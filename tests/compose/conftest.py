@@ -13,6 +13,7 @@ IMAGE = "tandem-serve"
 def image() -> str:
     """The name of the image of this checkout. TANDEM_BASE_IMAGE names its base where that cannot be pulled."""
     compose_command()
-    base = os.environ.get("TANDEM_BASE_IMAGE")
-    docker("build", "-q", *([f"--build-arg=BASE={base}"] if base else []), "-t", IMAGE, ".")
+    sources = {"BASE": "TANDEM_BASE_IMAGE", "TORCH_INDEX": "TANDEM_TORCH_INDEX"}
+    named = [f"--build-arg={name}={os.environ[source]}" for name, source in sources.items() if source in os.environ]
+    docker("build", "-q", *named, "-t", IMAGE, ".")
     return IMAGE

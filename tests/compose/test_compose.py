@@ -1,8 +1,8 @@
 """The cluster of docker-compose.yml, as it is: its parts are killed, added and taken away in the middle of answers
 (make compose-test).
 
-It needs a Docker engine and its compose command. Images that cannot be pulled are named by TANDEM_BASE_IMAGE and
-TANDEM_REDIS_IMAGE, as for `docker compose up`.
+It needs a Docker engine and its compose command. What cannot be pulled is named by TANDEM_BASE_IMAGE,
+TANDEM_TORCH_INDEX and TANDEM_REDIS_IMAGE, as for `docker compose up`.
 """
 
 import asyncio

@@ -2,8 +2,10 @@
 ARG BASE=debian:bookworm-slim
 FROM ${BASE}
 
+# For GPUs, Triton compiles kernels as they are needed: deploy/compose/gpu.yml adds a C compiler.
+ARG MORE_PACKAGES=""
 RUN apt-get update -qq \
-    && apt-get install -y -qq --no-install-recommends python3 python3-venv \
+    && apt-get install -y -qq --no-install-recommends python3 python3-venv ${MORE_PACKAGES} \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /opt/tandem
@@ -31,5 +33,7 @@ USER 10001:10001
 # Fits where images are built on the kind of CPU they run on; elsewhere each container compiles at its first start. The
 # folder holds pickles of numba's: nobody but the service writes there. Where the container's root is read-only, it
 # has to be a volume.
-ENV NUMBA_CACHE_DIR=/var/cache/tandem
+# What is downloaded or compiled later goes there, too.
+ENV NUMBA_CACHE_DIR=/var/cache/tandem HF_HOME=/var/cache/tandem/huggingface TANDEM_MODEL_CACHE=/var/cache/tandem/models \
+    TRITON_CACHE_DIR=/var/cache/tandem/triton
 RUN tandem compile --all

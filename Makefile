@@ -65,7 +65,7 @@ FROM ?=
 upgrade: .venv/.installed  ## A mesh of an older revision is upgraded under load. FROM=REVISION; default: the last release, else 50 commits ago.
 	$(if $(FROM),TANDEM_UPGRADE_FROM=$(FROM)) $(BIN)/pytest -q -m soak tests/e2e/test_upgrade.py
 
-compose-test: .venv/.installed  ## The cluster of docker-compose.yml: each part is killed in the middle of answers; needs a Docker engine (minutes).
+compose-test: .venv/.installed  ## The image as SageMaker starts it; the cluster of docker-compose.yml, each part killed in the middle of answers; needs a Docker engine (minutes).
 	$(BIN)/pytest -q -s -m soak tests/compose
 
 chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).

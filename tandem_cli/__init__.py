@@ -6,6 +6,7 @@ up.py                            a mesh in the foreground, also as `tandem serve
   up_settings.py                 its settings, and those of the services
   low_code.py, low_code_keys.py  settings from the configuration of LMI, SageMaker and TGI
   deployment.py, cores.py        models, workers, cores and flags of the services
+  download_limit.py              the time limit of a download
   supervisor.py, child.py        the services' processes; service_log.py keeps what they log
   launcher.py, on_ray/           where they run: on this machine, or workers on a Ray cluster
   display.py                     progress, the table of services, warnings

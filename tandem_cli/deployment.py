@@ -94,6 +94,8 @@ class Deployment:
     """Where decode workers listen. All other workers listen on loopback."""
     registry_host: str = ""
     """Where workers on other machines register; "" for none."""
+    download_s: float = 0.0
+    """How much of `loading_timeout_s` has passed."""
 
     @property
     def has_prefill(self) -> bool:
@@ -228,7 +230,7 @@ class Deployment:
             flags = self._flags("", {**settings, "role": role, **for_both(self.values)}, for_both(model.values))
         else:
             flags = self._flags(role, settings, model.values.get(role, {}))
-        extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.model_loading_timeout)
+        extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
         if name in self.memory_shares:
             extra_flags += _flags(kv_memory_shares=self.memory_shares[name])
         if self.pin:

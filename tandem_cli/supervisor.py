@@ -117,9 +117,8 @@ class Supervisor:
 
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
-        timer = asyncio.get_running_loop().call_later(
-            self._deployment.settings.model_loading_timeout, self._queue.put_nowait, _StartTimedOut()
-        )
+        left_s = self._deployment.settings.loading_timeout_s - self._deployment.download_s
+        timer = asyncio.get_running_loop().call_later(left_s, self._queue.put_nowait, _StartTimedOut())
         try:
             for router in self._deployment.routers():
                 await self._spawn(router)
@@ -301,7 +300,7 @@ class Supervisor:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
         logs = "".join(map(_end_of_log, late))
-        return f"not ready after {self._deployment.settings.model_loading_timeout:g} s: {names}{logs}"
+        return f"not ready after {self._deployment.settings.loading_timeout_s:g} s: {names}{logs}"
 
 
 def _row(child: RunningService) -> tuple[str, ...]:

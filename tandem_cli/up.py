@@ -9,10 +9,10 @@ import secrets
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from tandem_cli.child import Launch, Programs
 from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
 from tandem_cli.derived import with_decode_host, with_switchable
 from tandem_cli.display import Display
+from tandem_cli.download_limit import limited_download
 from tandem_cli.launcher import Launcher, with_checkout
 from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.parser import CommandParser
@@ -107,10 +108,11 @@ def run(args: argparse.Namespace) -> int:
         display.line(line, "yellow")
     settings = _with_http(_settings(args, low_code, display), display)
     trial_key = new_key()
+    deployment = _prepare(args, settings, low_code, display)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
         core_table = Path(folder) / "table"
         make_core_table(core_table, max(available_cores()) + 1)
-        deployment = replace(_prepare(args, settings, low_code, display), core_table=core_table)
+        deployment = replace(deployment, core_table=core_table)
         environ = _child_environ(settings, trial_key, _handler_properties(deployment, low_code))
         deployment = _with_lmi_defaults(deployment, low_code, environ, display)
         deployment = with_decode_host(with_switchable(deployment, environ), environ)
@@ -249,11 +251,11 @@ def _prepare(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, 
     overrides = Overrides.read(args.set)
     flags_by_role = _flags_by_role(args)
     values = {role: low_code.of(role) | role_flags for role, role_flags in flags_by_role.items()}
-    find_draft(values["decode"], settings)
-    try:
-        models = prepare_models(settings, overrides, lambda name: partial(display.loading, f"download {name}"))
-    finally:
-        display.loaded()
+    begun_s = time.monotonic()
+    with limited_download(settings.model_loading_timeout, display) as on_progress:
+        find_draft(values["decode"], settings)
+        models = prepare_models(settings, overrides, on_progress)
+    download_s = time.monotonic() - begun_s if settings.model_loading_timeout is not None else 0.0
     origins = {
         role: {name: origin for name, origin in role_origins.items() if name not in flags_by_role.get(role, {})}
         for role, role_origins in low_code.origins.items()
@@ -262,7 +264,9 @@ def _prepare(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, 
         role, _, name = path.partition(".")
         origins.setdefault(role, {})[name.replace("-", "_")] = f"--set {path}"
     pin = hasattr(os, "sched_getaffinity")
-    return Deployment(settings, models, pin, config=args.config, values=values, value_origins=origins)
+    return Deployment(
+        settings, models, pin, config=args.config, values=values, value_origins=origins, download_s=download_s
+    )
 
 
 def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:

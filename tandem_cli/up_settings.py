@@ -53,6 +53,7 @@ _OTHER_NAMES = {"config", "pace", "http"}  # the latter two belong to tandem_cli
 _RAY_CLIENT = re.compile(r"ray://[^/\s]+:\d+")
 
 DEFAULT_HTTP_PORT = 8080
+LOADING_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,9 +103,10 @@ class UpSettings:
     threads_per_worker: int | None = setting(
         None, "maximum number of cores of a worker; default: an equal share of all cores"
     )
-    model_loading_timeout: float = setting(
-        240.0,
-        "seconds within which all services must be ready, not counting downloads; also applies to restarted workers",
+    model_loading_timeout: float | None = setting(
+        None,
+        "seconds within which all services must be ready, downloads included; also applies to restarted workers; "
+        f"default: {LOADING_TIMEOUT_S:g} from the moment the models are there",
         env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     log_dir: str = setting(
@@ -141,8 +143,12 @@ class UpSettings:
                 )
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")
-        if not 0 < self.model_loading_timeout < float("inf"):
-            raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.model_loading_timeout:g}")
+        if not 0 < self.loading_timeout_s < float("inf"):
+            raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.loading_timeout_s:g}")
+
+    @property
+    def loading_timeout_s(self) -> float:
+        return LOADING_TIMEOUT_S if self.model_loading_timeout is None else self.model_loading_timeout
 
     @property
     def num_prefill(self) -> int:

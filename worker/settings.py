@@ -5,6 +5,7 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from urllib.parse import urlsplit
 
 import structlog
 
@@ -218,7 +219,7 @@ class WorkerSettings(ModelSettings):
             raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
 
     def _check_advertised(self) -> None:
-        registry_host = self.registry_address.rpartition(":")[0]
+        registry_host = urlsplit(self.registry_url).hostname or self.registry_address.rpartition(":")[0]
         is_local = not registry_host or is_loopback(registry_host) or is_unspecified(registry_host)
         if is_unspecified(self.host) and not self.advertise_host and not is_local:
             raise ConfigurationError(

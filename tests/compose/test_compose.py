@@ -1,142 +1,125 @@
-"""The cluster of docker-compose.yml, as it is: any of its parts is killed in the middle of answers (make compose-test).
+"""The cluster of docker-compose.yml, as it is: its parts are killed, added and taken away in the middle of answers
+(make compose-test).
 
-It needs a Docker engine and docker-compose. Images that cannot be pulled are named by TANDEM_BASE_IMAGE and
-TANDEM_REDIS_IMAGE, as for `docker-compose up`.
+It needs a Docker engine and its compose command. What cannot be pulled is named by TANDEM_BASE_IMAGE,
+TANDEM_TORCH_INDEX and TANDEM_REDIS_IMAGE, as for `docker compose up`.
 """
 
 import asyncio
 import json
-import os
-import secrets
-import shutil
-import socket
-import subprocess
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import httpx2
 import pytest
 
 import tandem
+from router.tenants import digest_of, new_key
+from tests.compose.cluster import PROMPTS, Cluster, answers
+from tests.compose.engine import docker
+from tests.waiting import until, until_told
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
-ROOT = Path(__file__).resolve().parents[2]
-READY_S = 300.0
-NUM_TOKENS = 600
-PROMPTS = ("The opposite of hot is", "Spell tandem.", "What is 17 + 25?", "Once upon a time", "A B C", "One two three")
-GREEDY = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.0}
-
-
-class Cluster:
-    """A compose project of its own, with ports that are free now."""
-
-    def __init__(self) -> None:
-        self.routers = [free_port(), free_port()]
-        self.http = free_port()
-        self._environment = os.environ | {
-            "COMPOSE_PROJECT_NAME": f"tandem-test-{secrets.token_hex(4)}",
-            "TANDEM_MESH_KEY": secrets.token_hex(32),
-            "TANDEM_REDIS_PASSWORD": secrets.token_hex(32),
-            "TANDEM_ROUTER_PORT": str(self.routers[0]),
-            "TANDEM_SECOND_ROUTER_PORT": str(self.routers[1]),
-            "TANDEM_HTTP_PORT": str(self.http),
-        }
-
-    @property
-    def addresses(self) -> str:
-        return ",".join(f"127.0.0.1:{port}" for port in self.routers)
-
-    def compose(self, *arguments: str) -> str:
-        command = ("docker-compose", *arguments)
-        return subprocess.run(command, cwd=ROOT, env=self._environment, check=True, text=True, stdout=-1).stdout
-
-    def num_healthy(self) -> int:
-        """Containers whose health check succeeds."""
-        ids = self.compose("ps", "-q").split()
-        command = ("docker", "inspect", "--format", "{{.State.Health.Status}}", *ids)
-        return subprocess.run(command, check=True, text=True, stdout=-1).stdout.split().count("healthy")
-
-    async def wait_whole(self) -> None:
-        """Start what does not run, and wait until everything is healthy."""
-        await asyncio.to_thread(self.compose, "up", "-d")
-        num_services = len(self.compose("config", "--services").split()) - 2  # dashboards have a profile of their own
-        async with asyncio.timeout(READY_S):
-            while await asyncio.to_thread(self.num_healthy) < num_services:  # noqa: ASYNC110 - nothing tells
-                await asyncio.sleep(1)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+FIGURES_OF_ALL = """
+import socket, urllib.request
+for role in ("prefill", "decode"):
+    addresses = sorted({each[4][0] for each in socket.getaddrinfo(role, 9464, socket.AF_INET)})
+    pages = [urllib.request.urlopen(f"http://{address}:9464/metrics").read() for address in addresses]
+    print(role, len(pages), all(b"tandem_engine_" in page for page in pages))
+"""
+"""What Prometheus does: find all addresses of a service by its name, and read the figures of each."""
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    if shutil.which("docker-compose") is None or subprocess.run(("docker", "info"), capture_output=True).returncode:
-        pytest.skip("needs a Docker engine and docker-compose")
+def cluster(image: str) -> Iterator[Cluster]:
     cluster = Cluster()
     try:
-        cluster.compose("build", "-q", "gateway")  # all of ours have the same image
         yield cluster
         print(cluster.compose("ps"))  # noqa: T201 - for the case that a test has failed
     finally:
         cluster.compose("down", "-v", "--timeout", "5")
 
 
-async def over_grpc(cluster: Cluster, prompt: str, started: asyncio.Event) -> str:
-    """One answer of the SDK, which knows both routers."""
-    text = ""
+@pytest.fixture(scope="module")
+def expected(cluster: Cluster) -> list[str]:
+    """The answers of the whole cluster."""
+
+    async def ask() -> list[str]:
+        begun_s = time.monotonic()
+        await cluster.start()
+        print(f"healthy after {time.monotonic() - begun_s:.0f} s")  # noqa: T201
+        return await answers(cluster)
+
+    texts = asyncio.run(ask())
+    assert texts[: len(PROMPTS)] == texts[len(PROMPTS) :], "gRPC and HTTP differ"
+    assert len(set(texts)) == len(PROMPTS)
+    return texts
+
+
+@pytest.mark.parametrize("victim", ["router-0", "router-1", "decode", "prefill", "redis"])
+async def test_answers_go_on_when_a_part_is_killed(cluster: Cluster, expected: list[str], victim: str) -> None:
+    assert await answers(cluster, partial(docker, "kill", cluster.containers(victim)[0])) == expected
+    await cluster.start()
+
+
+async def test_a_worker_that_crashes_is_started_again(cluster: Cluster, expected: list[str]) -> None:
+    """All its processes die but the container's init: the engine starts it again, and it serves."""
+    worker = cluster.containers("decode")[0]
+    assert await answers(cluster, partial(docker, "exec", worker, "sh", "-c", "kill -9 -1")) == expected
+    await until(lambda: docker("inspect", "--format={{.RestartCount}}", worker).strip() == "1", 60)
+    await cluster.wait_healthy()
+    assert await answers(cluster) == expected
+
+
+async def test_decode_workers_come_and_go(cluster: Cluster, expected: list[str]) -> None:
+    await cluster.start("--no-recreate", "--scale", "decode=4", num_containers=9)
+    await until_told(partial(cluster.num_workers, "decode"), lambda count: count == 4, 120)
+    lines = cluster.compose("exec", "-T", "router-0", "python", "-c", FIGURES_OF_ALL).splitlines()
+    assert lines == ["prefill 1 True", "decode 4 True"]
+    assert await answers(cluster, partial(cluster.compose, "up", "-d", "--no-recreate")) == expected
+    await cluster.wait_healthy()
+    await until_told(partial(cluster.num_workers, "decode"), lambda count: count == 2, 120)
+
+
+async def test_containers_are_as_confined_as_the_file_says(cluster: Cluster, expected: list[str]) -> None:
+    for container in cluster.containers():
+        (state,) = json.loads(docker("inspect", container))
+        assert state["HostConfig"]["ReadonlyRootfs"], state["Name"]
+        assert state["HostConfig"]["Memory"] > 0
+        (name, *_), status = state["Name"].split("/")[-1:], docker("exec", container, "cat", "/proc/1/status")
+        fields = dict(line.split(":", 1) for line in status.splitlines())
+        assert int(fields["CapEff"], 16) == int(fields["CapBnd"], 16) == 0, name
+        assert fields["NoNewPrivs"].strip() == "1"
+        assert fields["Uid"].split()[0] != "0"
+        assert not any(log.startswith("Traceback") for log in docker("logs", container).splitlines()), name
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> tuple[Path, str]:
+    """A folder with a file of keys, and the key in it."""
+    key = new_key()
+    (tmp_path / "keys.toml").write_text(f'{digest_of(key)} = {{ tenant = "alice" }}\n')
+    tmp_path.chmod(0o755)
+    return tmp_path, key
+
+
+async def test_with_keys_nobody_is_served_without_one(
+    cluster: Cluster, expected: list[str], keys: tuple[Path, str]
+) -> None:
+    folder, key = keys
+    cluster.environ["COMPOSE_FILE"] = "docker-compose.yml:deploy/compose/keys.yml"
+    cluster.environ["TANDEM_KEYS_DIR"] = str(folder)
+    await cluster.start()
+    async with tandem.AsyncClient(cluster.addresses, api_key=key) as client:
+        assert (await client.generate(prompt="Spell tandem.", max_new_tokens=4)).text
     async with tandem.AsyncClient(cluster.addresses) as client:
-        options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.0}
-        async for event in client.stream(prompt=prompt, timeout=300, **options):
-            text += event.token.text
-            started.set()
-    return text
-
-
-async def over_http(cluster: Cluster, prompt: str, started: asyncio.Event) -> str:
-    """One answer of the gateway, streamed."""
-    text = ""
-    async for chunk in chunks(f"http://127.0.0.1:{cluster.http}/v1/completions", GREEDY | {"prompt": prompt}):
-        text += chunk["choices"][0]["text"] if chunk["choices"] else ""
-        started.set()
-    return text
-
-
-async def chunks(url: str, body: dict[str, object]) -> AsyncIterator[dict[str, list[dict[str, str]]]]:
-    async with (
-        httpx2.AsyncClient(timeout=300, trust_env=False) as http,
-        http.stream("POST", url, json=body | {"stream": True, "model": "tandem-small"}) as response,
-    ):
-        assert response.status_code == 200
-        async for line in response.aiter_lines():
-            if line.startswith("data: {"):
-                yield json.loads(line.removeprefix("data: "))
-
-
-async def answers(cluster: Cluster, victim: str = "") -> list[str]:
-    """All prompts at once, over gRPC and HTTP; `victim` is killed when each of them has a first token."""
-    calls = [(ask, prompt, asyncio.Event()) for ask in (over_grpc, over_http) for prompt in PROMPTS]
-    tasks = [asyncio.create_task(ask(cluster, prompt, started)) for ask, prompt, started in calls]
-    for (_, _, started), task in zip(calls, tasks, strict=True):
-        first = asyncio.create_task(started.wait())
-        await asyncio.wait([first, task], return_when=asyncio.FIRST_COMPLETED)
-        first.cancel()
-    if victim:
-        await asyncio.to_thread(cluster.compose, "kill", victim)
-        assert not all(task.done() for task in tasks), "all answers were complete before the kill"
-    return await asyncio.gather(*tasks)
-
-
-async def test_answers_go_on_when_a_part_is_killed(cluster: Cluster) -> None:
-    await cluster.wait_whole()
-    expected = await answers(cluster)
-    assert expected[: len(PROMPTS)] == expected[len(PROMPTS) :], "gRPC and HTTP differ"
-    assert len(set(expected)) == len(PROMPTS)
-    for victim in ("router-0", "router-1", "decode-0", "prefill-0", "redis"):
-        print(f"kill {victim}")  # noqa: T201
-        assert await answers(cluster, victim) == expected, victim
-        await cluster.wait_whole()
+        with pytest.raises(tandem.Unauthenticated):
+            await client.generate(prompt="Spell tandem.", max_new_tokens=4)
+    body = {"model": "tandem-small", "prompt": "Spell tandem.", "max_tokens": 4}
+    async with httpx2.AsyncClient(base_url=cluster.url, trust_env=False) as http:
+        assert (await http.post("/v1/completions", json=body)).status_code == 401
+        answer = await http.post("/v1/completions", json=body, headers={"authorization": f"Bearer {key}"})
+        assert answer.status_code == 200

@@ -21,6 +21,13 @@ class FileServer(ThreadingHTTPServer):
         self.ranges: Counter[str] = Counter()
         self.cut_off: set[str] = set()
         """Files whose bodies end in the middle, with the connection."""
+        self.stalled: set[str] = set()
+        """Files whose bodies stop in the middle, and the connection stays."""
+        self._is_over = threading.Event()
+
+    def stall(self) -> None:
+        """Wait until the server ends."""
+        self._is_over.wait()
 
     @property
     def url(self) -> str:
@@ -36,6 +43,7 @@ class FileServer(ThreadingHTTPServer):
         try:
             yield server
         finally:
+            server._is_over.set()
             server.shutdown()
             server.server_close()
             thread.join()
@@ -61,6 +69,11 @@ class FileHandler(BaseHTTPRequestHandler):
         self.server.ranges[name] += 1
         if name in self.server.cut_off:
             self.wfile.write(body[first : (first + last) // 2])
+            self.close_connection = True
+            return
+        if name in self.server.stalled:
+            self.wfile.write(body[first : (first + last) // 2])
+            self.server.stall()
             self.close_connection = True
             return
         self.wfile.write(body[first : last + 1])

@@ -1,8 +1,14 @@
 """What deploy/ asks Prometheus for is what the services tell."""
 
 import json
+import os
 import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +16,7 @@ import yaml
 from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.exposition import documented
+from tests.manifests import SETTINGS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 DASHBOARD = json.loads((DEPLOY / "grafana" / "dashboards" / "tandem.json").read_text())
@@ -55,6 +62,23 @@ def test_panels_do_not_overlap() -> None:
 COMPOSE = yaml.safe_load((DEPLOY.parent / "docker-compose.yml").read_text())
 SERVICES = COMPOSE["services"]
 ROUTERS = ("router-0", "router-1")
+WORKERS = ("prefill", "decode")
+OURS = {name: service for name, service in SERVICES.items() if "tandem" in service["image"]}
+OVERLAYS = {
+    path.stem: yaml.safe_load(path.read_text())["services"] for path in sorted((DEPLOY / "compose").glob("*.yml"))
+}
+
+
+def module_of(service: Mapping[str, Any]) -> str:
+    """The module of ours that it runs."""
+    return " ".join(service["command"]).partition("python -m ")[2].split()[0]
+
+
+def has_compose() -> bool:
+    """True if `docker compose` is there; it needs no engine to read files."""
+    if shutil.which("docker") is None:
+        return False
+    return subprocess.run(("docker", "compose", "version"), capture_output=True, check=False).returncode == 0
 
 
 def networks_of(name: str) -> set[str]:
@@ -118,14 +142,58 @@ def test_the_gateway_knows_both_routers() -> None:
 
 
 def test_prometheus_scrapes_what_compose_runs() -> None:
-    services = SERVICES
-    config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())
-    targets = {t for job in config["scrape_configs"] for each in job["static_configs"] for t in each["targets"]}
+    """Workers by the name of their service, because there may be any number of them."""
+    jobs = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"]
+    targets = {target for job in jobs for each in job.get("static_configs", ()) for target in each["targets"]}
+    scaled = {
+        f"{name}:{each['port']}" for job in jobs for each in job.get("dns_sd_configs", ()) for name in each["names"]
+    }
     ports = {
         name: service["environment"].get("TANDEM_METRICS_PORT", service["environment"]["TANDEM_PORT"])
-        for name, service in services.items()
-        if "tandem" in service["image"]
+        for name, service in OURS.items()
     }
-    assert targets == {f"{name}:{port}" for name, port in ports.items()}
-    assert services["grafana"]["ports"][0].startswith("127.0.0.1:")
-    assert all("ports" not in services[name] for name in services.keys() - {*ROUTERS, "gateway", "grafana"})
+    assert targets | scaled == {f"{name}:{port}" for name, port in ports.items()}
+    assert scaled == {f"{name}:{ports[name]}" for name in WORKERS}
+    assert SERVICES["grafana"]["ports"][0].startswith("127.0.0.1:")
+    assert all("ports" not in SERVICES[name] for name in SERVICES.keys() - {*ROUTERS, "gateway", "grafana"})
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_variable_is_a_setting_of_its_service(name: str) -> None:
+    for service in (OURS[name], *(overlay[name] for overlay in OVERLAYS.values() if name in overlay)):
+        own = {variable.removeprefix("TANDEM_") for variable in service.get("environment", ()) if "TANDEM_" in variable}
+        assert own <= {each.name.upper() for each in fields(SETTINGS[module_of(OURS[name])])}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_there_can_be_any_number_of_workers(name: str) -> None:
+    """Nothing of a worker is the same in all its containers that would have to differ."""
+    worker = SERVICES[name]
+    assert not {"TANDEM_WORKER_ID", "TANDEM_ADVERTISE_HOST"} & worker["environment"].keys()
+    assert f'--worker-id "{name}-$$HOSTNAME" --advertise-host "$$HOSTNAME"' in worker["command"][-1]
+    assert "ports" not in worker
+    assert "container_name" not in worker
+
+
+def test_overlays_change_services_that_there_are() -> None:
+    assert all(overlay.keys() <= SERVICES.keys() for overlay in OVERLAYS.values())
+    keys = OVERLAYS["keys"]
+    assert keys.keys() == {*ROUTERS, "gateway"}
+    assert {service["environment"]["TANDEM_ALLOW_ANONYMOUS"] for service in keys.values()} == {"false"}
+    for name in ROUTERS:
+        mounted = keys[name]["volumes"][0].split(":")[-2]
+        assert keys[name]["environment"]["TANDEM_API_KEYS_FILE"].startswith(f"{mounted}/")
+    assert OVERLAYS["gpu"].keys() == OURS.keys()
+    assert {service["image"] for service in OVERLAYS["gpu"].values()} == {"tandem-serve-cuda"}
+    for name in WORKERS:
+        (device,) = OVERLAYS["gpu"][name]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["driver"] == "nvidia"
+        assert len(device["device_ids"]) == 1
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+@pytest.mark.skipif(not has_compose(), reason="needs Docker's compose plugin")
+def test_compose_takes_the_overlay(name: str) -> None:
+    files = (f"--file={DEPLOY.parent / 'docker-compose.yml'}", f"--file={DEPLOY / 'compose' / f'{name}.yml'}")
+    secrets = {"TANDEM_MESH_KEY": "k", "TANDEM_REDIS_PASSWORD": "p"}
+    subprocess.run(("docker", "compose", *files, "config", "--quiet"), env=os.environ | secrets, check=True)

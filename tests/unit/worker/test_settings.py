@@ -41,3 +41,6 @@ def test_others_cannot_reach_every_address(host: str) -> None:
         settings(registry, advertise_host="10.0.0.2")
     for registry in ("127.0.0.1:50052", "[::1]:50052", "0.0.0.0:50052"):
         settings(registry)
+    with pytest.raises(ConfigurationError, match="set advertise_host"):
+        settings("", registry_url="redis://:p@redis:6379/0")
+    settings("", registry_url="redis://:p@127.0.0.1:6379/0")

@@ -139,11 +139,8 @@ async def _ask_mesh(device: torch.device, log_dir: Path) -> Figures:
 
 def copies(device: torch.device, seconds: float) -> Figures:
     """KV blocks between the device and host memory, as transfers copy them; and the most that one copy can do."""
-    from kvtransfer.transports.shm import Arena
-
     chunk = _chunk(device)
-    arena = Arena("/dev/shm", 2 * chunk.num_bytes)
-    try:
+    with _arena(2 * chunk.num_bytes) as arena:
         unpin, places = chunk.cache.pin(arena.view(0, arena.num_bytes)), chunk.places(arena)
         is_pinned = torch.frombuffer(places[0], dtype=torch.uint8).is_pinned()
         for _ in _until(seconds / 3, range(30)):
@@ -154,8 +151,6 @@ def copies(device: torch.device, seconds: float) -> Figures:
         figures["by two threads, GB/s"] = copied.gb_s
         unpin()
         places.clear()
-    finally:
-        arena.close()
     payload = bytes(chunk.num_bytes)
     figures["to other memory, GB/s"] = chunk.read_gb_s(bytearray(chunk.num_bytes))
     write_s = _best_s(device, lambda: chunk.cache.write_blocks(chunk.ids, chunk.span, payload))
@@ -169,18 +164,32 @@ def copies(device: torch.device, seconds: float) -> Figures:
     return figures
 
 
+@contextmanager
+def _arena(num_bytes: int) -> "Iterator[Arena]":
+    """A sender's shared memory. It belongs to an event loop."""
+    from kvtransfer.transports.shm import Arena
+
+    async def make() -> Arena:
+        return Arena("/dev/shm", num_bytes)
+
+    with asyncio.Runner() as runner:
+        arena = runner.run(make())
+        try:
+            yield arena
+        finally:
+            arena.close()
+
+
 def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of a decode step while two threads copy KV to the host, as fast as they can, and without."""
     from bench.shapes import write_shape
-    from kvtransfer.transports.shm import Arena
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
     from tandem_cli.deployment import BUNDLED_MODELS
 
     is_large = device.type == "cuda"
     chunk, rates = _chunk(device), []
     found: dict[str, list[float]] = {"alone": [], "beside copies": []}
-    arena = Arena("/dev/shm", 2 * chunk.num_bytes)
-    try:
+    with _arena(2 * chunk.num_bytes) as arena:
         with tempfile.TemporaryDirectory() as folder:
             model_dir = write_shape("0.5b", Path(folder)) if is_large else BUNDLED_MODELS / "tandem-small"
             batch, dtype = (32, "bfloat16") if is_large else (1, "float32")
@@ -194,8 +203,6 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
             rates.append(copied.gb_s)
         unpin()
         places.clear()
-    finally:
-        arena.close()
     alone, beside = (statistics.median(times) for times in found.values())
     return {
         f"{model_dir.name}, step of {batch}, ms": round(alone, 2),

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports import open_receive_transports, open_send_transports
+from kvtransfer.transports import open_receive_transports, open_send_transports, shm
 from kvtransfer.transports.base import Payload, TransportOffer
 from kvtransfer.transports.shm import (
     HEADER_BYTES,
@@ -48,8 +48,8 @@ def make_sender(settings: TransferSettings, max_chunk_bytes: int = PAGE) -> ShmS
 def orphan(directory: Path) -> Path:
     """A socket as a killed owner leaves it."""
     path = directory / f"tandem-kv-{os.urandom(16).hex()}"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(path))
+    with shm._address(str(directory), path.name) as address, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
         listener.listen()
     return path
 
@@ -59,8 +59,8 @@ def handing_out(directory: Path, fd: int) -> Iterator[str]:
     """A sender of another make, whose socket hands out `fd`; yields its name."""
     name = f"tandem-kv-{'0' * 32}"
     loop = asyncio.get_running_loop()
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(directory / name))
+    with shm._address(str(directory), name) as address, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
         listener.listen()
 
         def hand_out() -> None:

@@ -18,9 +18,10 @@ ARG PIP_ARGS=""
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 COPY constraints.txt ./
 RUN pip install -q --no-cache-dir ${PIP_ARGS} --extra-index-url ${TORCH_INDEX} -c constraints.txt torch
-COPY pyproject.toml README.md ./
-COPY client/pyproject.toml client/README.md client/
-RUN pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[hub,otel,redis,s3]' \
+# Readmes, which the packages name, change more often than the dependencies: empty ones will do here.
+COPY pyproject.toml ./
+COPY client/pyproject.toml client/
+RUN touch README.md client/README.md && pip install -q --no-cache-dir ${PIP_ARGS} -c constraints.txt ./client '.[hub,otel,redis,s3]' \
     && pip uninstall -q -y tandem-client tandem-serve
 
 COPY . .

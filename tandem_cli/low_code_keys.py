@@ -116,6 +116,11 @@ def sharded(value: str) -> str:
     return "max" if flag(value) else "1"
 
 
+def degree(value: str) -> str:
+    """A degree of tensor parallelism. SageMaker sets SM_NUM_GPUS=0 where there is no GPU: one rank, on CPU."""
+    return "1" if value.strip() == "0" else value
+
+
 def all_graphs(value: str) -> str:
     """The sizes of batches that ENABLE_CUDA_GRAPHS, a boolean, means."""
     return "auto" if flag(value) else "0"
@@ -188,6 +193,7 @@ KNOBS = (
         "option.tensor_parallel_degree",
         _workers("tensor_parallel"),
         env=("TENSOR_PARALLEL_DEGREE", "SM_NUM_GPUS", "NUM_SHARD"),
+        convert=degree,
         also=("option.tensor_parallel_size",),
     ),
     Knob(

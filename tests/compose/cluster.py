@@ -45,6 +45,10 @@ class Cluster:
         done = subprocess.run(command, cwd=ROOT, env=self.environ, check=True, text=True, stdout=subprocess.PIPE)
         return done.stdout
 
+    def begin(self, *arguments: str) -> "subprocess.Popen[bytes]":
+        """The same, without waiting for its end."""
+        return subprocess.Popen((*compose_command(), *arguments), cwd=ROOT, env=self.environ)
+
     def containers(self, service: str = "") -> list[str]:
         """Ids of the containers that run."""
         found = self.compose("ps", "-q", *([service] if service else [])).split()

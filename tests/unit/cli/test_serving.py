@@ -166,6 +166,7 @@ MEMBERS = ("router", "prefill", "decode")
         ("option.tensor_parallel_size=max", {}, "tensor_parallel", "max", ("prefill", "decode")),
         ("", {"TENSOR_PARALLEL_DEGREE": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
         ("", {"SM_NUM_GPUS": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
+        ("", {"SM_NUM_GPUS": "0"}, "tensor_parallel", "1", ("prefill", "decode")),
         ("", {"NUM_SHARD": "2"}, "tensor_parallel", "2", ("prefill", "decode")),
         ("option.pipeline_parallel_degree=2", {}, "pipeline_parallel", "2", ("prefill", "decode")),
         ("option.pipeline_parallel_size=max", {}, "pipeline_parallel", "max", ("prefill", "decode")),

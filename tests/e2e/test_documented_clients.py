@@ -22,7 +22,7 @@ option.model_id=tandem-small
 option.rolling_batch=lmi-dist
 option.max_rolling_batch_size=32
 """
-PROMPT = "What is 27 + 45?"
+PROMPT = "Explain how Tandem works."
 LIMIT_S = 120.0
 
 

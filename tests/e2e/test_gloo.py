@@ -10,7 +10,10 @@ import tandem
 from tests.e2e.mesh_process import pools_are_whole, wait_serving
 from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests
 
-GLOO = ("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo", "--log-level", "debug")
+GLOO = (
+    *("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo", "--log-level", "debug"),
+    "--prefill-overflow=0",  # all prompts are transferred, also where the prefill worker is busy
+)
 ASKED = [*requests(40), *long_prompts()]
 
 

@@ -19,6 +19,7 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from mesh import wire
 from mesh.domain.errors import LayoutMismatch
@@ -152,7 +153,11 @@ class RedisRegistry:
         if found is not None and found.version > ours.version:
             self._traffic.adopt(found)
         elif ours.version > (0 if found is None else found.version):
-            await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(ours)))
+            try:
+                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(ours)))
+            except ResponseError as error:  # the user may not SET; discovery must go on
+                if self._log_limit.admit(str(error)) is not None:
+                    log.warning("other routers do not get the traffic of this one", cause=str(error))
 
     async def _send_outbox(self, redis: Redis) -> None:
         messages, self._outbox = self._outbox, {}

@@ -20,8 +20,8 @@ class Sharing:
 
     def __init__(self, url: str, key: MeshKey = KEY) -> None:
         self.traffic = Traffic(TrafficTable({}), ["v1", "v2"], lambda model: True)
-        registry = RedisRegistry(url, Membership(lambda: 0.0), Credentials(key), self.traffic)
-        self.task = asyncio.create_task(registry.run())
+        self.registry = RedisRegistry(url, Membership(lambda: 0.0), Credentials(key), self.traffic)
+        self.task = asyncio.create_task(self.registry.run())
 
     async def knows(self, shares: dict[str, float]) -> None:
         await until(lambda: self.traffic.table.shares.get("chat") == shares)
@@ -46,3 +46,18 @@ async def test_routers_share_the_traffic_through_redis(redis_server: RedisServer
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def test_a_redis_that_refuses_the_traffic_is_named_and_discovery_goes_on(redis_server: RedisServer) -> None:
+    async with redis_server.client() as redis:
+        await redis.acl_setuser("default", enabled=True, nopass=True, commands=["-set"])
+    router = Sharing(redis_server.url)
+    await until(router.registry.connected.is_set)
+    with capture_logs() as logs:
+        router.traffic.share_out("chat", {"v1": 90, "v2": 10})
+        await until(lambda: any(line["event"].startswith("other routers do not get") for line in logs))
+        await asyncio.sleep(2.5)  # two more rounds
+    assert router.registry.connected.is_set()
+    assert not [line for line in logs if "discovery" in str(line)]
+    router.task.cancel()
+    await asyncio.gather(router.task, return_exceptions=True)

@@ -1,7 +1,7 @@
 """BlockCopies: KV blocks between a GPU and host memory, on streams of their own, while the model computes.
 
     read      its stream waits until the model has written the layers ─▶ gather ─▶ copy to the host ─▶ event
-    landing   host memory is filled, and verified ─▶ copy to the GPU ─▶ scatter ─▶ event
+    landing   host memory is filled, its checksum computed ─▶ copy to the GPU ─▶ scatter ─▶ event
 
 The calling thread waits for the event. So when a copy returns, its host memory and its blocks are free, and whatever
 the model is given afterwards sees the blocks. Threads copy at the same time: each has a stream and memory of its own.

@@ -30,6 +30,11 @@ from tests.gpu.table import write_table
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/gpu/results.json"
 _END_CHARS = 1500
+_CODE = (
+    *("engine", "checkpoint", "kvtransfer", "mesh", "router", "worker", "prefill_worker", "decode_worker", "rank_worker"),
+    *("client", "tandem_cli", "bench", "tests/gpu", "tests/component"),
+)
+"""What the stages run."""
 
 
 @dataclass(frozen=True)
@@ -100,10 +105,9 @@ def _start(results: Path, device: str) -> dict[str, Any]:
 
 
 def _code_digest() -> str:
-    """Of what the stages test."""
     digest = blake2b(digest_size=8)
-    for folder in ("engine", "kvtransfer", "prefill_worker", "decode_worker", "worker", "tests/gpu", "tests/component"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
+    for package in _CODE:
+        for path in sorted((ROOT / package).rglob("*.py")):
             digest.update(path.read_bytes())
     return digest.hexdigest()
 

@@ -31,8 +31,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "tests/gpu/results.json"
 _END_CHARS = 1500
 _CODE = (
-    *("engine", "checkpoint", "kvtransfer", "mesh", "router", "worker", "prefill_worker", "decode_worker", "rank_worker"),
-    *("client", "tandem_cli", "bench", "tests/gpu", "tests/component"),
+    *("engine", "checkpoint", "kvtransfer", "mesh", "router", "client", "tandem_cli", "bench"),
+    *("worker", "prefill_worker", "decode_worker", "rank_worker", "tests/gpu", "tests/component"),
 )
 """What the stages run."""
 

@@ -52,7 +52,7 @@ kind: Secret
 metadata: {name: tandem-redis, namespace: $namespace}
 stringData:
   users.acl: |
-    user tandem-router on >$router_password resetchannels ~tandem:* &tandem:* -@all +ping +select +subscribe +publish +mget +zrange +zrem +eval +time +exists +pttl +pexpire +sadd +scard +zadd +zcard +zscore +zremrangebyscore
+    user tandem-router on >$router_password resetchannels ~tandem:* &tandem:* -@all +ping +select +subscribe +publish +set +mget +zrange +zrem +eval +time +exists +pttl +pexpire +sadd +scard +zadd +zcard +zscore +zremrangebyscore
     user tandem-worker on >$worker_password resetchannels ~tandem:workers ~tandem:worker:* &tandem:beats &tandem:asks:* -@all +ping +select +subscribe +publish +set +del +zadd +zrem
     user probe on nopass resetchannels -@all +ping
     user default off

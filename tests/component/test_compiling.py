@@ -225,4 +225,4 @@ def test_bad_words_of_the_command(tmp_path: Path) -> None:
 
     assert "there is no model folder" in said(str(tmp_path / "none"))
     assert "--all takes all the usual types: leave --dtype out" in said("--all", "--dtype", "float16")
-    assert "quantize must be one of none, int8, int4, got 'int3'" in said("--quantize", "int3")
+    assert "quantize must be one of none, int8, int4, fp8, got 'int3'" in said("--quantize", "int3")

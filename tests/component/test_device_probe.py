@@ -40,4 +40,4 @@ def test_plan_measures_beside_its_predictions(capsys: pytest.CaptureFixture[str]
 def test_what_the_engine_does_not_have_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
     device = ("--memory", "1", "--bandwidth", "10", "--flops", "0.1")
     assert main(["plan", "--measure", "--quantize", "fp8", *device]) == 2
-    assert "the engine does not support fp8" in capsys.readouterr().err
+    assert "the matrices of the checkpoint are not in fp8" in capsys.readouterr().err

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.partition import read_partition
 from safetensors.torch import load_file, save_file
 
+from checkpoint.partition_manifest import read_partition
 from engine.load_runner import load_model_runner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.resolve import resolve

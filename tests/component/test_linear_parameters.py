@@ -67,5 +67,5 @@ def test_an_encoding_that_cannot_be_packed_is_computed_by_the_eager_decoder(monk
     monkeypatch.setattr("engine.resolve.PACKED", frozenset({"float"}))
     settings = RunnerSettings(Path(), device="cpu", dtype="float32", quantize="int8")
     assert why_eager(settings, None, None) == "encoding int8"  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="cannot pack encoding 'fp8'"):
-        pack_decoder(None, Parameters("fp8"), None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="cannot pack encoding 'int3'"):
+        pack_decoder(None, Parameters("int3"), None)  # type: ignore[arg-type]

@@ -42,7 +42,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What requests of `num_tokens` tokens cost in one process: medians of CPU seconds, growth of memory in bytes."""
+    """Costs of requests of `num_tokens` tokens in one process: medians of CPU seconds, growth of memory in bytes."""
 
     num_tokens: int
     cpu_s: float

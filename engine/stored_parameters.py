@@ -1,5 +1,5 @@
-"""What a checkpoint stores for the parameters of a model: their tensors, their quantised modules, and if the compiled
-decoder can take these as they are. Reads headers only.
+"""The tensors and quantised modules that a checkpoint has for a model, and if the compiled decoder can take these as
+they are. Reads headers only.
 """
 
 from collections.abc import Iterable, Mapping

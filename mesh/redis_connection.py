@@ -107,7 +107,7 @@ def _open_master(url: str, options: dict[str, Any]) -> Redis:
 
 
 def cause_of(error: BaseException) -> str:
-    """What a log says of an error of Redis."""
+    """Describe an error of Redis for a log."""
     if isinstance(error, MasterNotFoundError):
         return "the sentinels name no master"  # its own text shows the clients
     return str(error) or type(error).__name__

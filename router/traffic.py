@@ -148,8 +148,9 @@ def traffic_from_json(text: str) -> TrafficTable:
 
 
 def session_key(prompt: Prompt | None, tenant: str) -> bytes:
-    """What tells the conversation of a prompt from others: all up to the first message of the user, which later turns
-    repeat. For a text or token ids it is all of them."""
+    """Identify the conversation of a prompt: by all up to the first message of the user, which later turns repeat. A
+    text or token ids count as a whole.
+    """
     if isinstance(prompt, ChatPrompt):
         first_user = next((n for n, message in enumerate(prompt.messages) if message.role == "user"), 0)
         beginning = prompt.messages[: first_user + 1]

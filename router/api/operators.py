@@ -58,7 +58,7 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Operations:
-    """What operators may change: workers, and the traffic of revisions, of which `tell_traffic` tells other routers."""
+    """The means by which operators change workers, and the traffic of revisions. `tell_traffic` tells other routers."""
 
     control: WorkerControl
     traffic: Traffic

@@ -1,4 +1,4 @@
-"""What the leader of a worker with several ranks does beside its engine.
+"""The leader of a worker with several ranks: its work beside the engine.
 
 watch.py      state and CPU time of ranks on this machine
 listener.py   the server into which ranks without shared memory dial, made by server.py

@@ -33,10 +33,12 @@ log = structlog.get_logger(__name__)
 
 _MAX_OPEN_FILES = 1 << 20
 _SECRETS_FD = "TANDEM_SECRETS_FD"
+PARENT_ENV = "TANDEM_UP_PARENT"
+"""Tells `tandem up` the process id of the command that has started it and that it must not outlive."""
 _STUCK_TURNS = 20
 # Writing the stacks may hang too.
 _REPORT_S = 2.0
-_PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _KEEP_BYTES = 256 << 20
 _MMAP_BYTES = 32 << 20  # glibc's maximum
@@ -162,6 +164,15 @@ def adopt_orphans() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def end_with(parent: int) -> None:
+    """Let Linux send SIGTERM to this process when the thread of `parent` that has started it ends."""
+    if sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended before
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def announce(event: str, **fields: Any) -> None:

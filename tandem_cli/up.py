@@ -23,6 +23,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.fork_server.client import ForkServer, can_fork
 from mesh.line_writer import steady_output
+from mesh.process import PARENT_ENV, end_with
 from mesh.rpc.server import require_free
 from mesh.settings import load_settings
 from router.settings import RouterSettings
@@ -95,6 +96,8 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Start the mesh and serve until a signal arrives. Returns the exit status."""
+    if (parent := os.environ.get(PARENT_ENV)) is not None:
+        end_with(int(parent))
     display = Display(Console(stderr=True, highlight=False))
     unknown = check_names(args.config, os.environ)
     written = None if args.serving_properties else find_written(models_of(args))

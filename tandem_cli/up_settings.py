@@ -49,7 +49,8 @@ _COMPUTED_SETTINGS = frozenset(
 
 # Kubernetes sets these for every service in a namespace: a service named tandem adds TANDEM_PORT_80_TCP and others.
 _KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
-_OTHER_NAMES = {"config", "pace", "http"}  # the latter two belong to tandem_cli.load_test.paced and to examples/http
+# Pace belongs to tandem_cli.load_test.paced, http to examples/http, and up_parent is mesh.process.PARENT_ENV.
+_OTHER_NAMES = {"config", "pace", "http", "up_parent"}
 _RAY_CLIENT = re.compile(r"ray://[^/\s]+:\d+")
 
 DEFAULT_HTTP_PORT = 8080

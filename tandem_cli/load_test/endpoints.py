@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 import tandem
+from mesh.process import PARENT_ENV
 from mesh.settings import setting
 from tandem.sync import ClientOptions
 from tandem_cli.load_test.benchmark import Arm
@@ -128,7 +129,7 @@ async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
                 *(sys.executable, "-m", *program, "--port=0", "--no-http", f"--log-dir={folder}", *flags),
                 stdout=asyncio.subprocess.PIPE,
                 stderr=stderr,
-                env=os.environ | ({PACE_ENV: pace} if pace else {}),
+                env=os.environ | {PARENT_ENV: str(os.getpid())} | ({PACE_ENV: pace} if pace else {}),
                 start_new_session=True,
             )
         assert process.stdout is not None

@@ -31,7 +31,7 @@ class MeshProcess:
 
     def pids(self, module: str) -> list[int]:
         """Process ids of the services started as `python -m MODULE`, oldest first."""
-        return sorted(child.pid for child in self.children() if module in _command_line(child))
+        return sorted(child.pid for child in self.children() if module in command_line(child))
 
     def children(self) -> list[psutil.Process]:
         """All processes below `tandem up`."""
@@ -51,7 +51,7 @@ def is_alive(process: psutil.Process) -> bool:
     return False
 
 
-def _command_line(process: psutil.Process) -> list[str]:
+def command_line(process: psutil.Process) -> list[str]:
     """Empty for a process that has just died."""
     try:
         return process.cmdline()

@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a benchmark: the runs that have ended are shown and saved."""
+"""Ctrl-C in the middle of a benchmark: the runs that have ended are shown and saved. A killed one leaves no mesh."""
 
 import asyncio
 import json
@@ -6,8 +6,12 @@ import signal
 import sys
 from pathlib import Path
 
+import psutil
+
 from tests.defects import Repaired
+from tests.e2e.mesh_process import command_line, is_alive
 from tests.fakes.openai_server import OpenAIScript, running_openai_server
+from tests.waiting import until
 
 _ROUNDS = 60
 _LIMIT_S = 120.0
@@ -35,3 +39,23 @@ async def test_the_rounds_that_ended_are_shown(tmp_path: Path, repaired: Repaire
     assert "interrupted: only the runs that were complete by then are shown" in text
     assert "tokens/s" in text
     repaired("F14", f"a bench stopped after 3 of {_ROUNDS} rounds shows and saves them")
+
+
+async def test_a_killed_bench_leaves_no_mesh() -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tandem_cli", "bench", "--up=--decode 1", "--num-requests=100000"),
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+
+    def running() -> list[psutil.Process]:
+        try:
+            return psutil.Process(process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    await until(lambda: any("decode_worker" in " ".join(command_line(child)) for child in running()))
+    mesh = running()
+    process.kill()
+    await process.wait()
+    await until(lambda: not [child for child in mesh if is_alive(child)])

@@ -21,6 +21,7 @@ from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.checked_copy import can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
+from engine.kv_types import as_bytes, kv_type
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
@@ -54,7 +55,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.reservation = reservation  # keeps the memory reserved as long as the cache lives
         layers, heads = self.span.layers.count, self.span.heads.count
-        dtype: torch.dtype = getattr(torch, layout.dtype)
+        dtype = kv_type(layout.dtype)
         num_all = num_blocks + num_spare
         shape = (layers, 2, num_all, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
         if memory is None:
@@ -270,8 +271,8 @@ def read_slots(layer_cache: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """
     if layer_cache.dtype == torch.int8:
         return _read_byte_slots(layer_cache, slots)
-    rows = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, elements of a row]
-    kv = rows.index_select(1, slots.flatten()).view(2, *slots.shape, *rows.shape[2:])
+    rows = as_bytes(layer_cache).view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, elements of a row]
+    kv = rows.index_select(1, slots.flatten()).view(layer_cache.dtype).view(2, *slots.shape, *rows.shape[2:])
     return kv[0], kv[1]
 
 

@@ -16,6 +16,7 @@ from engine.attention.triton_paged import TritonAttention
 from engine.decode_graphs import DecodeGraphs
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
+from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
 from engine.load_times import load_phase
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
@@ -88,7 +89,7 @@ def decoder_memory(
     if isinstance(attention, TritonAttention):
         windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
         attention.compile(cache.layer(cache.span.layers.first), windows, getattr(torch, settings.dtype))
-    return DecoderMemory(cache, attention)
+    return DecoderMemory(cache, attention, read_kv_scales(settings.model_dir) if _scales_kv(settings) else NO_SCALES)
 
 
 def load_parameters(
@@ -120,7 +121,13 @@ def _parameters(
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
-    return load_weights(settings.model_dir, specs, target, on_progress, tied=tied)
+    scales = scale_names(settings.model_dir) if _scales_kv(settings) else ()
+    return load_weights(settings.model_dir, specs, target, on_progress, tied=tied, used_elsewhere=scales)
+
+
+def _scales_kv(settings: RunnerSettings) -> bool:
+    """True if the checkpoint's scales of KV are used, if it has any."""
+    return settings.kv_dtype == "fp8" and settings.load_format != "dummy"
 
 
 def specs_of(settings: RunnerSettings, config: AnyConfig) -> list[ParameterSpec]:

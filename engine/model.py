@@ -3,7 +3,7 @@
 A forward pass computes its layers in groups, each announced once its KV is written.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, ForwardMetadata
 from engine.kv_cache import KVCache
+from engine.kv_scales import NO_SCALES, KVScale
 from engine.models.encoder_decoder.config import AnyConfig
 from mesh.domain.host import Cores
 from mesh.domain.kv import Span
@@ -61,10 +62,11 @@ def finish_with(wait: Callable[[], None], hidden: Tensor) -> Finish:
 
 
 class DecoderMemory(NamedTuple):
-    """The KV cache, and the attention backend that reads it."""
+    """The KV cache, the attention backend that reads it, and the scales of KV by layer where they are not 1."""
 
     cache: KVCache
     attention: AttentionBackend
+    scales: Mapping[int, KVScale] = NO_SCALES
 
 
 class Model(Protocol):

@@ -68,8 +68,10 @@ def load_weights(
     on_progress: Progress | None = None,
     *,
     tied: tuple[str, str] | None = None,
+    used_elsewhere: Iterable[str] = (),
 ) -> Parameters:
-    """The parameters of a checkpoint, which are read when they are taken. `tied`: see report_unused.
+    """The parameters of a checkpoint, which are read when they are taken. `tied`: see report_unused, which does not
+    report tensors that are `used_elsewhere`.
 
     `on_progress` receives the fraction of read elements, up to 1.0. Raises ConfigurationError with the file and the
     tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
@@ -80,7 +82,7 @@ def load_weights(
         loaded_as = str(target.dtype).removeprefix("torch.") if target.encoding == "float" else target.encoding
         log.info("the checkpoint is quantised", format=str(quantization), modules=len(modules), loaded_as=loaded_as)
     _check(model_dir, specs, stored, modules)
-    used = {stored_name(source.name, stored) for spec in specs for source in spec.sources}
+    used = {stored_name(source.name, stored) for spec in specs for source in spec.sources} | set(used_elsewhere)
     used |= {f"{module.name}.weight" for module in modules.values()}
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))

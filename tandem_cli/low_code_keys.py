@@ -13,6 +13,7 @@ from mesh.domain.errors import ConfigurationError
 _DTYPES: Mapping[str, str] = MappingProxyType(
     {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
 )
+_FP8 = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn")
 _FORMATTERS: Mapping[str, str] = MappingProxyType(
     {
         **{name: name for name in ("json", "jsonlines", "sse")},
@@ -59,10 +60,11 @@ def dtype(value: str) -> str:
 
 
 def kv_dtype(value: str) -> str:
-    """A type of KV. fp8, which TGI and vLLM have, is rejected."""
-    if value.lower().startswith("fp8"):
-        raise ConfigurationError("fp8 KV is not supported: use int8, which is as small")
-    return _DTYPES.get(value.lower(), value)
+    """A type of KV. Other types of fp8 than e4m3, which TGI and vLLM have, are rejected."""
+    name = value.lower()
+    if name.startswith("fp8_") and name not in _FP8:
+        raise ConfigurationError(f"KV in {name} is not supported: use fp8, which is e4m3")
+    return "fp8" if name in _FP8 else _DTYPES.get(name, value)
 
 
 def formatter(value: str) -> str:

@@ -24,7 +24,7 @@ from engine.models.read_config import load_config
 from engine.quantized_formats.config import read_quantization
 from engine.settings import OF_CHECKPOINTS, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES, Degrees
+from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES, Degrees
 from tandem_cli.capacity.prediction import (
     PREFILL,
     Load,
@@ -87,11 +87,13 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def add_precision(parser: argparse._ActionsContainer) -> None:
-    """Declare the types of weights."""
+    """Declare the types of weights and KV."""
     about = "type of weights (default: that of the checkpoint; on this machine: as its workers choose)"
     parser.add_argument("--dtype", choices=DTYPE_BYTES, help=about)
     about = "quantization of the linear layers (none, or that of a partitioned model or a checkpoint in int8 or int4)"
     parser.add_argument("--quantize", choices=("none", *QUANTIZED), help=about)
+    about = "type of KV (default: that of the weights; on this machine: as its workers choose)"
+    parser.add_argument("--kv-dtype", choices=KV_DTYPE_BYTES, help=about)
 
 
 def _add_adapters(parser: argparse.ArgumentParser) -> None:
@@ -206,16 +208,12 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
     is_cpu = not _has_gpus(args) and (has_ranks or args.bandwidth is None)
     if is_cpu and args.quantize == "none":
         from engine.resolve import resolve
-        from engine.runner_settings import RunnerSettings
-        from tandem_cli.capacity.measurement import load_format_of
         from tandem_cli.capacity.ranks import precision_of
 
-        settings, _ = resolve(
-            RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format_of(model_dir))
-        )
+        settings, _ = resolve(_worker_settings(args, model_dir))
         return precision_of(settings, config)
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
-    return Precision(dtype if args.quantize == "none" else args.quantize, dtype)
+    return Precision(dtype if args.quantize == "none" else args.quantize, dtype, args.kv_dtype or "")
 
 
 def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:
@@ -226,11 +224,17 @@ def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partitio
     if not is_here or read_quantization(model_dir) is None:
         return "none"
     from engine.resolve import resolve
+
+    return resolve(_worker_settings(args, model_dir))[0].quantize
+
+
+def _worker_settings(args: argparse.Namespace, model_dir: Path) -> "RunnerSettings":
+    """Those of a worker on this machine's CPU."""
     from engine.runner_settings import RunnerSettings
     from tandem_cli.capacity.measurement import load_format_of
 
-    settings = RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format_of(model_dir))
-    return resolve(settings)[0].quantize
+    load_format, kv_dtype = load_format_of(model_dir), args.kv_dtype or "auto"
+    return RunnerSettings(model_dir, "cpu", args.dtype or "auto", load_format=load_format, kv_dtype=kv_dtype)
 
 
 def _degrees(args: argparse.Namespace, partition: Partition | None) -> Degrees:
@@ -294,7 +298,7 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
     if any(value is not None for value in numbers):
         if args.device or not all(value is not None for value in numbers):
             raise ConfigurationError("use --memory, --bandwidth and --flops together, or use --device")
-        rates = dict.fromkeys((precision.weights, precision.kv), args.flops * 1e12)
+        rates = dict.fromkeys((precision.weights, precision.attention), args.flops * 1e12)
         return Device("as given", args.memory * 1e9, args.bandwidth * 1e9, rates, "the command line")
     if (args.device or _HERE) == _HERE:
         from tandem_cli.capacity.measurement import probe
@@ -319,7 +323,13 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
             raise ConfigurationError(f"the engine does not support {args.quantize}: --measure needs {choices}")
         context = args.input_tokens + args.output_tokens // 2
         workload = StepWorkload(
-            model_dir, args.quantize, max(args.batch), args.input_tokens, context, _num_threads(args)
+            model_dir,
+            args.quantize,
+            max(args.batch),
+            args.input_tokens,
+            context,
+            _num_threads(args),
+            args.kv_dtype or "auto",
         )
         steps = EngineSteps(replace(workload, num_ranks=degrees.tensor, dtype=args.dtype or "auto"))
         steps.prompt_ms()  # warm-up: compiles kernels, touches memory

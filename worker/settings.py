@@ -92,7 +92,8 @@ class WorkerSettings(ModelSettings):
     kv_dtype: str = setting(
         "auto",
         f"type of KV: {', '.join(KV_DTYPES)}; auto: as dtype, but in the compiled decoder (CPU with AVX2) float32, "
-        "float16 where the CPU multiplies bf16, and int8 with quantize=int8 or int4, or a checkpoint in these",
+        "float16 where the CPU multiplies bf16, and int8 with quantize=int8 or int4, or a checkpoint in these; "
+        "bfloat16 and fp8 are for the eager decoder",
         env=("KV_DTYPE",),
     )
     enforce_eager: bool = setting(

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from engine.kv_types import as_bytes, as_stored
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import Span
 
@@ -199,6 +200,6 @@ class AttentionBackend(Protocol):
 
 def write_slots(keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
     """AttentionBackend.write for caches in floating point, with torch."""
-    slots = layer_cache.view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, head_dim]
-    slots[0].index_copy_(0, slot_mapping, keys.to(slots.dtype))
-    slots[1].index_copy_(0, slot_mapping, values.to(slots.dtype))
+    slots = as_bytes(layer_cache).view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, head_dim]
+    for to, rows in zip(slots, (keys, values), strict=True):
+        to.index_copy_(0, slot_mapping, as_bytes(as_stored(rows, layer_cache.dtype)))

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata, write_slots
+from engine.kv_types import as_bytes, as_stored
 
 # Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24
@@ -34,6 +35,8 @@ class TorchAttention:
         window: int | None,
         metadata: ForwardMetadata,
     ) -> Tensor:
+        # A chunk sees its own tokens as later steps do, so that cuts of a prompt and replays change nothing.
+        keys, values = as_stored(keys, layer_cache.dtype), as_stored(values, layer_cache.dtype)
         write_slots(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if metadata.num_decodes:
@@ -52,7 +55,8 @@ class TorchAttention:
         num_blocks = -(-metadata.max_decode_context // block_size)
         tables = metadata.block_tables[:num_decodes, :num_blocks]
         # [num_decodes, num_blocks, block_size, num_kv_heads, head_dim] -> [num_decodes, num_kv_heads, keys, head_dim]
-        keys, values = (layer_cache[i][tables].flatten(1, 2).transpose(1, 2).to(queries.dtype) for i in range(2))
+        gathered = (as_bytes(layer_cache)[i][tables].view(layer_cache.dtype) for i in range(2))
+        keys, values = (heads.flatten(1, 2).transpose(1, 2).to(queries.dtype) for heads in gathered)
         mask = self._decode_mask(metadata, keys.shape[2], window, queries.dtype)
         return self._weigh(queries[:num_decodes, :, None], keys, values, mask)[:, :, 0]
 
@@ -65,7 +69,8 @@ class TorchAttention:
         metadata: ForwardMetadata,
     ) -> Tensor:
         """Causal attention of one chunk -> [num_queries, num_heads, head_dim]; `qkv`: its queries, keys, values."""
-        queries, keys, values = (heads.transpose(0, 1)[None] for heads in qkv)  # [1, heads, num_queries, head_dim]
+        # [1, heads, num_queries, head_dim]
+        queries, keys, values = (heads.transpose(0, 1)[None].to(qkv[0].dtype) for heads in qkv)
         sees_all = chunk.first_position == 0 and (window is None or window >= chunk.context_len)
         if sees_all and self._shape.is_plain:
             return self._weigh(queries, keys, values, None)[0].transpose(0, 1)
@@ -150,5 +155,6 @@ def _gather(
     first_key = first_block * block_size
     table = metadata.block_tables[chunk.row, first_block:end_block]
     # [2, num_blocks, block_size, num_kv_heads, head_dim] -> [2, num_keys, num_kv_heads, head_dim]
-    context = layer_cache.index_select(1, table).flatten(1, 2)[:, : chunk.context_len - first_key]
+    blocks = as_bytes(layer_cache).index_select(1, table).view(layer_cache.dtype)
+    context = blocks.flatten(1, 2)[:, : chunk.context_len - first_key]
     return context[0].transpose(0, 1), context[1].transpose(0, 1), first_key

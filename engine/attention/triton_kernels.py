@@ -18,6 +18,41 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _to_e4m3(numbers):
+    """The bytes of fp8, rounded to nearest even. More than 448 becomes 448; NaN stays NaN. By whole numbers, because
+    Triton converts to fp8 from compute capability 8.9 on, and its interpreter does not round right.
+    """
+    bits = numbers.to(tl.float32).to(tl.int32, bitcast=True)
+    size = tl.minimum(bits & 0x7FFFFFFF, 0x43E00000)  # of 448
+    # fp32 has 20 more bits of fraction, and its exponent counts from 127, not from 7.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Less than 2^-6 is a multiple of 2^-9, to which the sum with 2^14 is rounded.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    rounded = tl.where(size < 0x3C800000, small, normal)
+    rounded = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7F, rounded)
+    return (rounded | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def _of_e4m3(stored):
+    """The numbers, in fp32, of bytes of fp8: as fp16, whose exponent counts from 15 and not from 7, they are too small
+    by 2^8.
+    """
+    wide = stored.to(tl.uint16)
+    half = (((wide & 0x80) << 8) | ((wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+    return tl.where((wide & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def _load_cached(at, mask, dtype: tl.constexpr):
+    """Numbers of the cache in this type, 0 outside of the mask. A cache of bytes is one in fp8."""
+    stored = tl.load(at, mask=mask, other=0)
+    if stored.dtype == tl.uint8:
+        stored = _of_e4m3(stored)
+    return stored.to(dtype)
+
+
+@triton.jit
 def write_rows(
     keys,
     values,
@@ -33,7 +68,7 @@ def write_rows(
     PADDED_ROW: tl.constexpr,
 ):
     """Write a token's keys and values to its slot. Grid: (num_tokens,). ROW: numbers of all KV heads of a token;
-    values_at: distance from the keys of a slot to its values.
+    values_at: distance from the keys of a slot to its values. A cache of bytes gets fp8.
     """
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, PADDED_ROW)
@@ -42,6 +77,9 @@ def write_rows(
     to = cache + tl.load(slots + token) * ROW + columns
     key = tl.load(keys + token * key_stride + head * key_head_stride + dim, mask=is_column)
     value = tl.load(values + token * value_stride + head * value_head_stride + dim, mask=is_column)
+    if cache.dtype.element_ty == tl.uint8:
+        key = _to_e4m3(key)
+        value = _to_e4m3(value)
     tl.store(to, key.to(cache.dtype.element_ty), mask=is_column)
     tl.store(to + values_at, value.to(cache.dtype.element_ty), mask=is_column)
 
@@ -130,7 +168,7 @@ def attend_tiles(
         block = tl.load(tables + seq * table_stride + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
         slot = block * BLOCK_SIZE + key % BLOCK_SIZE
         k_at = cache + ((slot * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
-        k = tl.load(k_at, mask=is_key[:, None] & is_dim, other=0.0).to(q.dtype)
+        k = _load_cached(k_at, is_key[:, None] & is_dim, q.dtype)
         # "ieee": by default, products of fp32 would be rounded to TF32.
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         if HAS_SOFTCAP:
@@ -149,7 +187,7 @@ def attend_tiles(
         weights = tl.exp2(scores - base[:, None])
         decay = tl.exp2(largest - base)
         total = total * decay + tl.sum(weights, 1)
-        v = tl.load(k_at + values_at, mask=is_key[:, None] & is_dim, other=0.0).to(q.dtype)
+        v = _load_cached(k_at + values_at, is_key[:, None] & is_dim, q.dtype)
         mixed = mixed * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
         largest = now_largest
 

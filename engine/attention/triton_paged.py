@@ -1,4 +1,6 @@
-"""TritonAttention: our own Triton kernels, which read blocks of any size in place. CUDA; fp32, fp16 and bf16."""
+"""TritonAttention: our own Triton kernels, which read blocks of any size in place. CUDA; fp32, fp16 and bf16, and KV
+also in fp8.
+"""
 
 import os
 from collections.abc import Collection
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, chunks_of
+from engine.kv_types import as_bytes
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
@@ -102,7 +105,7 @@ class TritonAttention:
             self._kernels.write_rows[(keys.shape[0],)](
                 keys,
                 values,
-                layer_cache,
+                as_bytes(layer_cache),
                 slot_mapping,
                 *keys.stride()[:2],
                 *values.stride()[:2],
@@ -124,7 +127,7 @@ class TritonAttention:
     ) -> Tensor:
         self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        layer = _Layer(_dense_heads(queries), out, layer_cache, window, metadata)
+        layer = _Layer(_dense_heads(queries), out, as_bytes(layer_cache), window, metadata)
         num_decodes, chunks = metadata.num_decodes, metadata.chunks
         if num_decodes:
             self._attend_splits(layer, _Sequences(0, num_decodes, 1, 1, metadata.max_decode_context))

@@ -41,7 +41,7 @@ class Decoder:
         self._ranks = ranks
         self._adapters = Adapters(adapter_shapes)
         self.num_torch_threads = torch.get_num_threads()
-        self._cache, self._attention = memory
+        self._cache, self._attention, self._scales = memory
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = memory.cache.span.layers
@@ -107,9 +107,7 @@ class Decoder:
         is_post = layer.block == "post"
         x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
         queries, keys, values = self._project(layer.qkv(x), layer, rotation)
-        layer_cache, window = self._cache.layer(index), self.config.windows[index]
-        mixed = self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
-        mixed = layer.o.ops.rows(mixed)
+        mixed = layer.o.ops.rows(self._attend(index, queries, keys, values, metadata))
         if layer.parallel:
             beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
             return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -118,6 +116,17 @@ class Decoder:
             return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
         residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
         return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
+
+    def _attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, metadata: ForwardMetadata) -> Tensor:
+        """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry
+        the scales: q (k / s) s = q k.
+        """
+        layer_cache, window = self._cache.layer(index), self.config.windows[index]
+        scale = self._scales.get(index)
+        if scale is None:
+            return self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
+        scaled = (queries * scale.key, keys / scale.key, values / scale.value)
+        return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
 
     def _project(self, qkv: Tensor, layer: Layer, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""

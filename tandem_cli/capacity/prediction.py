@@ -233,9 +233,9 @@ def plan_capacity(capacity: Capacity, request: PlanRequest, measured_ms: Mapping
 
 def _precisions(chosen: Precision) -> list[Precision]:
     """The chosen precision, followed by the alternatives to it."""
-    own_kv = "" if chosen.kv == chosen.other else chosen.kv  # of a CPU, where narrow weights have wide KV
+    own_kv = "" if chosen.kv == chosen.other else chosen.kv  # as asked, or of a CPU, where narrow weights have wide KV
     alternatives = [Precision(name, name, own_kv) for name in ("float32", "bfloat16")]
-    alternatives += [Precision(name, chosen.kv) for name in QUANTIZED]
+    alternatives += [Precision(name, chosen.other, own_kv) for name in QUANTIZED]
     return [chosen, *(precision for precision in alternatives if precision != chosen)]
 
 

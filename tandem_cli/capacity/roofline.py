@@ -147,11 +147,16 @@ class Precision:
         """Bytes per number of KV."""
         return WEIGHT_BYTES[self.kv]
 
+    @property
+    def attention(self) -> str:
+        """The type that attention multiplies: that of KV, but KV in fp8 is widened."""
+        return self.other if self.kv == "fp8" else self.kv
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceRates:
     """Memory and speed of a device at one precision. `flops_per_s` is the dense rate of the linear layers;
-    `attention_flops_per_s` is the rate at the type of the KV."""
+    `attention_flops_per_s` is that of attention."""
 
     memory_bytes: float
     bandwidth_bytes_per_s: float
@@ -293,14 +298,14 @@ class Device:
 
     def rates(self, precision: Precision) -> DeviceRates:
         """The rates for `precision`. Weights of a type without arithmetic on this device (such as int4) are multiplied
-        at the type of KV. Raises ConfigurationError if the rate of that type is unknown.
+        at the type of attention. Raises ConfigurationError if the rate of that type is unknown.
         """
-        kv_rate = self._rate(precision.kv)
-        if kv_rate is None:
+        attention = self._rate(precision.attention)
+        if attention is None:
             types = ", ".join(self.flops_per_s)
-            raise ConfigurationError(f"no rate for {precision.kv} on {self.name}: choose --dtype of {types}")
-        weights = self._rate(precision.weights) or kv_rate
-        return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, kv_rate)
+            raise ConfigurationError(f"no rate for {precision.attention} on {self.name}: choose --dtype of {types}")
+        weights = self._rate(precision.weights) or attention
+        return DeviceRates(self.memory_bytes, self.bandwidth_bytes_per_s, weights, attention)
 
     def times(self, count: int) -> "Device":
         """So many of them as one, at best: nothing is lost between them."""

@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 from engine.attention import triton_paged
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
+from engine.kv_types import FP8, as_bytes, as_stored
 from engine.load_runner import load_model_runner
 from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
-from tests.component import arms
+from tests.component import arms, parity
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
 from tests.component.paged_attention import Case, attend, change_beside_others, random_inputs, require_near
 from tests.component.parity import check_parity
@@ -54,6 +55,7 @@ def cases(draw: st.DrawFn) -> Case:
         block_size=draw(st.sampled_from([16, 32, 64, 256])),
         window=draw(st.one_of(st.none(), st.integers(1, 400))),
         dtype=draw(st.sampled_from([torch.float32, torch.float16])),
+        kv_dtype=draw(st.sampled_from([None, None, FP8])),
     )
 
 
@@ -88,8 +90,33 @@ def test_shapes(shape: AttentionShape, dtype: torch.dtype) -> None:
     require_near(Case(shape, [(0, 1), (269, 270), (3, 10), (250, 268)], window=40, dtype=dtype), CPU)
 
 
-def test_kv_of_another_type_than_queries() -> None:
-    require_near(Case(GROUPED, DECODES + CHUNKS, kv_dtype=torch.float16), CPU)
+@pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
+def test_kv_of_another_type_than_queries(kv_dtype: torch.dtype) -> None:
+    require_near(Case(GROUPED, DECODES + CHUNKS, kv_dtype=kv_dtype), CPU)
+
+
+def every_fp16() -> torch.Tensor:
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def beside_ties() -> torch.Tensor:
+    """fp32 halfway between neighbours of fp8, and the numbers next to it."""
+    fp8 = torch.arange(127, dtype=torch.uint8).view(FP8).float()
+    ties = (fp8[1:] + fp8[:-1]) / 2
+    beside = [ties, *(torch.nextafter(ties, torch.tensor(away)) for away in (0.0, 500.0))]
+    return torch.cat([*beside, torch.tensor([448.0, 463.9, 464.0, 1e30, torch.inf, torch.nan, 1e-45, 0.0])])
+
+
+@pytest.mark.parametrize("numbers", [every_fp16(), every_fp16().float(), beside_ties(), -beside_ties()], ids=len)
+def test_fp8_is_rounded_as_torch_rounds(numbers: torch.Tensor) -> None:
+    shape = AttentionShape(32, 32, 64)
+    keys = torch.nn.functional.pad(numbers, (0, -len(numbers) % (32 * 64))).view(-1, 32, 64)
+    cache = torch.zeros(2, len(keys), 1, 32, 64).to(FP8)
+    TritonAttention(shape, CPU).write(keys, -keys, cache, torch.arange(len(keys)))
+    wanted = torch.stack([as_stored(keys, FP8), as_stored(-keys, FP8)]).view(cache.shape)
+    is_nan = wanted.float().isnan()
+    assert torch.equal(cache.float().isnan(), is_nan)
+    assert torch.equal(as_bytes(cache)[~is_nan], as_bytes(wanted)[~is_nan])
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -131,6 +158,16 @@ def test_models_say_what_transformers_says(checkpoint: Callable[[str], Path], fa
     runner = load_model_runner(arms.settings(checkpoint(family), **FORCED))
     assert runner.attention_backend == "triton"
     check_parity(checkpoint(family), runner)
+
+
+def test_models_with_fp8_kv_say_what_torch_says(checkpoint: Callable[[str], Path]) -> None:
+    asked = {"enforce_eager": True, "kv_dtype": "fp8", "num_blocks": 160}
+    ours, theirs = (
+        parity.run_mixed(load_model_runner(arms.settings(checkpoint("gemma2"), attention=name, **asked)))
+        for name in ("triton", "torch")
+    )
+    assert [run.token_ids for run in ours] == [run.token_ids for run in theirs]
+    assert parity.logprob_differences(ours, theirs)[0] < 1e-3
 
 
 @pytest.mark.soak

@@ -31,14 +31,14 @@ def check_round_trip(settings: RunnerSettings) -> None:
     moved = there.add(make_request("r", prompt, max_new_tokens=NUM_NEW))
     there.reserve(moved.sequence, len(prompt))
     move_kv(here.runner, whole.sequence.block_table, there.runner, moved.sequence.block_table, group=2)
-    _continue_from(moved, whole)
+    continue_from(moved, whole)
     here.finish(whole)
     there.finish(moved)
     assert moved.token_ids == whole.token_ids
     assert [token.logprob for token in moved.tokens[1:]] == [token.logprob for token in whole.tokens[1:]]
 
 
-def _continue_from(moved: Run, whole: Run) -> None:
+def continue_from(moved: Run, whole: Run) -> None:
     moved.sequence.num_computed_tokens = whole.sequence.num_computed_tokens
     moved.sequence.token_ids.append(whole.tokens[0].id)
     moved.tokens.append(whole.tokens[0])

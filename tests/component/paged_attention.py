@@ -12,6 +12,7 @@ from engine.attention.torch_sdpa import TorchAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import copies_for
+from engine.kv_types import as_stored
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from tests.fakes.requests import make_request
@@ -65,13 +66,14 @@ def random_inputs(case: Case, device: torch.device) -> Inputs:
     num_tokens, num_heads = metadata.positions.shape[0], shape.num_heads
     heads = torch.randn(num_tokens, num_heads + 2 * shape.num_kv_heads, shape.head_dim, device=device).to(case.dtype)
     heads[:, :num_heads] *= 2  # some keys matter more than others
-    cache = torch.randn(2, num_blocks, case.block_size, shape.num_kv_heads, shape.head_dim, device=device).to(kv_dtype)
+    cache = torch.randn(2, num_blocks, case.block_size, shape.num_kv_heads, shape.head_dim, device=device)
     used = torch.zeros(num_blocks, dtype=torch.bool, device=device)
     for row, (_, end) in enumerate(case.work):
         used[metadata.block_tables[row, : -(-end // case.block_size)].long()] = True
     cache[:, ~used] = torch.nan
     first_value = num_heads + shape.num_kv_heads
-    return Inputs(heads[:, :num_heads], heads[:, num_heads:first_value], heads[:, first_value:], cache, metadata)
+    queries, keys, values = heads[:, :num_heads], heads[:, num_heads:first_value], heads[:, first_value:]
+    return Inputs(queries, keys, values, cache.to(kv_dtype), metadata)
 
 
 def attend(case: Case, given: Inputs, device: torch.device) -> Tensor:
@@ -107,7 +109,7 @@ def difference(case: Case, device: torch.device) -> float:
     wide = given.cache.float()
     ours = attend(case, given, device)
     # What is read back has the type of the cache.
-    keys, values = (rows.to(given.cache.dtype).float() for rows in (given.keys, given.values))
+    keys, values = (as_stored(rows, given.cache.dtype).float() for rows in (given.keys, given.values))
     theirs = TorchAttention(case.shape).attend(
         given.queries.float(), keys, values, wide.nan_to_num(), case.window, given.metadata
     )

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.sequence import SequenceState
 from engine.settings import GraphSettings
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
+from tests.component.test_load import edit_weights
 from tests.fakes.requests import make_request
 from tests.fakes.tape import NotCapturable, TapeCapture
 
@@ -41,9 +43,10 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def load(model_dir: Path, capture: TapeCapture | None) -> ModelRunner:
+def load(model_dir: Path, capture: TapeCapture | None, kv_dtype: str = "auto") -> ModelRunner:
     """A runner of the eager decoder on CPU, with captured steps if `capture` is given."""
-    wanted = settings(model_dir, attention="torch", enforce_eager=True, block_size=4, num_blocks=200)
+    asked = {"attention": "torch", "enforce_eager": True, "kv_dtype": kv_dtype}
+    wanted = settings(model_dir, block_size=4, num_blocks=200, **asked)
     wanted, config = resolve(replace(wanted, graphs=GraphSettings(SIZES, MAX_TOKENS)))
     assert isinstance(config, ModelConfig)
     device = torch.device("cpu")
@@ -136,7 +139,18 @@ def test_every_family_without_experts_can_be_captured(checkpoint: Callable[[str]
         with pytest.raises(NotCapturable):  # so `why_no_graphs` rules them out
             load(model_dir, capture)
         return
-    plain, graphed, traffic = load(model_dir, None), load(model_dir, capture), Traffic(seed=2)
+    require_same_until_replayed(load(model_dir, None), load(model_dir, capture), capture)
+
+
+def test_steps_with_scaled_fp8_kv_can_be_captured(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    model_dir, capture = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model")), TapeCapture()
+    scales = {f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor(0.3) for layer in range(3) for kind in "kv"}
+    edit_weights(model_dir, lambda tensors: tensors.update(scales))
+    require_same_until_replayed(load(model_dir, None, "fp8"), load(model_dir, capture, "fp8"), capture)
+
+
+def require_same_until_replayed(plain: ModelRunner, graphed: ModelRunner, capture: TapeCapture) -> None:
+    traffic = Traffic(seed=2)
     while not capture.num_replays:
         batch = traffic.next_batch()
         wanted, outputs = plain.begin(batch)(), graphed.begin(batch)()

@@ -154,11 +154,11 @@ def test_layer_groups_are_announced(encoder_decoder: Checkpoint) -> None:
     assert driver.announced == [(0, 2), (2, 1)]
 
 
-@pytest.mark.parametrize("kv_dtype", ["float16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float16", "int8", "fp8"])
 def test_kv_in_fewer_bits(
     encoder_decoder: Checkpoint, reference: Callable[[str], EncoderDecoderReference], kv_dtype: str
 ) -> None:
-    driver = Driver(runner_of(encoder_decoder("t5"), kv_dtype=kv_dtype))
+    driver = Driver(runner_of(encoder_decoder("t5"), "torch" if kv_dtype == "fp8" else "cpu", kv_dtype=kv_dtype))
     run = add(driver, "r", PROMPTS[3], max_new_tokens=12)
     driver.finish(run)
     rows = reference("t5").logprobs(PROMPTS[3], run.token_ids)

@@ -40,9 +40,15 @@ def answer(engine: Engine, disk: DiskCache, name: str) -> tuple[SequenceState, l
     return sequence, tokens
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-def test_answers_are_equal_to_the_bit(checkpoint: Checkpoint, tmp_path: Path, quantize: str) -> None:
-    runner = load_arm(checkpoint("llama"), "compiled", quantize=quantize, num_blocks=10)
+@pytest.mark.parametrize(
+    ("arm", "changes"),
+    [("compiled", {}), ("compiled", {"quantize": "int8"}), ("torch", {"kv_dtype": "fp8", "block_size": 16})],
+    ids=["fp32", "int8", "fp8"],
+)
+def test_answers_are_equal_to_the_bit(
+    checkpoint: Checkpoint, tmp_path: Path, arm: str, changes: dict[str, object]
+) -> None:
+    runner = load_arm(checkpoint("llama"), arm, num_blocks=10, **changes)
     engine, disk = engine_with_disk(runner, tmp_path)
     _, alone = answer(engine, disk, "a")
     for other in ("b", "c"):  # together they take all blocks

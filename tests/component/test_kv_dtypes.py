@@ -1,6 +1,7 @@
 """KV in fp32, fp16 and int8: how close models stay to fp32, what goes over the wire, and what is refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,7 @@ def test_fp32_kv_is_exact_when_asked_for(checkpoint: Checkpoint, arm: str) -> No
 
 
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "int8", "fp8"])
 def test_a_sequence_continues_on_another_runner(checkpoint: Checkpoint, kv_dtype: str, eager: bool) -> None:
     check_round_trip(settings(checkpoint("mistral"), kv_dtype=kv_dtype, enforce_eager=eager))
 
@@ -73,6 +74,7 @@ def test_a_sequence_continues_on_another_runner(checkpoint: Checkpoint, kv_dtype
         ({"dtype": "bfloat16", "kv_dtype": "float32"}, "float32"),
         ({"dtype": "bfloat16", "enforce_eager": True}, "bfloat16"),
         ({"dtype": "bfloat16", "kv_dtype": "bfloat16"}, "bfloat16"),
+        ({"quantize": "int8", "kv_dtype": "fp8"}, "fp8"),
     ],
 )
 def test_kv_dtype_follows_the_arithmetic(checkpoint: Checkpoint, changes: dict[str, object], kv_dtype: str) -> None:
@@ -86,6 +88,8 @@ def test_workers_with_other_kv_do_not_fit(checkpoint: Checkpoint) -> None:
     assert (ours.row_bytes, theirs.row_bytes) == (2 * config.head_dim, config.head_dim + 4)
     with pytest.raises(LayoutMismatch, match=r"KV layouts differ: dtype: 'float16' here, 'int8' there$"):
         ours.require_same(theirs)
+    with pytest.raises(LayoutMismatch, match=r"KV layouts differ: dtype: 'float16' here, 'fp8' there$"):
+        ours.require_same(replace(ours, dtype="fp8"))
 
 
 def test_workers_are_told_by_flag_or_environment() -> None:
@@ -96,14 +100,14 @@ def test_workers_are_told_by_flag_or_environment() -> None:
     assert (load([]).kv_dtype, load([]).enforce_eager) == ("auto", False)
     given = load(["--enforce-eager"], KV_DTYPE="int8")
     assert (given.kv_dtype, given.enforce_eager) == ("int8", True)
-    with pytest.raises(ConfigurationError, match=r"kv_dtype must be one of auto, float32, .*int8, got 'int4'"):
+    with pytest.raises(ConfigurationError, match=r"kv_dtype must be one of auto, float32, .*int8, fp8, got 'int4'"):
         load(["--kv-dtype", "int4"])
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv_dtype": "int4"}, "kv_dtype must be one of auto, float32, .*int8, got 'int4'"),
+        ({"kv_dtype": "int4"}, "kv_dtype must be one of auto, float32, .*int8, fp8, got 'int4'"),
         (
             {"kv_dtype": "int8", "block_size": 4},
             "'auto' cannot run on cpu with torch.float32, KV in int8, blocks of 4 tokens; available: none",

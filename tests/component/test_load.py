@@ -42,8 +42,8 @@ def edit_weights(model_dir: Path, change: Callable[[dict[str, torch.Tensor]], ob
     save_file(tensors, path)
 
 
-def load(model_dir: Path) -> None:
-    load_model_runner(RunnerSettings(model_dir, num_blocks=4))
+def load(model_dir: Path, **changes: str) -> None:
+    load_model_runner(RunnerSettings(model_dir, num_blocks=4, **changes))  # type: ignore[arg-type]
 
 
 def test_facts_of_families(checkpoint: Checkpoint) -> None:

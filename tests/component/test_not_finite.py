@@ -30,6 +30,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "cpu-int8": {"quantize": "int8"},
     "torch": {},
     "torch-bfloat16": {"dtype": "bfloat16"},
+    "torch-fp8": {"kv_dtype": "fp8"},
 }
 
 

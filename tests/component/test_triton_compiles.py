@@ -10,6 +10,7 @@ import torch
 
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import TritonAttention
+from engine.kv_types import FP8
 from tests.component.paged_attention import Case, random_inputs
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -20,6 +21,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.float16: "*fp16",
     torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -94,6 +96,8 @@ def compiled(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], c
     [
         (BF16, 80),
         (BF16, 90),
+        (replace(BF16, kv_dtype=FP8), 80),
+        (replace(BF16, kv_dtype=FP8, dtype=torch.float16), 90),
         pytest.param(replace(BF16, dtype=torch.float32, window=100), 80, marks=pytest.mark.soak),
         (replace(BF16, shape=AttentionShape(8, 4, 256, softcap=50.0), block_size=256, dtype=torch.float16), 80),
         (

@@ -26,9 +26,9 @@ def add(model_dir: Path, **tensors: torch.Tensor) -> None:
     edit_weights(model_dir, lambda stored: stored.update({name.replace("__", "."): t for name, t in tensors.items()}))
 
 
-def warnings_of(model_dir: Path) -> list[str]:
+def warnings_of(model_dir: Path, **changes: str) -> list[str]:
     with capture_logs() as logs:
-        load(model_dir)
+        load(model_dir, **changes)
     return [str(line["tensors"]) for line in logs if "does not use" in line["event"]]
 
 
@@ -37,6 +37,7 @@ def test_tensors_that_nobody_uses_are_named(copy: Checkpoint, repaired: Repaired
     extra = {f"model__layers__{layer}__self_attn__k_scale": torch.ones(1) for layer in range(3)}
     add(model_dir, adapter__weight=torch.ones(3), **extra)
     assert warnings_of(model_dir) == ["adapter.weight, model.layers.*.self_attn.k_scale (3)"]
+    assert warnings_of(model_dir, kv_dtype="fp8") == ["adapter.weight"], "KV in fp8 is scaled by the others"
     repaired("M9", "tensors that the model does not use are named in one line of the log")
 
 

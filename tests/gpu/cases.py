@@ -3,6 +3,7 @@
 import torch
 
 from engine.attention.backend import AttentionShape
+from engine.kv_types import FP8
 from tests.component.paged_attention import Case, Work
 
 _LLAMA_8B = AttentionShape(32, 8, 128)
@@ -36,7 +37,7 @@ def cases(device: torch.device) -> list[Case]:
     ]
     others = [Case(shape, work, 16, window, half) for shape in _SHAPES[1:] for window in (None, 1000)]
     exact = [Case(shape, work, 32, 300, torch.float32) for shape in _SHAPES[1:]]
-    return [*basic, *others, *exact, Case(_LLAMA_8B, work, 16, None, half, torch.float32)]
+    return [*basic, *others, *exact, *(Case(_LLAMA_8B, work, 16, None, half, kv) for kv in (torch.float32, FP8))]
 
 
 def alone_case(device: torch.device) -> Case:

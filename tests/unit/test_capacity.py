@@ -205,6 +205,17 @@ def test_devices_know_what_they_multiply_with() -> None:
         find_device("abacus")
 
 
+def test_fp8_kv_takes_half_and_is_multiplied_in_the_type_of_the_rest(llama: ModelSize) -> None:
+    h100, narrow = find_device("h100-sxm"), Precision("bfloat16", "bfloat16", "fp8")
+    assert h100.rates(narrow) == h100.rates(HALF)
+    half, fp8 = (Capacity(llama, precision, h100.rates(precision)) for precision in (HALF, narrow))
+    assert (half.kv_bytes_per_token, fp8.kv_bytes_per_token) == (131072, 65536)
+    assert fp8.kv_tokens - 2 * half.kv_tokens in (0, 1)
+    plan = plan_capacity(fp8, PlanRequest(Load(2048, 256, 1.0), [1]), {})
+    assert {row["kv"] for row in plan["memory"]} == {"fp8"}
+    assert "fp8" not in {row["other"] for row in plan["memory"]}
+
+
 BATCHES, CONTEXTS = st.integers(1, 512), st.integers(1, 8192)
 
 

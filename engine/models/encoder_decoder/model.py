@@ -64,7 +64,7 @@ class EncoderDecoder:
     def __init__(self, config: EncoderDecoderConfig, parameters: Parameters, memory: DecoderMemory) -> None:
         self.config = config
         self.num_torch_threads = torch.get_num_threads()
-        self._cache, self._attention = memory
+        self._cache, self._attention = memory.cache, memory.attention
         self._embed = parameters.take("embed")
         self._residual_dtype = torch.float32 if self._embed.dtype is torch.float16 else self._embed.dtype
         self._lm_head = make_linear(parameters.take_output(self._embed))

@@ -127,6 +127,14 @@ def test_a_file_without_such_prompts(capsys: pytest.CaptureFixture[str], tmp_pat
 MACHINE = ("--memory", "64", "--bandwidth", "20", "--flops", "0.2")
 
 
+def test_kv_in_fp8_takes_one_byte(capsys: pytest.CaptureFixture[str]) -> None:
+    halves = plan(capsys)["kv_bytes_per_token"]
+    found = plan(capsys, "--kv-dtype", "fp8")
+    assert (found["precision"]["kv"], found["kv_bytes_per_token"]) == ("fp8", halves / 2)
+    ranks = ranks_of(capsys, "--dtype", "float32", "--kv-dtype", "fp8", "--tensor-parallel", "2")
+    assert sum(rank["kv_bytes_per_token"] for rank in ranks) == halves / 2
+
+
 def ranks_of(capsys: pytest.CaptureFixture[str], *flags: str) -> list[dict[str, Any]]:
     assert main(["plan", *MACHINE, "--json", *flags]) == 0
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["ranks"]

@@ -89,6 +89,8 @@ def test_the_compiled_decoder_and_the_type_of_kv_are_the_workers(tmp_path: Path)
     assert found.of("prefill") == found.of("decode") == {"enforce_eager": "true", "kv_dtype": "bfloat16"}
     assert "KV_CACHE_DTYPE=bf16 (KV_CACHE_DTYPE): decode.kv_dtype = bfloat16" in found.lines
     assert read(tmp_path, ENFORCE_EAGER="1").of("decode") == {"enforce_eager": "1"}
+    for name in ("fp8", "fp8_e4m3", "FP8_E4M3FN"):
+        assert read(tmp_path, f"option.kv_cache_dtype={name}").of("decode") == {"kv_dtype": "fp8"}
 
 
 @pytest.mark.parametrize(
@@ -220,7 +222,7 @@ def test_a_key_is_never_shown(tmp_path: Path) -> None:
         ("option.async_mode=true\noption.rolling_batch=vllm", {}, "option.rolling_batch=disable"),
         ("option.output_formatter=3p", {}, "jsonlines"),
         ("option.dtype=int8", {}, "option.quantize=int8"),
-        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "fp8 KV is not supported"),
+        ("", {"KV_CACHE_DTYPE": "fp8_e5m2"}, "KV in fp8_e5m2 is not supported: use fp8, which is e4m3"),
         ("", {"MAX_INPUT_TOKENS": "1", "MAX_INPUT_LENGTH": "2"}, "contradict each other"),
         ("", {"MAX_INPUT_TOKENS": "9", "MAX_TOTAL_TOKENS": "9"}, "`max_input_tokens` must be < `max_total_tokens`"),
         (

@@ -1,0 +1,25 @@
+"""The types of KV in torch, and the conversion of keys and values to them."""
+
+import torch
+from torch import Tensor
+
+FP8 = torch.float8_e4m3fn
+_LARGEST_FP8 = 448.0
+
+
+def kv_type(name: str) -> torch.dtype:
+    """The type of a cache whose layout has this dtype."""
+    found: torch.dtype = FP8 if name == "fp8" else getattr(torch, name)
+    return found
+
+
+def as_stored(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Keys or values as a cache of this type holds them: rounded to nearest even. fp8 saturates, and keeps NaN."""
+    if dtype == FP8 and rows.dtype != FP8:
+        rows = rows.clamp(-_LARGEST_FP8, _LARGEST_FP8)  # torch converts larger ones to NaN
+    return rows.to(dtype)
+
+
+def as_bytes(numbers: Tensor) -> Tensor:
+    """fp8 as bytes, which torch and Triton move on every device; other types as they are."""
+    return numbers.view(torch.uint8) if numbers.dtype == FP8 else numbers

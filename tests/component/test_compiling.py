@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key
 from engine.kernels.cpu import compiler
+from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import jit
 from engine.load_runner import load_model_runner
 from engine.models.cpu_support import why_not_compiled
@@ -116,6 +117,18 @@ def test_a_folder_that_cannot_be_written_is_done_without(cache_base: Path) -> No
     cache_base.touch()
     assert jit(double)(21) == 42
     assert not list(Path(__file__).parent.glob("__pycache__/*.nbi")), "code that no version tells apart"
+
+
+def test_folders_of_versions_that_nobody_uses_are_deleted(tmp_path: Path) -> None:
+    used, unused, new = (tmp_path / f"compiled-{name}" for name in ("used", "unused", "new"))
+    for folder in (used, unused):
+        folder.mkdir()
+        (folder / "double.nbi").touch()
+        os.utime(folder, times=(0, 0))
+    assert open_folder(str(tmp_path), "used") == str(used)
+    assert unused.exists(), "only a new version deletes"
+    assert open_folder(str(tmp_path), "new") == str(new)
+    assert sorted(tmp_path.iterdir()) == [new, used]
 
 
 def test_code_is_compiled_once(cache_base: Path) -> None:

@@ -6,6 +6,10 @@ same files would compile everything again.
 
 import fcntl
 import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -13,7 +17,33 @@ from typing import Any
 
 from numba.core import caching
 
+UNUSED_S = 30 * 24 * 3600.0
+
 _caching: Any = caching  # numba does not annotate it
+
+
+def open_folder(base: str, version: str) -> str | None:
+    """The folder in `base` of one version's machine code, or None if it is not writable. A new version's first start
+    deletes the folders of versions that no process has opened for UNUSED_S.
+    """
+    folder = Path(base, f"compiled-{version}")
+    is_new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        os.utime(folder)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return None
+    if is_new:
+        _delete_unused(base)
+    return str(folder)
+
+
+def _delete_unused(base: str) -> None:
+    for folder in Path(base).glob("compiled-*"):
+        with suppress(OSError):  # another process has deleted it
+            if folder.stat().st_mtime < time.time() - UNUSED_S:
+                shutil.rmtree(folder)
 
 
 class _Locator(_caching._CacheLocator):

@@ -14,7 +14,6 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 import inspect
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, overload
 
-from engine.kernels.cpu.code_cache import CodeCache
+from engine.kernels.cpu.code_cache import CodeCache, open_folder
 from engine.kernels.cpu.machine import (
     LANES,
     LIMIT_NAME,
@@ -78,13 +77,7 @@ def code_folder() -> str | None:
     base = _config.CACHE_DIR or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
     )
-    folder = os.path.join(base, f"compiled-{code_version()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return None
-    return folder
+    return open_folder(base, code_version())
 
 
 def jit(function: Callable[P, R]) -> Callable[P, R]:

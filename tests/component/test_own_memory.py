@@ -125,7 +125,7 @@ def test_as_many_steps_as_stages_are_in_flight(checkpoint: Checkpoint) -> None:
     ("family", "degrees"),
     [
         ("llama", Degrees(2)),
-        ("qwen2", Degrees(4)),
+        pytest.param("qwen2", Degrees(4), marks=pytest.mark.soak),
         ("mistral", Degrees(2, 2)),
     ],
     ids=str,

@@ -321,8 +321,10 @@ class GenerationServices:
     def _with_revision(self, params: GenerateParams) -> GenerateParams:
         """The parameters with the model that is to answer, if their name stands for several."""
         name = self._public_name(params.model)
+        if not self._traffic.revisions(name):
+            return params  # without the hash of a prompt that may be long
         model = self._traffic.choose(name, session_key(params.prompt, params.tenant.name))
-        return params if model == name else replace(params, model=model, revision=model)
+        return replace(params, model=model, revision=model)
 
     def _public_name(self, name: str) -> str:
         """The only name that clients need if they give none."""

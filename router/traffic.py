@@ -15,7 +15,7 @@ import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import structlog
@@ -34,11 +34,17 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrafficTable:
-    """All shares, by public name. `version`: microseconds since the epoch when an operator set them; 0 for those of the
-    settings."""
+    """All shares, by public name. `set_at`: microseconds since the epoch when an operator set those of a name; those of
+    the other names are from the settings."""
 
     shares: Mapping[str, Shares]
-    version: int = 0
+    set_at: Mapping[str, int] = field(default_factory=dict)
+
+    def joined(self, other: "TrafficTable") -> "TrafficTable":
+        """The shares of each name that an operator has set last, here or there."""
+        newer = {name: at for name, at in other.set_at.items() if at > self.set_at.get(name, 0)}
+        shares = {name: other.shares[name] for name in newer}
+        return TrafficTable({**self.shares, **shares}, {**self.set_at, **newer})
 
 
 class Traffic:
@@ -63,19 +69,22 @@ class Traffic:
         """Give the revisions of a name these shares from the next request on. Raises InvalidRequest."""
         kept = {model: weight for model, weight in shares.items() if weight != 0}
         self._require_valid(name, kept)
-        version = max(self.table.version + 1, time.time_ns() // 1000)
-        self.adopt(TrafficTable({**self.table.shares, name: kept}, version))
+        set_at = max(self.table.set_at.get(name, 0) + 1, time.time_ns() // 1000)
+        self.adopt(TrafficTable({name: kept}, {name: set_at}))
 
     def adopt(self, table: TrafficTable) -> None:
         """Use what an operator has told this or another router."""
-        for name, shares in table.shares.items():
+        joined = self.table.joined(table)
+        for name, shares in joined.shares.items():
             if shares != self.table.shares.get(name):
                 log.warning("traffic is shared out", model=name, shares=dict(shares))
-        self.table = table
+        self.table = joined
 
     def revisions(self, name: str) -> list[str]:
-        """The revisions of a name that are served here, that with the largest share first; empty for other names."""
-        shares = self.table.shares.get(name, {})
+        """The revisions of a name that are served here, that with the largest share first; empty for other names. A
+        model of that name goes before: other routers may lack it, and know its name for another purpose.
+        """
+        shares = {} if name in self._models else self.table.shares.get(name, {})
         return sorted((model for model in shares if model in self._models), key=lambda model: -shares[model])
 
     def public_names(self) -> list[str]:
@@ -137,14 +146,18 @@ def parse_traffic(text: str) -> TrafficTable:
 
 
 def traffic_to_json(table: TrafficTable) -> str:
-    """For other routers."""
-    return json.dumps({"version": table.version, "shares": {name: dict(each) for name, each in table.shares.items()}})
+    """What operators have set, for other routers."""
+    return json.dumps({name: {"set_at": at, "shares": dict(table.shares[name])} for name, at in table.set_at.items()})
 
 
 def traffic_from_json(text: str) -> TrafficTable:
-    """The inverse of `traffic_to_json`."""
-    found = json.loads(text)
-    return TrafficTable(found["shares"], found["version"])
+    """The inverse of `traffic_to_json`. Raises InvalidRequest."""
+    try:
+        found = json.loads(text)
+        shares = {name: each["shares"] for name, each in found.items()}
+        return TrafficTable(shares, {name: each["set_at"] for name, each in found.items()})
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise InvalidRequest("its content is that of another version") from None
 
 
 def session_key(prompt: Prompt | None, tenant: str) -> bytes:

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from mesh import wire
-from mesh.domain.errors import LayoutMismatch
+from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
@@ -47,7 +47,7 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
-from router.traffic import Traffic, traffic_from_json, traffic_to_json
+from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
 from router.workers.coordination import FORGET_S, SILENT_S
 from router.workers.membership import Membership, WorkerView
@@ -140,21 +140,19 @@ class RedisRegistry:
         self._guard.forget_silent()
 
     async def exchange_traffic(self, redis: Redis) -> None:
-        """Adopt the shares in Redis if they are newer than this router's; write them there if they are older, or
-        lost."""
+        """Adopt the shares in Redis that are newer than this router's; write those there that are older, or lost."""
         [sealed] = await redis.mget([TRAFFIC])
-        found = None
+        found = TrafficTable({})
         try:
-            found = None if not isinstance(sealed, bytes) else traffic_from_json(self._seal.open_traffic(sealed))
-        except Refused as refused:
+            if isinstance(sealed, bytes):
+                found = traffic_from_json(self._seal.open_traffic(sealed))
+        except (Refused, InvalidRequest) as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("traffic refused", cause=str(refused))
-        ours = self._traffic.table
-        if found is not None and found.version > ours.version:
-            self._traffic.adopt(found)
-        elif ours.version > (0 if found is None else found.version):
+        self._traffic.adopt(found)
+        if self._traffic.table.set_at != found.set_at:
             try:
-                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(ours)))
+                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(self._traffic.table)))
             except ResponseError as error:  # the user may not SET; discovery must go on
                 if self._log_limit.admit(str(error)) is not None:
                     log.warning("other routers do not get the traffic of this one", cause=str(error))

@@ -87,6 +87,19 @@ async def test_a_client_pins_a_revision_by_its_name(model_dir: Path) -> None:
         assert len(tokens) == 1
 
 
+async def test_prompts_are_not_hashed_where_no_name_stands_for_several_models(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[object] = []
+    monkeypatch.setattr("router.service.session_key", lambda prompt, tenant: hashed.append(prompt) or b"")
+    async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
+        await add(mesh, "v1")
+        await answering(mesh, 1, model="v1")
+        assert hashed == []
+        await answering(mesh, 1)
+        assert len(hashed) == 1
+
+
 async def test_one_name_for_all_models_need_not_be_given(model_dir: Path) -> None:
     async with mesh_of(model_dir, traffic="chat=v1:1,v2:1") as mesh:
         await add(mesh, "v1")

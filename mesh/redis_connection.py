@@ -50,7 +50,11 @@ _MAX_BACKOFF_S = 1.0
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
     """Return `key`. Raises ConfigurationError if `url` is not a Redis URL, or if there is no key to sign with."""
-    if urlsplit(url).scheme not in (*_PLAIN, *_BY_SENTINEL):
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:  # brackets of its host do not match
+        scheme = ""
+    if scheme not in (*_PLAIN, *_BY_SENTINEL):
         raise ConfigurationError(
             "registry_url must be redis://HOST:PORT/DB, rediss://..., redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB "
             "or rediss+sentinel://..., or empty"
@@ -102,7 +106,8 @@ def _open_master(url: str, options: dict[str, Any]) -> Redis:
     if known.pop("connection_class", None) is not None:
         known["ssl"] = True
     number = known.pop("db", 0)
-    sentinel = Sentinel(hosts, sentinel_kwargs={**known, **options}, **known, **options)  # type: ignore[no-untyped-call]
+    known = {**options, **known}  # as in Redis.from_url
+    sentinel = Sentinel(hosts, sentinel_kwargs=known, **known)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
 
 

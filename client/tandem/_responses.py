@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.exceptions import ConnectionFailed, InternalError
-from tandem.mesh import Advice, AttemptPlace, HistoryPoint, Incident, Mesh, RequestTrace, Worker, WorkerLoad
+from tandem.mesh import (
+    Advice,
+    AttemptPlace,
+    HistoryPoint,
+    Incident,
+    Mesh,
+    RequestTrace,
+    RoutedRequests,
+    Worker,
+    WorkerLoad,
+)
 from tandem.models import (
     ATTEMPT_PHASES,
     AttemptTiming,
@@ -239,6 +249,9 @@ def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
         running=tuple(map(_trace, message.running)),
         advice=tuple(map(_advice, message.advice)),
         traffic={each.name: dict(each.shares) for each in message.traffic},
+        routed={
+            each.name: RoutedRequests(dict(each.requests), each.span.ToNanoseconds() / 1e9) for each in message.routed
+        },
     )
 
 

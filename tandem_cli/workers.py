@@ -20,7 +20,14 @@ from tandem_cli.traffic import traffic_table
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _TIMEOUT_S = 10.0
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
+_STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "switching": "yellow",
+    "stalled": "red",
+    "lost": "red",
+    "stopped": "dim",
+}
 
 
 @dataclass(frozen=True, slots=True)

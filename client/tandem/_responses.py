@@ -44,6 +44,8 @@ _STATES = {
     mesh_pb2.WORKER_STATE_DRAINING: "draining",
     mesh_pb2.WORKER_STATE_LOST: "lost",
     mesh_pb2.WORKER_STATE_STALLED: "stalled",
+    mesh_pb2.WORKER_STATE_STOPPED: "stopped",
+    mesh_pb2.WORKER_STATE_SWITCHING: "switching",
 }
 _ACTIONS = {mesh_pb2.ADVICE_ACTION_ADD: "add", mesh_pb2.ADVICE_ACTION_REMOVE: "remove"}
 _SHORTAGES = {

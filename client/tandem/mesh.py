@@ -24,7 +24,8 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost.
+    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining, lost, stopped
+    (in order), or switching to the other role.
 
     `serving` workers get requests of clients: they are ready, reachable, and have passed the health check.
     `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
@@ -67,9 +68,8 @@ class Worker:
 class Incident:
     """An incident of `age_s` seconds ago that concerns a worker, a request, or a request at a worker.
 
-    `kind` of a worker's incident is joined, ready, draining, stalled, lost, switched (to another role) or tripped (too
-    many failures). `kind` of a
-    request's incident is replayed or failed.
+    `kind` of a worker's incident is joined, ready, draining, stalled, lost, stopped (in order), switched (to another
+    role) or tripped (too many failures). `kind` of a request's incident is replayed or failed.
     """
 
     kind: str

@@ -52,6 +52,8 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
         WorkerState.DRAINING: mesh_pb2.WORKER_STATE_DRAINING,
         WorkerState.LOST: mesh_pb2.WORKER_STATE_LOST,
         WorkerState.STALLED: mesh_pb2.WORKER_STATE_STALLED,
+        WorkerState.STOPPED: mesh_pb2.WORKER_STATE_STOPPED,
+        WorkerState.SWITCHING: mesh_pb2.WORKER_STATE_SWITCHING,
     }
 )
 

@@ -31,6 +31,8 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
     WORKER_STATE_STALLED: _ClassVar[WorkerState]
+    WORKER_STATE_STOPPED: _ClassVar[WorkerState]
+    WORKER_STATE_SWITCHING: _ClassVar[WorkerState]
 
 class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +53,7 @@ class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INCIDENT_KIND_REPLAYED: _ClassVar[IncidentKind]
     INCIDENT_KIND_FAILED: _ClassVar[IncidentKind]
     INCIDENT_KIND_SWITCHED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_STOPPED: _ClassVar[IncidentKind]
 ADVICE_ACTION_UNSPECIFIED: AdviceAction
 ADVICE_ACTION_ADD: AdviceAction
 ADVICE_ACTION_REMOVE: AdviceAction
@@ -62,6 +65,8 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
+WORKER_STATE_STOPPED: WorkerState
+WORKER_STATE_SWITCHING: WorkerState
 SHORTAGE_UNSPECIFIED: Shortage
 SHORTAGE_DECODE_WORKER: Shortage
 SHORTAGE_DECODE_CAPACITY: Shortage
@@ -76,6 +81,7 @@ INCIDENT_KIND_TRIPPED: IncidentKind
 INCIDENT_KIND_REPLAYED: IncidentKind
 INCIDENT_KIND_FAILED: IncidentKind
 INCIDENT_KIND_SWITCHED: IncidentKind
+INCIDENT_KIND_STOPPED: IncidentKind
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()

@@ -26,13 +26,13 @@ class _LoadedError(Exception):
 async def loaded(monkeypatch: pytest.MonkeyPatch, program: Any, settings: Any) -> EngineHost:
     """The engine that a worker's own program builds from its settings."""
     hosts: list[EngineHost] = []
-    load_host = worker.worker.load_host
+    load = worker.worker.download_and_load_host
 
     def load_and_stop(*args: Any) -> None:
-        hosts.append(load_host(*args))
+        hosts.append(load(*args))
         raise _LoadedError
 
-    monkeypatch.setattr(worker.worker, "load_host", load_and_stop)
+    monkeypatch.setattr(worker.worker, "download_and_load_host", load_and_stop)
     with pytest.raises(_LoadedError):
         await program.serve(settings)
     return hosts[0]

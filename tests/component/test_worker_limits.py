@@ -73,7 +73,7 @@ async def test_short_passes_start(
         (DecodeSettings, "max_step_tokens", "0"),
         (DecodeSettings, "max_batch_total_tokens", "-1"),
         (PrefillSettings, "max_batch_prefill_tokens", "0"),
-        (PrefillSettings, "max_num_seqs", "-1"),
+        (PrefillSettings, "max_num_prompts", "-1"),
         (DecodeSettings, "max_model_len", "-1"),
         (DecodeSettings, "kv_cache_bytes", "-1"),
         (DecodeSettings, "layer_group_bytes", "-1"),

@@ -174,7 +174,7 @@ async def change_roles_and_back(running: Mesh, grace_s: float) -> None:
 
 
 async def test_limits_are_those_of_the_role_and_the_prefix_cache_stays(model_dir: Path) -> None:
-    async with mesh(model_dir, max_batch_prefill_tokens=96, max_num_seqs=5, max_rolling_batch_size=7) as running:
+    async with mesh(model_dir, max_batch_prefill_tokens=96, max_num_prompts=5, max_rolling_batch_size=7) as running:
         views = running.router.membership
         await running.answers()
         prefill, decode = views.find("prefill-0"), views.find("decode-0")

@@ -119,8 +119,8 @@ def cause_of(error: BaseException) -> str:
 
 
 async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitable[None]]) -> None:
-    """Run `use(client)` until cancelled, and again after every failure. Failures are logged with `purpose`; the URL may
-    contain a password and is never logged."""
+    """Run `use(client)`, and again after every failure, until it returns. Failures are logged with `purpose`; the URL
+    may contain a password and is never logged."""
     backoff, log_limit = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S, jitter=0.5), LogLimit(burst=1)
     while True:
         require_not_cancelled()
@@ -128,6 +128,7 @@ async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitabl
         try:
             async with open_redis(url) as redis:
                 await use(redis)
+                return
         except FAILURES as error:
             if log_limit.admit(type(error).__name__) is not None:
                 log.warning("redis is away", what=purpose, error=cause_of(error))

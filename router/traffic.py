@@ -8,12 +8,15 @@ from one to the other, and a replay stays where its stream began.
 The choice is a weighted rendezvous (highest random weight, Thaler and Ravishankar 1998) of the request's beginning: all
 routers that know the same shares choose alike, the turns of a conversation stay together, and when shares change only
 those conversations move that must.
+
+Traffic counts the requests that each revision begins, so that operators see what comes of the shares.
 """
 
 import json
 import math
 import time
 from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -27,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_NAME_CHARS = 128
 _HASH_BYTES = 8
+_RECENT_S, _RECENT_STEP_S = 300.0, 10.0
 
 Shares = Mapping[str, float]
 """The weights of the revisions of one name, above 0."""
@@ -47,18 +51,54 @@ class TrafficTable:
         return TrafficTable({**self.shares, **shares}, {**self.set_at, **newer})
 
 
+@dataclass(frozen=True, slots=True)
+class RoutedRequests:
+    """Requests for one name in the last `span_s` seconds, by the revision that began them."""
+
+    counts: Mapping[str, int]
+    span_s: float
+
+
+class _Recent:
+    """The requests for one name in the last five minutes, or since its shares changed."""
+
+    def __init__(self, since_s: float) -> None:
+        self._since_s = since_s
+        self._steps: deque[tuple[float, Counter[str]]] = deque(maxlen=round(_RECENT_S / _RECENT_STEP_S))
+
+    def add(self, model: str, now_s: float) -> None:
+        if not self._steps or now_s >= self._steps[-1][0] + _RECENT_STEP_S:
+            self._steps.append((now_s, Counter()))
+        self._steps[-1][1][model] += 1
+
+    def routed(self, now_s: float) -> RoutedRequests:
+        counts = (count for began_s, count in self._steps if began_s > now_s - _RECENT_S)
+        return RoutedRequests(sum(counts, Counter()), min(_RECENT_S, now_s - self._since_s))
+
+
 class Traffic:
     """The names of one router that stand for several revisions.
 
-    `models` are the names of the served models; `is_alive` says whether one has workers now.
+    `models` are the names of the served models; `is_alive` says whether one has workers now. `clock` returns monotonic
+    seconds.
     """
 
-    def __init__(self, table: TrafficTable, models: Sequence[str], is_alive: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        table: TrafficTable,
+        models: Sequence[str],
+        is_alive: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises ConfigurationError for shares of models that are not served."""
         self.table = table
+        self.num_routed: Counter[tuple[str, str]] = Counter()
+        """Requests begun since the router's start, by name and revision."""
         self._models = models
         self._is_alive = is_alive
+        self._clock = clock
         self._away: set[str] = set()
+        self._recent = {name: _Recent(clock()) for name in table.shares}
         for name, shares in table.shares.items():
             try:
                 self._require_valid(name, shares)
@@ -78,6 +118,7 @@ class Traffic:
         for name, shares in joined.shares.items():
             if shares != self.table.shares.get(name):
                 log.warning("traffic is shared out", model=name, shares=dict(shares))
+                self._recent[name] = _Recent(self._clock())
         self.table = joined
 
     def revisions(self, name: str) -> list[str]:
@@ -107,6 +148,15 @@ class Traffic:
             self._note_away(name, {model for model in revisions if model not in alive})
         shares = self.table.shares[name]
         return min(alive or revisions, key=lambda model: _cost(key, model, shares[model]))
+
+    def began(self, name: str, model: str) -> None:
+        """Count a request for `name` that its revision `model` has begun."""
+        self.num_routed[name, model] += 1
+        self._recent[name].add(model, self._clock())
+
+    def routed(self, name: str) -> RoutedRequests:
+        """Where the requests for a name of the table went: in the last five minutes, or since its shares changed."""
+        return self._recent[name].routed(self._clock())
 
     def _note_away(self, name: str, away: set[str]) -> None:
         """Log once for each time that a revision is without workers."""

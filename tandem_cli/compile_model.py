@@ -24,7 +24,7 @@ from tandem_cli.compile import SETTINGS
 from tandem_cli.deployment import find_draft, find_model
 from tandem_cli.plan import quiet_logs
 from tandem_cli.up_settings import UpSettings
-from worker.engine_host import load_runner, model_settings
+from worker.engine_host import load_runner_with_ranks, model_settings
 
 _NUM_BLOCKS = 4
 
@@ -38,7 +38,7 @@ def compile_model(args: argparse.Namespace) -> int:
     folder = code_folder()
     for name, settings in _all_settings(args, chosen):
         with quiet_logs(logging.WARNING):
-            code = compile_code(settings, load_runner)
+            code = compile_code(settings, load_runner_with_ranks)
         _report(name, code, folder, as_json=args.json)
     if (reason := why_not_kept()) is not None:
         raise ConfigurationError(f"{reason}: give a folder with room in NUMBA_CACHE_DIR")

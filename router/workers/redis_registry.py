@@ -49,7 +49,7 @@ from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
 from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
-from router.workers.coordination import FORGET_S, SILENT_S
+from router.workers.coordination import FORGET_S, SILENT_S, worker_left
 from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
@@ -184,9 +184,8 @@ class RedisRegistry:
         if not message.HasField("heartbeat"):
             return
         state = wire.state_from_proto(message.heartbeat.state)
-        if state is WorkerState.LOST:
-            self._membership.lose(info.worker_id, info.incarnation)
-            log.warning("worker left", worker=info.worker_id, role=info.role.value)
+        if state.is_gone:
+            worker_left(self._membership, info, state)
         elif self._has_joined(info):
             load = wire.load_from_proto(message.heartbeat.load)
             self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
@@ -227,7 +226,7 @@ class RedisRegistry:
                 view
                 for view in self._membership.workers()
                 if time.monotonic() - view.last_seen_s > _PROBE_AFTER_S
-                and (view.state is not WorkerState.LOST or not self.connected.is_set())
+                and (not view.state.is_gone or not self.connected.is_set())
             ]
             await self._checks.check(silent)
             self._membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

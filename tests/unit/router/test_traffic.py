@@ -8,7 +8,15 @@ from structlog.testing import capture_logs
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
-from router.traffic import Traffic, TrafficTable, parse_traffic, session_key, traffic_from_json, traffic_to_json
+from router.traffic import (
+    RoutedRequests,
+    Traffic,
+    TrafficTable,
+    parse_traffic,
+    session_key,
+    traffic_from_json,
+    traffic_to_json,
+)
 
 _NUM_REQUESTS = 20_000
 KEYS = [session_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
@@ -19,7 +27,10 @@ class Served:
 
     def __init__(self, text: str) -> None:
         self.away: set[str] = set()
-        self.traffic = Traffic(parse_traffic(text), ["a", "b", "c"], lambda model: model not in self.away)
+        self.now_s = 1000.0
+        self.traffic = Traffic(
+            parse_traffic(text), ["a", "b", "c"], lambda model: model not in self.away, lambda: self.now_s
+        )
 
     def counts(self, name: str = "chat") -> Counter[str]:
         return Counter(self.traffic.choose(name, key) for key in KEYS)
@@ -171,3 +182,43 @@ def test_a_model_goes_before_a_name_that_another_router_knows() -> None:
     traffic.adopt(TrafficTable({"a": {"b": 1.0}, "chat": {"b": 1.0}}, {"a": 1, "chat": 1}))
     assert traffic.choose("a", KEYS[0]) == "a"
     assert traffic.public_names() == ["chat", "a", "c"]
+
+
+def test_requests_of_the_last_five_minutes_are_counted() -> None:
+    served = Served("chat=a:90,b:10")
+    traffic = served.traffic
+    assert traffic.routed("chat") == RoutedRequests({}, 0.0)
+    for model, after_s in (("a", 0.0), ("b", 4.0), ("a", 96.0), ("a", 190.0)):
+        served.now_s += after_s
+        traffic.began("chat", model)
+    assert traffic.routed("chat") == RoutedRequests({"a": 3, "b": 1}, 290.0)
+    served.now_s += 20
+    assert traffic.routed("chat") == RoutedRequests({"a": 2}, 300.0)
+    served.now_s += 1000
+    assert traffic.routed("chat") == RoutedRequests({}, 300.0)
+    assert traffic.num_routed == {("chat", "a"): 3, ("chat", "b"): 1}
+
+
+def test_a_steady_stream_is_counted_over_five_minutes() -> None:
+    served = Served("chat=a:1")
+    for _ in range(1000):
+        served.now_s += 1
+        served.traffic.began("chat", "a")
+    routed = served.traffic.routed("chat")
+    assert 290 <= routed.counts["a"] <= 300
+    assert routed.span_s == 300
+
+
+def test_counts_begin_anew_when_shares_change() -> None:
+    served = Served("chat=a:1;other=c:1")
+    served.now_s += 60
+    served.traffic.began("chat", "a")
+    served.traffic.began("other", "c")
+    served.traffic.share_out("chat", {"a": 1})
+    assert served.traffic.routed("chat") == RoutedRequests({"a": 1}, 60.0), "the shares are the same"
+    served.traffic.share_out("chat", {"a": 1, "b": 1})
+    served.now_s += 5
+    served.traffic.began("chat", "b")
+    assert served.traffic.routed("chat") == RoutedRequests({"b": 1}, 5.0)
+    assert served.traffic.routed("other") == RoutedRequests({"c": 1}, 65.0)
+    assert served.traffic.num_routed == {("chat", "a"): 1, ("chat", "b"): 1, ("other", "c"): 1}

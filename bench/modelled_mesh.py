@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,16 +26,24 @@ _START_S = 600.0
 _WORKERS_A_PROCESS = 250
 _NUM_STREAM_PROCESSES = 2
 _MAX_STREAMS = 200_000
+_SAY_INTERVAL_S = 10.0
+_LAST_LINES = 12
+
+
+class MeshFailed(Exception):
+    """The mesh of a run cannot do what is asked of it; the message says why."""
 
 
 class Child:
     """A process that prints JSON lines: `event` is set by those that have one, and the others are its totals."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, log: Path) -> None:
         self.process = process
         self.usage = psutil.Process(process.pid)
         self.events: dict[str, dict[str, Any]] = {}
         self.totals: dict[str, float] = {}
+        self._name = name
+        self._log = log
         self._changed = asyncio.Condition()
         self._reader = asyncio.create_task(self._read())
 
@@ -51,31 +59,39 @@ class Child:
                 self._changed.notify_all()
 
     async def event(self, name: str) -> dict[str, Any]:
-        """Return once the process has said so. Raises SystemExit if it ends instead, or takes too long."""
-        said = asyncio.create_task(self._said(name))
-        await asyncio.wait([said, self._reader], timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
-        if not said.done():
-            said.cancel()
-            raise SystemExit(f"{name!r} has not come within {_START_S:g} s")
-        return said.result()
-
-    async def _said(self, name: str) -> dict[str, Any]:
-        async with self._changed:
-            await self._changed.wait_for(lambda: name in self.events)
+        """Return once the process has said so. Raises MeshFailed."""
+        await self._until(lambda: name in self.events, f"{name!r}")
         return self.events[name]
 
     async def next_totals(self) -> dict[str, float]:
-        """The next totals that it prints."""
-        async with self._changed:
-            await self._changed.wait()
+        """The next totals that it prints. Raises MeshFailed."""
+        last = self.totals
+        await self._until(lambda: self.totals is not last, "totals")
         return self.totals
+
+    async def _until(self, has_come: Callable[[], bool], awaited: str) -> None:
+        """Return once `has_come`. Raises MeshFailed if the process ends instead, or takes too long."""
+        coming = asyncio.create_task(self._wait_for(has_come))
+        await asyncio.wait([coming, self._reader], timeout=_START_S, return_when=asyncio.FIRST_COMPLETED)
+        if coming.done():
+            return
+        coming.cancel()
+        if not self._reader.done():
+            raise MeshFailed(f"{awaited} of {self._name} have not come within {_START_S:g} s")
+        last_lines = self._log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+        raise MeshFailed("\n".join([f"{self._name} has ended", *last_lines]))
+
+    async def _wait_for(self, has_come: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(has_come)
 
     def tell(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n".encode())
 
     async def end(self) -> None:
-        self.process.kill()
+        if self.process.returncode is None:
+            self.process.kill()
         await self.process.wait()
         await self._reader
 
@@ -120,7 +136,7 @@ class Mesh:
         self._redis_usage: psutil.Process | None = None
 
     async def start(self) -> None:
-        """Start everything; returns once each router has proven all workers."""
+        """Start everything; returns once each router has proven all workers. Raises MeshFailed."""
         write_model(self._folder / "model", MAX_MODEL_LEN)
         if self.shape.has_redis:
             self._environment["TANDEM_REGISTRY_URL"] = await self._start_redis()
@@ -137,16 +153,18 @@ class Mesh:
 
     async def _start(self, module: str, *flags: str, is_router: bool = False) -> Child:
         cores = set(self._cores[:1]) if is_router else set(self._cores[1:] or self._cores)
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, *flags),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=(self._folder / f"{module}-{len(list(self._folder.iterdir()))}.log").open("wb"),
-            env=self._environment,
-            limit=1 << 20,
-            preexec_fn=lambda: os.sched_setaffinity(0, cores),
-        )
-        child = Child(process)
+        log = self._folder / f"{module}-{len(list(self._folder.iterdir()))}.log"
+        with log.open("wb") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", module, *flags),
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=self._environment,
+                limit=1 << 20,
+                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+            )
+        child = Child(module, process, log)
         self._stack.push_async_callback(child.end)
         return child
 
@@ -200,12 +218,19 @@ class Mesh:
             await child.event("listening")
 
     async def hold(self, count: int) -> None:
-        """Keep this many streams open; returns when each has had a token."""
+        """Keep this many streams open; returns when each has had a token. Raises MeshFailed."""
         for number, child in enumerate(self.streams):
             child.tell(str(count * (number + 1) // len(self.streams) - count * number // len(self.streams)))
-        async with asyncio.timeout(_START_S):
-            while sum(child.totals.get("open", 0) for child in self.streams) < count:
-                await asyncio.gather(*(child.next_totals() for child in self.streams))
+        begun_s = said_s = time.monotonic()
+        while (num_open := self._total("open")) < count:
+            await asyncio.gather(*(child.next_totals() for child in self.streams))
+            now_s = time.monotonic()
+            reached = f"{num_open:,} of {count:,} streams have had a token, {self.num_failed:,} have failed"
+            if now_s - begun_s > _START_S:
+                raise MeshFailed(f"{reached} after {_START_S:g} s: this machine cannot hold them, ask for fewer")
+            if now_s - said_s > _SAY_INTERVAL_S:
+                said_s = now_s
+                sys.stderr.write(f"{reached}\n")
 
     async def read(self) -> Reading:
         """Read all counters. Those of children are up to a second old."""
@@ -227,7 +252,10 @@ class Mesh:
 
     @property
     def num_failed(self) -> int:
-        return int(sum(child.totals["failed"] + child.totals["refused"] for child in self.streams))
+        return self._total("failed") + self._total("refused")
+
+    def _total(self, name: str) -> int:
+        return int(sum(child.totals[name] for child in self.streams))
 
 
 def cpu_s(process: psutil.Process) -> float:

@@ -41,7 +41,7 @@ MODEL_NAME = "modelled"
 MAX_MODEL_LEN = 1 << 17
 _LAYOUT = KVLayout(MODEL_NAME, 1, 1, 1, 16, "float32")
 _NUM_BLOCKS = 1 << 22
-_MAX_NUM_SEQS = 1024
+_MAX_NUM_SEQS = 1 << 18  # whatever number of streams a few workers share
 _MAX_BATCH_TOKENS = 8192
 _PREFILL_S = 0.01
 _MIN_STEP_S = 0.02
@@ -63,6 +63,7 @@ class _Link:
     """The sequences of one router at one worker, each with the index of its next token."""
 
     outbox: asyncio.Queue[decode_pb2.AttachResponse] = field(default_factory=asyncio.Queue)
+    has_arrived: asyncio.Event = field(default_factory=asyncio.Event)
     running: dict[tuple[str, int], tuple[SequenceSpec, int]] = field(default_factory=dict)
 
     def take(self, request: decode_pb2.AttachRequest) -> None:
@@ -76,6 +77,7 @@ class _Link:
             self.outbox.put_nowait(decode_pb2.AttachResponse(reserved=reserved))
             next_index += 1  # the prefill worker tells the first one
         self.running[spec.request_id, spec.attempt] = (spec, next_index)
+        self.has_arrived.set()
 
     def step(self) -> int:
         """One token for each sequence, all in one message. Returns how many."""
@@ -151,6 +153,9 @@ class ModelledWorkers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillSe
 
     async def _run(self, link: _Link) -> None:
         while True:
+            while not link.running:  # hundreds of idle links that looked again and again would fill a core
+                link.has_arrived.clear()
+                await link.has_arrived.wait()
             await asyncio.sleep(min(_MAX_STEP_S, max(_MIN_STEP_S, len(link.running) / self._tokens_per_s)))
             num_tokens = link.step()
             self.totals["tokens"] += num_tokens

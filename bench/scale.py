@@ -22,7 +22,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench.modelled_mesh import Mesh, Shape, cpu_s, running
+from bench.modelled_mesh import Mesh, MeshFailed, Shape, cpu_s, running
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem_cli.load_test.figures import percentile
 
@@ -50,13 +50,13 @@ class Row:
 
 
 async def measure(shape: Shape, streams: Sequence[int], seconds: float) -> list[Row]:
-    """Start a mesh, and measure it with these numbers of streams, the smaller first."""
+    """Start a mesh, and measure it with these numbers of streams, the smaller first. Raises MeshFailed."""
     rows: list[Row] = []
     async with running(shape) as mesh:
         before_s = sum(cpu_s(router.usage) for router in mesh.routers)
         sys.stderr.write(f"{shape.num_workers} workers proven; routers took {before_s:.1f} s of CPU\n")
         num_open = 0
-        for num_streams in [0, *sorted(streams)]:
+        for num_streams in sorted({0, *streams}):
             before = await mesh.read()
             await mesh.hold(num_streams)
             held = await mesh.read()
@@ -175,7 +175,10 @@ def main() -> None:
     if args.routers > 1 and not args.redis:
         parser.error("several routers find their workers through Redis: add --redis")
     shapes = [Shape(number, args.routers, args.redis, args.tokens_per_s) for number in args.workers]
-    show([asyncio.run(measure(shape, args.streams, args.seconds)) for shape in shapes])
+    try:
+        show([asyncio.run(measure(shape, args.streams, args.seconds)) for shape in shapes])
+    except MeshFailed as error:
+        raise SystemExit(str(error)) from None
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
-from worker.engine_host import build_host
+from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
 _ENGINE = "engine"
@@ -90,7 +90,7 @@ class EngineAlone:
 
     def __init__(self, model_dir: Path, quantize: str) -> None:
         settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
-        host = build_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
+        host = load_engine_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
         self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
         self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
         self._engine.start()

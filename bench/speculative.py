@@ -31,7 +31,7 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
-from worker.engine_host import build_host
+from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
 _BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
@@ -87,7 +87,7 @@ class Engine:
             num_speculative_tokens=options.num_speculative_tokens,
         )
         limits = EngineLimits(settings.max_step_tokens, 64, 1 << 14, settings.speculation())
-        host = build_host(settings, limits)
+        host = load_engine_host(settings, limits)
         self._scheduler = host.scheduler
         self._engine = host.engine()
         self._clock = clock_for(1)

@@ -5,11 +5,11 @@ import sys
 from decode_worker.role import decode_role
 from decode_worker.settings import DecodeSettings
 from mesh.process import ServiceProgram
-from worker.engine_host import Load, load_runner
+from worker.engine_host import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 
-async def serve(settings: DecodeSettings, load: Load = load_runner) -> None:
+async def serve(settings: DecodeSettings, load: LoadRunner = load_runner_with_ranks) -> None:
     """Load the model, then serve until stopped."""
     await Worker(settings, [decode_role(settings)], load=load).run()
 

@@ -26,7 +26,7 @@ class DecodeSettings(WorkerSettings):
 
     max_rolling_batch_size: int = setting(
         64,
-        "maximum sequences running or waiting for KV; a prefill worker's max_num_seqs counts prompts",
+        "maximum sequences running or waiting for KV; a prefill worker's max_num_prompts counts prompts",
         env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE"),
     )
     max_batch_total_tokens: int = setting(0, "tokens whose KV fits here; 0: by memory", env=("MAX_BATCH_TOTAL_TOKENS",))

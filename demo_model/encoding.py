@@ -116,13 +116,43 @@ def encode_chat(tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str
 
 
 def random_copy(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Chat:
-    """A chat that repeats random tokens: nothing but copying predicts them, so copying is learnt from few chats."""
+    """A chat whose answer only copying predicts, so copying is learnt from few chats: random tokens repeated, or random
+    codes recalled in another order.
+    """
     backend = tokenizer.backend_tokenizer
-    tokens = rng.sample(range(len(SPECIAL), len(tokenizer)), rng.randint(*RANDOM_LENGTHS))
-    prompt = [tokenizer.bos_token_id, backend.token_to_id("<|user|>"), *backend.encode("Say: ").ids, *tokens]
+    asked, answer, is_target = (_repeated if rng.random() < 0.5 else _recalled)(tokenizer, rng)
+    prompt = [tokenizer.bos_token_id, backend.token_to_id("<|user|>"), *backend.encode("Say: ").ids, *asked]
     prompt += [tokenizer.eos_token_id, backend.token_to_id("<|assistant|>")]
-    answer = [*tokens, tokenizer.eos_token_id]
-    return prompt + answer, [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]
+    targets = [token if is_learnt else IGNORED for token, is_learnt in zip(answer, is_target, strict=True)]
+    end = tokenizer.eos_token_id
+    return [*prompt, *answer, end], [*[IGNORED] * (len(prompt) - 1), *targets, end, IGNORED]
+
+
+def _repeated(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int], list[bool]]:
+    """Tokens of an alphabet, and the same again. In a small alphabet, such as the digits, one token does not tell what
+    follows it: the place or several tokens do.
+    """
+    others = range(len(SPECIAL), len(tokenizer))
+    alphabet = _digits(tokenizer) if rng.random() < 0.4 else rng.sample(others, rng.choice((4, 16, len(others))))
+    tokens = rng.choices(alphabet, k=rng.randint(*RANDOM_LENGTHS))
+    return tokens, tokens, [True] * len(tokens)
+
+
+def _recalled(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[list[int], list[int], list[bool]]:
+    """Labels with random codes, and the same in another order, where the codes can be predicted and labels cannot."""
+    digits = _digits(tokenizer)
+    labels = rng.sample(range(len(SPECIAL), len(tokenizer)), rng.randint(2, 8))
+    codes = {label: rng.choices(digits, k=rng.randint(1, 3)) for label in labels}
+    asked = [token for label in labels for token in (label, *codes[label])]
+    rng.shuffle(labels)
+    answer = [token for label in labels for token in (label, *codes[label])]
+    is_target = [is_code for label in labels for is_code in (False, *[True] * len(codes[label]))]
+    return asked, answer, is_target
+
+
+def _digits(tokenizer: PreTrainedTokenizerFast) -> list[int]:
+    ids: list[int] = tokenizer.backend_tokenizer.encode("0123456789").ids
+    return ids
 
 
 def _padded(chats: list[Chat], pad: int) -> Batch:

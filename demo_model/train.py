@@ -115,6 +115,12 @@ PLANS = {
             Phase(1240, 1240, "late", SEED + 2),
             Phase(2200, 2200, "early", SEED + 3),
             Phase(2260, 2260, "late", SEED + 4, MORE_PEAK),
+            Phase(2300, 3200, "copying", 31, 0.7, 0.3),
+            Phase(4500, 4500, "early", 51, 0.8, 0.3),
+            Phase(2600, 2600, "copying", 61, 0.6, 0.1),
+            Phase(3200, 3200, "late", 62, 0.5, 0.06),
+            Phase(2200, 2200, "late", 71, 0.4, 0.04),
+            Phase(700, 700, "late", 81, 0.25, 0.03),
         ),
     ),
     "tandem-draft": TrainingPlan(

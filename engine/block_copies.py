@@ -187,13 +187,13 @@ class BlockCopies:
             target.copy_(arriving)
 
     @contextmanager
-    def landing(self, units: Tensor, block_ids: Sequence[int]) -> Iterator[memoryview]:
+    def landing(self, units: Tensor, block_ids: Sequence[int]) -> Iterator[Bytes]:
         """Host memory for a payload of these blocks. When the context ends, what it holds is in the blocks; after an
         error the blocks are as before.
         """
         num_bytes = len(block_ids) * (units.numel() // units.shape[2])
         words, lane = _as_words(units), self._lane(len(block_ids), num_bytes)
-        yield lane.on_host.numpy().data
+        yield lane.on_host.numpy()
         with self._streams.on(lane.stream):
             lane.send_ids(block_ids)
             lane.on_device.copy_(lane.on_host, non_blocking=True)

@@ -15,8 +15,8 @@ from hashlib import blake2b
 import structlog
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kernels.cpu.compiler import code_version, dispatchers
-from engine.kernels.cpu.machine import AMX_DEPTH, has_amx
+from engine.kernels.cpu.code_cache import CodeCache
+from engine.kernels.cpu.compiler import code_folder, code_version, dispatchers
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.resolve import kv_layout, resolve, why_eager
@@ -36,8 +36,8 @@ COMBINATIONS: tuple[dict[str, str], ...] = (
     {"quantize": "int8", "kv_dtype": "int8"},
     {"quantize": "int4", "kv_dtype": "int8"},
 )
-"""The types of weights and KV that workers have by default, and int8 KV. Others, such as int8 weights with fp32 KV,
-are compiled when a worker needs them.
+"""The types of weights and KV that workers have by default, and int8 KV. Others, such as int8 weights with fp32 KV, or
+fp8, which dummy weights cannot have, are compiled when a worker needs them.
 """
 _PROMPT_TOKENS = 20
 
@@ -63,6 +63,14 @@ def code_counts() -> CodeCounts:
     )
 
 
+def why_not_kept() -> str | None:
+    """The reason why some code that this process has compiled is not on disk, or None if all is."""
+    if (folder := code_folder()) is None:
+        return "there is no folder for machine code, and none can be made"
+    failures = (dispatcher._cache.failure for dispatcher in dispatchers if isinstance(dispatcher._cache, CodeCache))
+    return next((f"machine code cannot be kept in {folder}: {failure}" for failure in failures if failure), None)
+
+
 @dataclass(frozen=True, slots=True)
 class CompiledCode:
     """Functions that were read from disk and that were compiled, and the seconds of both."""
@@ -82,9 +90,7 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
     if settings.device != "cpu":
         return settings.device.partition(":")[0]
     decoder = "encoder-decoder" if isinstance(config, EncoderDecoderConfig) else _decoder(settings, config, layout)
-    # In int8 with AMX, prompts attend in bf16 if heads are whole tiles.
-    tiles = settings.quantize in ("int8", "int4") and has_amx() and layout.head_dim % AMX_DEPTH == 0
-    arithmetic = (decoder, settings.encoding, settings.dtype, layout.dtype, tiles, bool(settings.adapters))
+    arithmetic = (decoder, settings.encoding, settings.dtype, layout.dtype, bool(settings.adapters))
     return blake2b(f"{code_version()}:{arithmetic}".encode(), digest_size=8).hexdigest()
 
 

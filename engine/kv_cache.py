@@ -158,6 +158,8 @@ class KVCache:
     def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
         """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
+        if self._copies is not None:
+            return read_and_hash(self, block_ids, span, out, seed)
         pieces, num_bytes = self._pieces(block_ids, span)
         if not can_copy(pieces, num_bytes):
             return read_and_hash(self, block_ids, span, out, seed)
@@ -181,14 +183,12 @@ class KVCache:
             return xxhash.xxh3_64_intdigest(b"", seed=seed)
         assert self._copies is not None
         with self._copies.landing(units, block_ids) as memory:
-            memory[:] = payload.data
-            return xxhash.xxh3_64_intdigest(memory, seed=seed)
+            memory[:] = payload
+            return xxhash.xxh3_64_intdigest(memory.data, seed=seed)
 
     def _pieces(self, block_ids: Sequence[int], span: KVSpan) -> tuple[Int64s, int]:
-        """Addresses of the pieces that follow each other in a payload, and the bytes of each. Empty on CUDA."""
+        """Addresses of the pieces that follow each other in a payload, and the bytes of each. On CPU."""
         units = self._select(block_ids, span)
-        if self._copies is not None:
-            return np.empty(0, np.int64), 0
         layers, kinds, _, block_units, heads, unit_bytes = units.shape
         counts, strides = [layers, kinds, len(block_ids), block_units], units.stride()
         steps = [np.arange(count) * stride for count, stride in zip(counts, strides, strict=False)]

@@ -190,14 +190,18 @@ class OutgoingConversation:
     async def _gather(
         self, path: SendPath, credit: asyncio.Semaphore, chunks: _Chunks, tasks: asyncio.TaskGroup
     ) -> None:
-        """Start to fill the next chunk before the last one is full, so that no thread waits for the event loop."""
+        """Start to fill the next chunk before the last one is full, so that no thread waits for the event loop, unless
+        the path needs them in order."""
         number = 0
         while await self._announced.wait():
             await credit.acquire()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, chunk_range)
-            chunks.put_nowait(tasks.create_task(run_to_end(self._resources.executor, fill)))
+            filling = tasks.create_task(run_to_end(self._resources.executor, fill))
+            chunks.put_nowait(filling)
+            if path.is_ordered:
+                await filling
             number += 1
         chunks.put_nowait(None)
 

@@ -50,7 +50,11 @@ _MAX_BACKOFF_S = 1.0
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
     """Return `key`. Raises ConfigurationError if `url` is not a Redis URL, or if there is no key to sign with."""
-    if urlsplit(url).scheme not in (*_PLAIN, *_BY_SENTINEL):
+    try:
+        scheme = urlsplit(url).scheme
+    except ValueError:  # brackets of its host do not match
+        scheme = ""
+    if scheme not in (*_PLAIN, *_BY_SENTINEL):
         raise ConfigurationError(
             "registry_url must be redis://HOST:PORT/DB, rediss://..., redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB "
             "or rediss+sentinel://..., or empty"
@@ -102,7 +106,8 @@ def _open_master(url: str, options: dict[str, Any]) -> Redis:
     if known.pop("connection_class", None) is not None:
         known["ssl"] = True
     number = known.pop("db", 0)
-    sentinel = Sentinel(hosts, sentinel_kwargs={**known, **options}, **known, **options)  # type: ignore[no-untyped-call]
+    known = {**options, **known}  # as in Redis.from_url
+    sentinel = Sentinel(hosts, sentinel_kwargs=known, **known)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
 
 
@@ -114,8 +119,8 @@ def cause_of(error: BaseException) -> str:
 
 
 async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitable[None]]) -> None:
-    """Run `use(client)` until cancelled, and again after every failure. Failures are logged with `purpose`; the URL may
-    contain a password and is never logged."""
+    """Run `use(client)`, and again after every failure, until it returns. Failures are logged with `purpose`; the URL
+    may contain a password and is never logged."""
     backoff, log_limit = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S, jitter=0.5), LogLimit(burst=1)
     while True:
         require_not_cancelled()
@@ -123,6 +128,7 @@ async def stay_connected(url: str, purpose: str, use: Callable[[Redis], Awaitabl
         try:
             async with open_redis(url) as redis:
                 await use(redis)
+                return
         except FAILURES as error:
             if log_limit.admit(type(error).__name__) is not None:
                 log.warning("redis is away", what=purpose, error=cause_of(error))

@@ -5,11 +5,11 @@ import sys
 from mesh.process import ServiceProgram
 from prefill_worker.role import prefill_role
 from prefill_worker.settings import PrefillSettings
-from worker.engine_host import Load, load_runner
+from worker.engine_host import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 
-async def serve(settings: PrefillSettings, load: Load = load_runner) -> None:
+async def serve(settings: PrefillSettings, load: LoadRunner = load_runner_with_ranks) -> None:
     """Load the model, then serve until stopped."""
     await Worker(settings, [prefill_role(settings)], load=load).run()
 

@@ -15,7 +15,7 @@ class PrefillSettings(WorkerSettings):
         "maximum prompt tokens of one step; longer prompts are computed in chunks",
         env=("MAX_BATCH_PREFILL_TOKENS",),
     )
-    max_num_seqs: int = setting(
+    max_num_prompts: int = setting(
         64,
         "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step; a "
         "decode worker's max_rolling_batch_size counts running sequences",
@@ -26,7 +26,7 @@ class PrefillSettings(WorkerSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_positive(self, "max_batch_prefill_tokens", "max_num_seqs")
+        require_positive(self, "max_batch_prefill_tokens", "max_num_prompts")
         require_protected(self, self.transports)
 
     @property
@@ -37,4 +37,4 @@ class PrefillSettings(WorkerSettings):
     @property
     def prompts_at_once(self) -> int:
         """Maximum prompts computed concurrently: each needs at least one token of a step."""
-        return min(self.max_num_seqs, self.max_batch_prefill_tokens)
+        return min(self.max_num_prompts, self.max_batch_prefill_tokens)

@@ -320,7 +320,7 @@ class JoinedRank:
 
 
 def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
-    """Raises ValueError for a message that a joined does not expect."""
+    """Raises ValueError for a message that a rank does not expect."""
     match response.WhichOneof("message"):
         case "step":
             step = response.step

@@ -95,7 +95,7 @@ class RouterProcess:
     async def start(self) -> None:
         """Serve the public and the internal port, and follow the mesh."""
         self.membership.on_change(self._mesh_changed)
-        self.metrics.watch(self.model_routers)
+        self.metrics.watch(self.model_routers, self.traffic)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )

@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from mesh.domain.worker import WorkerRole, WorkerState
+from mesh.domain.worker import WorkerRole
 from mesh.metrics import GAP_SECONDS, Gaps
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
@@ -184,7 +184,7 @@ def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> int:
 
 def take_reading(at_s: float, models: Sequence[ModelRouter], journal: Journal, gaps: Gaps) -> Reading:
     """Read the counters of a router."""
-    views = [view for model in models for view in model.mesh.views() if view.state is not WorkerState.LOST]
+    views = [view for model in models for view in model.mesh.views() if not view.state.is_gone]
     decode = [view for view in views if view.info.role is WorkerRole.DECODE]
     num_blocks = sum(view.info.num_blocks for view in decode)
     num_free = sum(view.load.free_blocks for view in decode)

@@ -46,6 +46,7 @@ class IncidentKind(Enum):
     REPLAYED = "replayed"
     FAILED = "failed"
     SWITCHED = "switched"
+    STOPPED = "stopped"
 
 
 _OF_STATE = {
@@ -53,6 +54,7 @@ _OF_STATE = {
     WorkerState.DRAINING: IncidentKind.DRAINING,
     WorkerState.STALLED: IncidentKind.STALLED,
     WorkerState.LOST: IncidentKind.LOST,
+    WorkerState.STOPPED: IncidentKind.STOPPED,
 }
 
 
@@ -146,7 +148,7 @@ class Journal:
                 self._note(IncidentKind.SWITCHED, worker_id=worker_id, cause=f"{role.value} from now on")
             elif incarnation not in self._states:
                 self._note(IncidentKind.JOINED, worker_id=worker_id)
-            elif self._states[incarnation] is not view.state:
+            elif self._states[incarnation] is not view.state and view.state is not WorkerState.SWITCHING:
                 self._note(_OF_STATE[view.state], worker_id=worker_id)
         self._states, self._roles = states, roles
 

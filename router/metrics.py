@@ -8,7 +8,7 @@ from collections import Counter as CountOf
 from collections.abc import Iterator, Sequence
 
 from prometheus_client import Counter, Histogram
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from mesh.domain.errors import (
     AttemptsFailed,
@@ -24,6 +24,7 @@ from router.advice import Action
 from router.journal import CANCELLED, Incident, IncidentKind, Trace
 from router.model_router import ModelRouter
 from router.timeline import PHASES, Timing
+from router.traffic import Traffic
 
 
 class RouterMetrics:
@@ -68,9 +69,9 @@ class RouterMetrics:
         for refusal in (InvalidRequest, Overloaded):
             self._refused.labels(refusal.__name__)
 
-    def watch(self, models: Sequence[ModelRouter]) -> None:
-        """Add gauges over all models. Call it on the event loop that owns the models."""
-        self.registry.register(OnLoop(lambda: _gauges(models)))
+    def watch(self, models: Sequence[ModelRouter], traffic: Traffic) -> None:
+        """Add gauges over all models, and figures of the traffic. Call it on the event loop that owns them."""
+        self.registry.register(OnLoop(lambda: [*_gauges(models), *_traffic(traffic)]))
 
     def noted(self, incident: Incident) -> None:
         if incident.kind is IncidentKind.REPLAYED:
@@ -145,6 +146,22 @@ def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
     yield workers
     yield proven
     yield _advice(models)
+
+
+def _traffic(traffic: Traffic) -> Iterator[Metric]:
+    labels = ["model", "revision"]
+    asked = GaugeMetricFamily("tandem_traffic_share", "A revision's share of the requests for a name", labels=labels)
+    routed = CounterMetricFamily("tandem_traffic_requests", "Requests for a name that a revision began", labels=labels)
+    counts = traffic.num_routed.copy()
+    for name, shares in traffic.table.shares.items():
+        total = sum(shares.values())
+        for model, weight in shares.items():
+            asked.add_metric([name, model], weight / total)
+            counts[name, model] += 0  # begin at zero
+    for (name, model), count in counts.items():
+        routed.add_metric([name, model], count)
+    yield asked
+    yield routed
 
 
 def _advice(models: Sequence[ModelRouter]) -> GaugeMetricFamily:

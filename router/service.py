@@ -310,19 +310,24 @@ class GenerationServices:
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
+        name = self._public_name(params.model)
         try:
-            params = self._with_revision(params)
+            params = self._with_revision(params, name)
             service = self.find(params.model)
-            return await service.generate(_with_adapter(params, service.model.name), time_left_s)
+            answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
         except MeshError as error:
             self._journal.refused(type(error).__name__)
             raise
+        if params.revision:
+            self._traffic.began(name, params.revision)
+        return answer
 
-    def _with_revision(self, params: GenerateParams) -> GenerateParams:
-        """The parameters with the model that is to answer, if their name stands for several."""
-        name = self._public_name(params.model)
+    def _with_revision(self, params: GenerateParams, name: str) -> GenerateParams:
+        """The parameters with the model that is to answer, if `name`, which they mean, stands for several."""
+        if not self._traffic.revisions(name):
+            return params  # without the hash of a prompt that may be long
         model = self._traffic.choose(name, session_key(params.prompt, params.tenant.name))
-        return params if model == name else replace(params, model=model, revision=model)
+        return replace(params, model=model, revision=model)
 
     def _public_name(self, name: str) -> str:
         """The only name that clients need if they give none."""

@@ -8,14 +8,17 @@ from one to the other, and a replay stays where its stream began.
 The choice is a weighted rendezvous (highest random weight, Thaler and Ravishankar 1998) of the request's beginning: all
 routers that know the same shares choose alike, the turns of a conversation stay together, and when shares change only
 those conversations move that must.
+
+Traffic counts the requests that each revision begins, so that operators see what comes of the shares.
 """
 
 import json
 import math
 import time
 from array import array
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import structlog
@@ -27,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 _MAX_NAME_CHARS = 128
 _HASH_BYTES = 8
+_RECENT_S, _RECENT_STEP_S = 300.0, 10.0
 
 Shares = Mapping[str, float]
 """The weights of the revisions of one name, above 0."""
@@ -34,25 +38,67 @@ Shares = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class TrafficTable:
-    """All shares, by public name. `version`: microseconds since the epoch when an operator set them; 0 for those of the
-    settings."""
+    """All shares, by public name. `set_at`: microseconds since the epoch when an operator set those of a name; those of
+    the other names are from the settings."""
 
     shares: Mapping[str, Shares]
-    version: int = 0
+    set_at: Mapping[str, int] = field(default_factory=dict)
+
+    def joined(self, other: "TrafficTable") -> "TrafficTable":
+        """The shares of each name that an operator has set last, here or there."""
+        newer = {name: at for name, at in other.set_at.items() if at > self.set_at.get(name, 0)}
+        shares = {name: other.shares[name] for name in newer}
+        return TrafficTable({**self.shares, **shares}, {**self.set_at, **newer})
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequests:
+    """Requests for one name in the last `span_s` seconds, by the revision that began them."""
+
+    counts: Mapping[str, int]
+    span_s: float
+
+
+class _Recent:
+    """The requests for one name in the last five minutes, or since its shares changed."""
+
+    def __init__(self, since_s: float) -> None:
+        self._since_s = since_s
+        self._steps: deque[tuple[float, Counter[str]]] = deque(maxlen=round(_RECENT_S / _RECENT_STEP_S))
+
+    def add(self, model: str, now_s: float) -> None:
+        if not self._steps or now_s >= self._steps[-1][0] + _RECENT_STEP_S:
+            self._steps.append((now_s, Counter()))
+        self._steps[-1][1][model] += 1
+
+    def routed(self, now_s: float) -> RoutedRequests:
+        counts = (count for began_s, count in self._steps if began_s > now_s - _RECENT_S)
+        return RoutedRequests(sum(counts, Counter()), min(_RECENT_S, now_s - self._since_s))
 
 
 class Traffic:
     """The names of one router that stand for several revisions.
 
-    `models` are the names of the served models; `is_alive` says whether one has workers now.
+    `models` are the names of the served models; `is_alive` says whether one has workers now. `clock` returns monotonic
+    seconds.
     """
 
-    def __init__(self, table: TrafficTable, models: Sequence[str], is_alive: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        table: TrafficTable,
+        models: Sequence[str],
+        is_alive: Callable[[str], bool],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Raises ConfigurationError for shares of models that are not served."""
         self.table = table
+        self.num_routed: Counter[tuple[str, str]] = Counter()
+        """Requests begun since the router's start, by name and revision."""
         self._models = models
         self._is_alive = is_alive
+        self._clock = clock
         self._away: set[str] = set()
+        self._recent = {name: _Recent(clock()) for name in table.shares}
         for name, shares in table.shares.items():
             try:
                 self._require_valid(name, shares)
@@ -63,19 +109,23 @@ class Traffic:
         """Give the revisions of a name these shares from the next request on. Raises InvalidRequest."""
         kept = {model: weight for model, weight in shares.items() if weight != 0}
         self._require_valid(name, kept)
-        version = max(self.table.version + 1, time.time_ns() // 1000)
-        self.adopt(TrafficTable({**self.table.shares, name: kept}, version))
+        set_at = max(self.table.set_at.get(name, 0) + 1, time.time_ns() // 1000)
+        self.adopt(TrafficTable({name: kept}, {name: set_at}))
 
     def adopt(self, table: TrafficTable) -> None:
         """Use what an operator has told this or another router."""
-        for name, shares in table.shares.items():
+        joined = self.table.joined(table)
+        for name, shares in joined.shares.items():
             if shares != self.table.shares.get(name):
                 log.warning("traffic is shared out", model=name, shares=dict(shares))
-        self.table = table
+                self._recent[name] = _Recent(self._clock())
+        self.table = joined
 
     def revisions(self, name: str) -> list[str]:
-        """The revisions of a name that are served here, that with the largest share first; empty for other names."""
-        shares = self.table.shares.get(name, {})
+        """The revisions of a name that are served here, that with the largest share first; empty for other names. A
+        model of that name goes before: other routers may lack it, and know its name for another purpose.
+        """
+        shares = {} if name in self._models else self.table.shares.get(name, {})
         return sorted((model for model in shares if model in self._models), key=lambda model: -shares[model])
 
     def public_names(self) -> list[str]:
@@ -98,6 +148,15 @@ class Traffic:
             self._note_away(name, {model for model in revisions if model not in alive})
         shares = self.table.shares[name]
         return min(alive or revisions, key=lambda model: _cost(key, model, shares[model]))
+
+    def began(self, name: str, model: str) -> None:
+        """Count a request for `name` that its revision `model` has begun."""
+        self.num_routed[name, model] += 1
+        self._recent[name].add(model, self._clock())
+
+    def routed(self, name: str) -> RoutedRequests:
+        """Where the requests for a name of the table went: in the last five minutes, or since its shares changed."""
+        return self._recent[name].routed(self._clock())
 
     def _note_away(self, name: str, away: set[str]) -> None:
         """Log once for each time that a revision is without workers."""
@@ -137,14 +196,18 @@ def parse_traffic(text: str) -> TrafficTable:
 
 
 def traffic_to_json(table: TrafficTable) -> str:
-    """For other routers."""
-    return json.dumps({"version": table.version, "shares": {name: dict(each) for name, each in table.shares.items()}})
+    """What operators have set, for other routers."""
+    return json.dumps({name: {"set_at": at, "shares": dict(table.shares[name])} for name, at in table.set_at.items()})
 
 
 def traffic_from_json(text: str) -> TrafficTable:
-    """The inverse of `traffic_to_json`."""
-    found = json.loads(text)
-    return TrafficTable(found["shares"], found["version"])
+    """The inverse of `traffic_to_json`. Raises InvalidRequest."""
+    try:
+        found = json.loads(text)
+        shares = {name: each["shares"] for name, each in found.items()}
+        return TrafficTable(shares, {name: each["set_at"] for name, each in found.items()})
+    except (AttributeError, LookupError, TypeError, ValueError):
+        raise InvalidRequest("its content is that of another version") from None
 
 
 def session_key(prompt: Prompt | None, tenant: str) -> bytes:

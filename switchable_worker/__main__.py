@@ -7,11 +7,11 @@ from mesh.domain.worker import WorkerRole
 from mesh.process import ServiceProgram
 from prefill_worker.role import prefill_role
 from switchable_worker.settings import SwitchableSettings
-from worker.engine_host import Load, load_runner
+from worker.engine_host import LoadRunner, load_runner_with_ranks
 from worker.worker import Worker
 
 
-async def serve(settings: SwitchableSettings, load: Load = load_runner) -> None:
+async def serve(settings: SwitchableSettings, load: LoadRunner = load_runner_with_ranks) -> None:
     """Load the model, then serve until stopped."""
     roles = [prefill_role(settings), decode_role(settings)]
     roles.sort(key=lambda role: role.kind is not WorkerRole(settings.role))

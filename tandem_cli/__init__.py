@@ -4,7 +4,7 @@ __main__.py, main.py, parser.py  entry point; each subcommand is the module of i
 up.py                            a mesh in the foreground, also as `tandem serve`
   up_arguments.py                its command line
   up_settings.py                 its settings, and those of the services
-  low_code.py, low_code_keys.py  settings from the configuration of LMI, SageMaker and TGI
+  low_code.py, low_code_keys.py, low_code_values.py  settings from the configuration of LMI, SageMaker and TGI
   deployment.py, cores.py        models, workers, cores and flags of the services
   download_limit.py              the time limit of a download
   supervisor.py, child.py        the services' processes; service_log.py keeps what they log

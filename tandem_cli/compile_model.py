@@ -13,7 +13,7 @@ import torch
 
 from checkpoint.source import ModelSource
 from decode_worker.settings import DecodeSettings
-from engine.compiled_code import COMBINATIONS, CompiledCode, compile_code
+from engine.compiled_code import COMBINATIONS, CompiledCode, compile_code, why_not_kept
 from engine.kernels.cpu.compiler import code_folder
 from engine.kernels.cpu.machine import why_no_loops
 from engine.runner_settings import RunnerSettings
@@ -24,7 +24,7 @@ from tandem_cli.compile import SETTINGS
 from tandem_cli.deployment import find_draft, find_model
 from tandem_cli.plan import quiet_logs
 from tandem_cli.up_settings import UpSettings
-from worker.engine_host import load_runner, model_settings
+from worker.engine_host import load_runner_with_ranks, model_settings
 
 _NUM_BLOCKS = 4
 
@@ -38,10 +38,10 @@ def compile_model(args: argparse.Namespace) -> int:
     folder = code_folder()
     for name, settings in _all_settings(args, chosen):
         with quiet_logs(logging.WARNING):
-            code = compile_code(settings, load_runner)
+            code = compile_code(settings, load_runner_with_ranks)
         _report(name, code, folder, as_json=args.json)
-    if folder is None:
-        raise ConfigurationError("the folder for machine code cannot be written: nothing was kept")
+    if (reason := why_not_kept()) is not None:
+        raise ConfigurationError(f"{reason}: give a folder with room in NUMBA_CACHE_DIR")
     return 0
 
 

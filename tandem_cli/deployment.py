@@ -18,7 +18,7 @@ from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
 from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
 from tandem_cli.devices import num_sharing, worker_devices
-from tandem_cli.low_code_keys import flag
+from tandem_cli.low_code_values import flag
 from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
 BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"

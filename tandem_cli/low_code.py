@@ -15,7 +15,8 @@ from pathlib import Path
 import javaproperties
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.low_code_keys import KNOBS, ROPE_NAMES, Knob, flag, number
+from tandem_cli.low_code_keys import KNOBS, ROPE_NAMES, Knob
+from tandem_cli.low_code_values import flag, number
 
 _OPTION = "OPTION_"
 _SERVING = "SERVING_"

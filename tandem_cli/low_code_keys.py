@@ -1,154 +1,38 @@
-"""Maps the keys of LMI and TGI to settings, as one table, and converts their values.
+"""Maps the keys of LMI, TGI and vLLM to settings, as one table."""
 
-Every conversion may raise ConfigurationError.
-"""
-
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from mesh.domain.errors import ConfigurationError
+from tandem_cli.low_code_values import (
+    ONE_DRAFT_RANK,
+    Convert,
+    all_graphs,
+    as_is,
+    degree,
+    dtype,
+    formatter,
+    handler_file,
+    kv_dtype,
+    lmi_schema,
+    load_format,
+    megabytes,
+    off_only,
+    one_draft_rank,
+    quantization,
+    sharded,
+    speculation,
+)
 
-_DTYPES: Mapping[str, str] = MappingProxyType(
-    {"fp32": "float32", "fp16": "float16", "half": "float16", "bf16": "bfloat16"}
-)
-_FP8 = ("fp8", "fp8_e4m3", "fp8_e4m3fn", "float8_e4m3fn")
-_FORMATTERS: Mapping[str, str] = MappingProxyType(
-    {
-        **{name: name for name in ("json", "jsonlines", "sse")},
-        **{f"{name}_chat": name for name in ("json", "jsonlines", "sse")},
-    }
-)
-_BYTES_OF_MB = 1 << 20
-_ONE = ("1", "max")
-_TRUE = ("true", "1", "yes", "on")
-_FALSE = ("false", "0", "no", "off")
-_SPECULATION: Mapping[str, str] = MappingProxyType(
-    {
-        "method": "decode.speculative",
-        "model": "decode.draft_model",
-        "num_speculative_tokens": "decode.num_speculative_tokens",
-    }
-)
-_METHODS: Mapping[str, str] = MappingProxyType({"ngram": "ngram", "draft_model": "draft"})
 _WORKERS = ("prefill", "decode")
 ROPE_NAMES = ("ROPE_SCALING", "ROPE_FACTOR", "ROPE_SCALING and ROPE_FACTOR")
 """Variables of TGI, which together are one value."""
 _BATCHES = "batching is always continuous"
+_TOKENIZER = "the tokenizer of the checkpoint is used"
 _SEPARATE = "prefill runs on separate workers"
 _DEVICES = "see --prefill and --decode"
 _FIXED = "the limit is fixed, see docs/http.md"
-_ONE_DRAFT_RANK = "one process of a worker runs the draft model"
 _NO_ADDRESSES = "ranks need no address here; those on other machines dial rank_listen, see docs/parallel.md"
 _ALL_TRACED = tuple(f"{role}.otlp_endpoint" for role in ("router", *_WORKERS, "gateway"))
-
-
-Convert = Callable[[str], str]
-
-
-def as_is(value: str) -> str:
-    """The unchanged value. The service checks it."""
-    return value
-
-
-def dtype(value: str) -> str:
-    """A type name, also from the short names of LMI. int8 is rejected, because it is not a type here."""
-    if value.lower() == "int8":
-        raise ConfigurationError("int8 is not a dtype: set option.quantize=int8")
-    return _DTYPES.get(value.lower(), value)
-
-
-def kv_dtype(value: str) -> str:
-    """A type of KV. Other types of fp8 than e4m3, which TGI and vLLM have, are rejected."""
-    name = value.lower()
-    if name.startswith("fp8_") and name not in _FP8:
-        raise ConfigurationError(f"KV in {name} is not supported: use fp8, which is e4m3")
-    return "fp8" if name in _FP8 else _DTYPES.get(name, value)
-
-
-def formatter(value: str) -> str:
-    """An output formatter. The variants for chat map to the plain formatters."""
-    if value not in _FORMATTERS:
-        raise ConfigurationError(f"expected one of {', '.join(_FORMATTERS)}, got {value!r}")
-    return _FORMATTERS[value]
-
-
-def one_draft_rank(value: str) -> str:
-    """The number of ranks of the draft model, which must be 1."""
-    if value not in _ONE:
-        raise ConfigurationError(f"{_ONE_DRAFT_RANK}: expected 1, got {value!r}")
-    return value
-
-
-def megabytes(value: str) -> str:
-    """Convert a number of megabytes to bytes."""
-    return str(round(number(value) * _BYTES_OF_MB))
-
-
-def number(value: str, before: str = "") -> float:
-    """A number. `before` is a prefix for the error message."""
-    try:
-        return float(value)
-    except ValueError:
-        raise ConfigurationError(f"{before}expected a number, got {value!r}") from None
-
-
-def lmi_schema(value: str) -> str:
-    """The wire format for LMI's async_mode: "async" or "rolling"."""
-    return "async" if flag(value) else "rolling"
-
-
-def flag(value: str) -> bool:
-    """A boolean in any common spelling."""
-    if value.lower() not in (*_TRUE, *_FALSE):
-        raise ConfigurationError(f"expected true or false, got {value!r}")
-    return value.lower() in _TRUE
-
-
-def off_only(value: str) -> str:
-    """A feature that must stay off."""
-    if flag(value):
-        raise ConfigurationError("this is not supported")
-    return value
-
-
-def sharded(value: str) -> str:
-    """The degree that TGI's SHARDED means: as many ranks as the machine has places for, or one."""
-    return "max" if flag(value) else "1"
-
-
-def degree(value: str) -> str:
-    """A degree of tensor parallelism. SageMaker sets SM_NUM_GPUS=0 where there is no GPU: one rank, on CPU."""
-    return "1" if value.strip() == "0" else value
-
-
-def all_graphs(value: str) -> str:
-    """The sizes of batches that ENABLE_CUDA_GRAPHS, a boolean, means."""
-    return "auto" if flag(value) else "0"
-
-
-def handler_file(value: str) -> str:
-    """The file of a handler; empty for LMI's built-in entry points, which need none."""
-    return "" if value.startswith("djl_python.") else value
-
-
-def speculation(value: str) -> dict[str, str]:
-    """Settings from vLLM's JSON object {"method": ..., "model": ..., "num_speculative_tokens": ...}."""
-    try:
-        options = json.loads(value)
-    except ValueError as error:
-        raise ConfigurationError(f"expected a JSON object: {error}") from None
-    if not isinstance(options, dict):
-        raise ConfigurationError("expected a JSON object")
-    if unknown := options.keys() - _SPECULATION.keys():
-        raise ConfigurationError(f"not supported: {', '.join(sorted(unknown))}; known are {', '.join(_SPECULATION)}")
-    method = options.get("method", "draft_model" if "model" in options else "ngram")
-    if method not in _METHODS:
-        raise ConfigurationError(f"method must be ngram or draft_model, got {method!r}")
-    return {_SPECULATION[name]: str(option) for name, option in options.items()} | {
-        "decode.speculative": _METHODS[method]
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +68,7 @@ def _models(name: str) -> tuple[str, ...]:
 
 KNOBS = (
     Knob("option.model_id", ("up.model",), env=("MODEL_ID", "HF_MODEL_ID"), also=("option.s3url",)),
+    Knob("option.served_model_name", ("up.name",)),
     Knob("option.revision", ("up.revision",), env=("REVISION", "HF_MODEL_REVISION", "HF_REVISION")),
     Knob(
         "option.trust_remote_code",
@@ -249,6 +134,7 @@ KNOBS = (
         _workers("quantize"),
         env=("QUANTIZE", "HF_MODEL_QUANTIZE"),
         also=("option.quantization",),
+        convert=quantization,
     ),
     Knob(
         "option.kv_cache_dtype",
@@ -258,7 +144,7 @@ KNOBS = (
         convert=kv_dtype,
     ),
     Knob("option.save_mp_checkpoint_path", ("up.partition",), is_file=True),
-    Knob("option.load_format", _workers("load_format")),
+    Knob("option.load_format", _workers("load_format"), convert=load_format),
     Knob("option.gpu_memory_utilization", _workers("memory_utilization"), env=("CUDA_MEMORY_FRACTION",)),
     Knob(
         "option.enable_prefix_caching",
@@ -312,9 +198,7 @@ KNOBS = (
     ),
     Knob("option.otlp_endpoint", _ALL_TRACED, env=("OTLP_ENDPOINT",)),
     Knob("option.usage_stats", env=("USAGE_STATS",), note="usage is never reported"),
-    Knob(
-        "option.tokenizer_config_path", env=("TOKENIZER_CONFIG_PATH",), note="the tokenizer of the checkpoint is used"
-    ),
+    Knob("option.tokenizer_config_path", env=("TOKENIZER_CONFIG_PATH",), note=_TOKENIZER),
     Knob(
         "option.enable_prefill_logprobs",
         env=("ENABLE_PREFILL_LOGPROBS",),
@@ -348,9 +232,19 @@ KNOBS = (
     Knob("option.handler", ("gateway.handler_function",)),
     Knob("option.enable_lora", note="adapters are served where option.adapters or --adapter names some"),
     Knob("option.adapters", _workers("adapter"), is_file=True),
-    Knob("option.lora_adapters", _workers("adapter"), env=("LORA_ADAPTERS",)),
+    Knob("option.lora_adapters", _workers("adapter"), env=("LORA_ADAPTERS",), also=("option.lora_modules",)),
     Knob("option.max_loras", note="all adapters in memory may be in one batch"),
     Knob("option.max_cpu_loras", _workers("max_loaded_adapters")),
+    Knob("option.lora_extra_vocab_size", note="adapters do not extend the vocabulary"),
+    Knob("option.cpu_offload_gb_per_gpu", also=("option.cpu_offload_gb",), note="weights are never moved to the host"),
+    Knob("option.swap_space", note="a sequence that has lost its KV is computed again"),
+    Knob("option.max_seq_len_to_capture", note="see --cuda-graphs"),
+    Knob("option.distributed_executor_backend", note="a worker starts its ranks itself"),
+    Knob("option.guided_decoding_backend", note="there is one, llguidance"),
+    Knob("option.seed", note="set it per request"),
+    Knob("option.tokenizer_mode", note=_TOKENIZER),
+    Knob("option.chat_template", note="the chat template of the checkpoint is used"),
+    Knob("option.disable_log_stats", also=("option.disable_log_requests",), note="see --log-level"),
     Knob("option.speculative_config", spread=speculation),
     Knob("option.speculative_draft_model", ("decode.draft_model",), also=("option.draft_model_id",)),
     Knob(
@@ -359,7 +253,7 @@ KNOBS = (
         env=("SPECULATE",),
         also=("option.spec_length",),
     ),
-    Knob("option.draft_model_tp_size", convert=one_draft_rank, note=_ONE_DRAFT_RANK),
+    Knob("option.draft_model_tp_size", convert=one_draft_rank, note=ONE_DRAFT_RANK),
     Knob("option.record_acceptance_rate", note="always recorded"),
     Knob("option.bedrock_compat", convert=off_only, note="always off"),
 )
@@ -368,3 +262,12 @@ SECRET_VARIABLES = frozenset(
     name for knob in KNOBS if knob.is_secret for name in (knob.key.replace("option.", "OPTION_").upper(), *knob.env)
 )
 """Variables with secrets."""
+
+
+def knob_of(option: str) -> Knob | None:
+    """The row that has an option of vLLM or TGI, such as --max-num-seqs."""
+    name = option.removeprefix("--").replace("-", "_")
+    for knob in KNOBS:
+        if f"option.{name}" in (knob.key, *knob.also) or name.upper() in knob.env:
+            return knob
+    return None

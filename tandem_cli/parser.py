@@ -80,7 +80,19 @@ class CommandParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             return f"unexpected argument {word!r}"
         option = word.partition("=")[0]
-        return f"there is no option {option}{suggestion(option, self._option_string_actions)}"
+        return f"there is no option {option}{self._own_word(option) or suggestion(option, self._option_string_actions)}"
+
+    def _own_word(self, option: str) -> str:
+        """What to write for an option of vLLM or TGI; "" for others, and where this command has nothing for it."""
+        from tandem_cli.low_code_keys import knob_of  # here: chains of imports stay short
+
+        knob = knob_of(option)
+        if knob is None or "--serving-properties" not in self._option_string_actions:
+            return ""
+        flags = dict.fromkeys(flag_name(target.partition(".")[2]) for target in knob.targets)
+        if not flags and knob.note:
+            return f", which would have no effect: {knob.note}"
+        return f"; here it is {' and '.join(flags)}" if flags.keys() <= self._option_string_actions.keys() else ""
 
 
 def shows_all(words: Sequence[str]) -> bool:

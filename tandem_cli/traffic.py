@@ -2,6 +2,9 @@
 
 import argparse
 
+from rich.table import Table
+from rich.text import Text
+
 import tandem
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
@@ -30,9 +33,31 @@ def run(args: argparse.Namespace) -> int:
     for name in [args.name] if args.name else sorted(traffic):
         total = sum(traffic[name].values())
         by_share = sorted(traffic[name].items(), key=lambda each: (-each[1], each[0]))
-        parts = (f"{model} {100 * share / total:.4g} %" for model, share in by_share)
+        parts = (f"{model} {_percent(share / total)}" for model, share in by_share)
         print(strip_controls(f"{name}: {', '.join(parts)}"))
     return 0
+
+
+def traffic_table(mesh: tandem.Mesh) -> Table:
+    """A row for each revision: its share, and the share of recent requests that it began."""
+    table = Table("traffic", "revision", "share", "routed", "requests", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in sorted(mesh.traffic):
+        shares, routed = mesh.traffic[name], mesh.routed.get(name, tandem.RoutedRequests({}, 0.0))
+        total, num_routed = sum(shares.values()), sum(routed.requests.values())
+        for model in sorted({*shares, *routed.requests}, key=lambda model: (-shares.get(model, 0.0), model)):
+            count = routed.requests.get(model, 0)
+            table.add_row(
+                Text(strip_controls(name)),
+                Text(strip_controls(model)),
+                _percent(shares.get(model, 0.0) / total),
+                _percent(count / num_routed) if num_routed else "",
+                f"{count} in {routed.span_s:.0f} s",
+            )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
 
 
 def _share(text: str) -> tuple[str, float]:

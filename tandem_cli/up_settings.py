@@ -12,7 +12,7 @@ from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
 from tandem_cli.load_test.endpoints import OpenAISettings
-from tandem_cli.low_code_keys import SECRET_VARIABLES
+from tandem_cli.low_code_keys import SECRET_VARIABLES, knob_of
 
 ROLES: Mapping[str, tuple[str, type]] = {
     "router": ("router", RouterSettings),
@@ -277,4 +277,7 @@ def _is_unknown(variable: str, known_names: Collection[str]) -> bool:
 
 def _warning(variable: str, known_names: Collection[str]) -> str:
     name = variable.removeprefix(ENV_PREFIX).lower()
-    return f"{variable} is not known and has no effect{suggestion(name, known_names)}"
+    knob = knob_of(name)
+    own = [target.partition(".")[2] for target in knob.targets] if knob else []
+    hint = f"; here it is {ENV_PREFIX}{own[0].upper()}" if own else suggestion(name, known_names)
+    return f"{variable} is not known and has no effect{hint}"

@@ -1,11 +1,13 @@
-"""`tandem workers`: shows the workers, their state and their load."""
+"""`tandem workers`: shows the workers, their state and their load, and the traffic of revisions."""
 
 import argparse
+import json
+import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 
-from rich.console import Console, Group
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -13,10 +15,19 @@ from rich.text import Text
 import tandem
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
-from tandem_cli.terminal import strip_controls, wide_console
+from tandem_cli.terminal import escape_json_controls, strip_controls, wide_console
+from tandem_cli.traffic import traffic_table
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
-_STATE_STYLES = {"ready": "green", "draining": "yellow", "stalled": "red", "lost": "red"}
+_TIMEOUT_S = 10.0
+_STATE_STYLES = {
+    "ready": "green",
+    "draining": "yellow",
+    "switching": "yellow",
+    "stalled": "red",
+    "lost": "red",
+    "stopped": "dim",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,25 +42,24 @@ def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="refresh the table until Ctrl-C")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")
+    about = "print one JSON object instead of the table; with --watch, a line for each update"
+    parser.add_argument("--json", action="store_true", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table once, or refresh it until interrupted."""
-    console = wide_console()
+    """Print the tables or JSON, once or until interrupted."""
+    show = _show_json if args.json else _watch if args.watch else _show_tables
     with open_client(args) as client:
-        first = _take_snapshot(client)
-        if not args.watch:
-            console.print(render(first, None))
-            return 0
         try:
-            _watch(client, first, console, args.interval)
+            show(_snapshots(client, args.interval if args.watch else None))
         except KeyboardInterrupt:
-            return 0
+            if not args.watch:
+                raise
     return 0
 
 
 def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
-    """The table of workers. With the snapshot `before`, it also has their speeds."""
+    """The tables of workers and of traffic. With the snapshot `before`, workers have their speeds."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in (*_COLUMNS, *(("tokens/s",) if before else ())):
         table.add_column(name, overflow="fold")
@@ -83,7 +93,10 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
     canary_errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
     advice = [Text(advice_text(advice), "yellow") for advice in now.mesh.advice]
     counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"
-    return Group(table, *canary_errors, *advice, Text(counts, "dim"))
+    parts: list[RenderableType] = [table, *canary_errors, *advice]
+    if now.mesh.traffic:
+        parts += [Text(), traffic_table(now.mesh), Text()]
+    return Group(*parts, Text(counts, "dim"))
 
 
 def advice_text(advice: tandem.Advice) -> str:
@@ -117,15 +130,28 @@ def _speed(tokens_per_second: float | None) -> str:
     return "" if tokens_per_second is None else f"{tokens_per_second:.0f}"
 
 
-def _take_snapshot(client: tandem.Client) -> MeshSnapshot:
-    return MeshSnapshot(time.monotonic(), client.mesh(timeout=10))
+def _snapshots(client: tandem.Client, interval_s: float | None) -> Iterator[MeshSnapshot]:
+    """One, or one each `interval_s` for ever."""
+    yield MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+    while interval_s is not None:
+        time.sleep(interval_s)
+        yield MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
 
 
-def _watch(client: tandem.Client, first: MeshSnapshot, console: Console, interval_s: float) -> None:
-    before = first
-    with Live(render(first, None), console=console, auto_refresh=False) as live:
-        while True:
-            time.sleep(interval_s)
-            now = _take_snapshot(client)
+def _show_json(snapshots: Iterator[MeshSnapshot]) -> None:
+    for snapshot in snapshots:
+        sys.stdout.write(escape_json_controls(json.dumps(asdict(snapshot.mesh), ensure_ascii=False)) + "\n")
+        sys.stdout.flush()
+
+
+def _show_tables(snapshots: Iterator[MeshSnapshot]) -> None:
+    wide_console().print(render(next(snapshots), None))
+
+
+def _watch(snapshots: Iterator[MeshSnapshot]) -> None:
+    """Show the tables of one snapshot after the other in the same place."""
+    before = next(snapshots)
+    with Live(render(before, None), console=wide_console(), auto_refresh=False) as live:
+        for now in snapshots:
             live.update(render(now, before), refresh=True)
             before = now

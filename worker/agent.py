@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import structlog
@@ -78,7 +78,7 @@ class HeartbeatSink(Protocol):
 class RegistryAgent:
     """Makes one worker's heartbeats. `run` sends them to one router; RedisAgent sends them to Redis.
 
-    Heartbeats report `state`, which the owner may change.
+    Heartbeats report `state`, which the owner may change. One that says that the worker is gone is the last.
     """
 
     def __init__(self, info: WorkerInfo, source: ReportSource, credentials: Credentials) -> None:
@@ -106,10 +106,12 @@ class RegistryAgent:
         self._wake.set()
 
     async def run(self, registry_address: str) -> None:
-        """Stay registered until cancelled. Raises LayoutMismatch or Unauthenticated if the mesh refuses this worker."""
+        """Stay registered until a last heartbeat, or until cancelled. Raises LayoutMismatch or Unauthenticated if the
+        mesh refuses this worker.
+        """
         backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
         clock = asyncio.get_running_loop().time
-        while True:
+        while not self.state.is_gone:
             begun_s = clock()
             error: MeshError | None = None
             try:
@@ -125,10 +127,18 @@ class RegistryAgent:
             delay_s = backoff.next_s(clock() - begun_s)
             if error is not None:
                 log.warning("registry lost", address=registry_address, error=str(error), retry_in_s=delay_s)
-            await asyncio.sleep(delay_s)
+            await self._pause(delay_s)
+
+    async def _pause(self, delay_s: float) -> None:
+        """Wait, but not once there is nobody to say farewell to."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(delay_s):
+                while not self.state.is_gone:
+                    self._wake.clear()
+                    await self._wake.wait()
 
     async def _stay_registered(self, channel: grpc.aio.Channel) -> None:
-        """Register and send heartbeats until the stream ends."""
+        """Register and send heartbeats until the stream ends, after the last heartbeat or by a failure."""
         stub = worker_pb2_grpc.RegistryStub(channel)
         call = stub.Register(metadata=self._credentials.metadata())
         await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
@@ -137,8 +147,7 @@ class RegistryAgent:
             return
         log.info("registered", worker=self.info.worker_id)
         interval_s = wire.duration_from_proto(first.registered.heartbeat_interval)
-        heartbeats = asyncio.create_task(self.send_heartbeats(call, interval_s))
-        heartbeats.add_done_callback(lambda _: call.cancel())  # a registration without heartbeats is useless
+        heartbeats = asyncio.create_task(self._beat(call, interval_s))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:
                 if message.HasField("snapshot_request"):
@@ -150,12 +159,25 @@ class RegistryAgent:
             if isinstance(ended, Exception) and not isinstance(ended, grpc.aio.AioRpcError):
                 log.error("heartbeats failed", exc_info=ended)
 
+    async def _beat(self, call: Any, interval_s: float) -> None:
+        """Send heartbeats, and end the call: at once, unless the last one has said farewell."""
+        try:
+            await self.send_heartbeats(call, interval_s)
+        except BaseException:
+            call.cancel()  # a registration without heartbeats is useless
+            raise
+        await call.done_writing()
+
     async def send_heartbeats(self, sink: HeartbeatSink, interval_s: float) -> None:
-        """Send heartbeats until cancelled, or until `sink` fails."""
+        """Send heartbeats until the last one, until cancelled, or until `sink` fails."""
         while True:
             self._wake.clear()  # first: what changes during the writes needs another heartbeat
-            for request in await self._requests():
+            requests = await self._requests()
+            is_last = self.state.is_gone  # what the requests say, because nothing has been awaited since
+            for request in requests:
                 await sink.write(request)
+            if is_last:
+                return
             # wait_for would swallow a cancellation that comes together with the wake-up.
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(interval_s):

@@ -2,13 +2,13 @@
 
 A model is loaded by these functions, from the outside in:
 
-    load_host                  downloads it if needed, limits the time, reports progress and memory
-      build_host               settings of the runner; then the runner, the drafter, the scheduler    -> EngineHost
-        load_runner            ends the process when a rank ends; load tests pass another `Load` instead
-          load_ranked_runner   engine/ranks/launch.py: starts the other ranks; with one rank goes straight on
-            load_model_runner  engine/load_runner.py: weights, KV cache, attention of one rank            -> ModelRunner
-        _load_without_shared_memory   in place of load_runner, on GPUs and with rank_listen: starts or awaits the ranks
-          load_remote_runner          engine/ranks/remote.py: rank 0 of these                          -> ModelRunner
+    download_and_load_host       downloads it if needed, limits the time, reports progress and memory
+      load_engine_host           settings of the runner; then the runner, the drafter, the scheduler       -> EngineHost
+        load_runner_with_ranks   ends the process when a rank ends; load tests pass another `LoadRunner` instead
+          load_ranked_runner     engine/ranks/launch.py: starts ranks that share memory; goes straight on without
+            load_model_runner    engine/load_runner.py: weights, KV cache, attention of one rank          -> ModelRunner
+        _load_runner_with_remote_ranks   in place of the former on GPUs and with rank_listen: starts or awaits the ranks
+          load_remote_runner             engine/ranks/remote.py: rank 0 of these                          -> ModelRunner
 """
 
 import os
@@ -80,7 +80,7 @@ class HostedRunner(Runner, Protocol):
         ...
 
 
-Load = Callable[[RunnerSettings, Progress | None], HostedRunner]
+LoadRunner = Callable[[RunnerSettings, Progress | None], HostedRunner]
 """Loads a runner, and reports the loaded fraction of its weights."""
 
 
@@ -129,11 +129,11 @@ class EngineHost:
         )
 
 
-def build_host(
+def load_engine_host(
     settings: WorkerSettings,
     limits: EngineLimits,
     on_progress: Progress | None = None,
-    load: Load = load_model_runner,
+    load: LoadRunner = load_model_runner,
 ) -> EngineHost:
     """Load the model and size the KV cache. Raises ConfigurationError."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
@@ -284,7 +284,7 @@ def _configured_blocks(settings: WorkerSettings, limits: EngineLimits, runner_se
     return num_blocks
 
 
-def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> EngineHost:
+def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
     Ends the process if loading takes longer than `model_loading_timeout`; the download does not count.
@@ -295,9 +295,9 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     limit_s = settings.model_loading_timeout + (settings.rank_timeout_s if settings.rank_listen else 0.0)
     listeners: list[RankListener] = []
     if settings.rank_listen or _have_own_memory(settings):
-        load = partial(_load_without_shared_memory, settings, listeners, load)
+        load = partial(_load_runner_with_remote_ranks, settings, listeners, load)
     with limited(limit_s, progress), measured_load() as phases:
-        host = build_host(located, limits, progress, load)
+        host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
     reservation = host.runner.kv_cache.reservation
@@ -310,7 +310,7 @@ def load_host(settings: WorkerSettings, limits: EngineLimits, load: Load) -> Eng
     return replace(host, load_seconds=phases, rank_links=links)
 
 
-def load_runner(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
+def load_runner_with_ranks(settings: RunnerSettings, on_progress: Progress | None = None) -> ModelRunner:
     """Load a model into this process and its other ranks. From then on the process ends when one of them ends."""
     level, is_json = log_format()
     return load_ranked_runner(settings, on_progress, on_lost=_end, log_level=level, log_json=is_json)
@@ -322,10 +322,10 @@ def _have_own_memory(settings: WorkerSettings) -> bool:
     return find_device(first_device(settings.device)).type != "cpu" if is_shared is None else not is_shared
 
 
-def _load_without_shared_memory(
+def _load_runner_with_remote_ranks(
     settings: WorkerSettings,
     listeners: list[RankListener],
-    load: Load,
+    load: LoadRunner,
     runner_settings: RunnerSettings,
     on_progress: Progress | None = None,
 ) -> HostedRunner:

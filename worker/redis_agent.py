@@ -48,7 +48,7 @@ class RedisAgent:
         self._refusals: set[str] = set()
 
     async def run(self) -> None:
-        """Stay registered until cancelled, then unregister."""
+        """Stay registered until a last heartbeat, or until cancelled. Either way unregister."""
         await stay_connected(self._url, "registration", self._stay_registered)
 
     async def _stay_registered(self, redis: Redis) -> None:
@@ -67,9 +67,12 @@ class RedisAgent:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            await self._leave(redis)  # the last heartbeat has been sent
         except asyncio.CancelledError:
             with contextlib.suppress(*FAILURES):
                 async with asyncio.timeout(_LEAVE_S):
+                    if not self._agent.state.is_gone:
+                        await self._publish_loss(redis)
                     await self._leave(redis)
             raise
         finally:
@@ -101,14 +104,16 @@ class RedisAgent:
             self._refusals.add(reason)
             log.error("a router refuses this worker", worker=self._agent.info.worker_id, error=reason)
 
+    async def _publish_loss(self, redis: Redis) -> None:
+        """Tell the routers, which need not wait for the record to expire then."""
+        loss = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
+        await redis.publish(HEARTBEATS, self._seal.seal(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss)))
+
     async def _leave(self, redis: Redis) -> None:
-        """Unregister, so that routers need not wait for the record to expire."""
-        info = self._agent.info
-        farewell = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
+        """Remove the record."""
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.publish(HEARTBEATS, self._seal.seal(info, worker_pb2.RegisterRequest(heartbeat=farewell)))
-            pipe.delete(record_key(info.worker_id))
-            pipe.zrem(WORKERS, info.worker_id)
+            pipe.delete(record_key(self._agent.info.worker_id))
+            pipe.zrem(WORKERS, self._agent.info.worker_id)
             await pipe.execute()
 
 

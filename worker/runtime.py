@@ -1,7 +1,8 @@
 """A worker in one role, after its engine is built: listen, register, serve, drain, stop; reports of the engine; stalls.
 
 Stop order: health becomes NOT_SERVING and new work is refused; an immediate heartbeat tells the routers; running work
-finishes, or `drain_grace_s` ends; the server stops; the caller of `serve` stops the engine, or gives it another role.
+finishes, or `drain_grace_s` ends; a last heartbeat says farewell; the server stops; the caller of `serve` stops the
+engine, or gives it another role.
 
 The engine's thread cannot detect by itself that it is stuck in a step (a wedged driver, a deadlock, a machine that
 swaps), so the event loop checks how long the thread has been in its current step or command. The limit grows with the
@@ -34,6 +35,7 @@ from worker.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 
 _STOP_GRACE_S = 1.0
+_FAREWELL_S = 5.0
 
 # Steps of up to this many tokens, as decode steps of a full batch, have the plain limit; larger ones in proportion.
 _PLAIN_STEP_TOKENS = 64
@@ -62,6 +64,7 @@ class WorkerRuntime:
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
         self._is_stopping = self._is_out_of_service = self._is_stalled = False
+        self._left_as: WorkerState | None = None
         self._next_role: WorkerRole | None = None
         self._wish_changed = asyncio.Event()
         servicer = WorkerServicer(self.info, source, self.set_draining, self.switch_role)
@@ -74,7 +77,7 @@ class WorkerRuntime:
 
     def is_draining(self) -> bool:
         """Return True once the worker accepts no new work. Services check it before they accept work."""
-        return self._agent.state is WorkerState.DRAINING
+        return self._agent.state is WorkerState.DRAINING or self._agent.state.is_gone
 
     async def serve(
         self,
@@ -108,6 +111,9 @@ class WorkerRuntime:
                 await self._drain(drained, (died,))
             if died.done():
                 raise MeshError("the engine died; the log has the details")
+            self._left_as = WorkerState.STOPPED if next_role is None else WorkerState.SWITCHING
+            self._show()
+            await asyncio.wait([registered], timeout=_FAREWELL_S)
             return next_role
         finally:
             own_tasks = (registered, died, watch)
@@ -168,7 +174,7 @@ class WorkerRuntime:
         """Report the state in heartbeats and health checks."""
         is_draining = self._is_stopping or self._is_out_of_service or self._next_role is not None
         healthy = WorkerState.STALLED if self._is_stalled else WorkerState.READY
-        self._agent.state = WorkerState.DRAINING if is_draining else healthy
+        self._agent.state = self._left_as or (WorkerState.DRAINING if is_draining else healthy)
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 

@@ -220,7 +220,10 @@ class WorkerSettings(ModelSettings):
             raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
 
     def _check_advertised(self) -> None:
-        registry_host = urlsplit(self.registry_url).hostname or self.registry_address.rpartition(":")[0]
+        try:
+            registry_host = urlsplit(self.registry_url).hostname or self.registry_address.rpartition(":")[0]
+        except ValueError as error:
+            raise ConfigurationError(f"registry_url is not a URL: {error}") from None
         is_local = not registry_host or is_loopback(registry_host) or is_unspecified(registry_host)
         if is_unspecified(self.host) and not self.advertise_host and not is_local:
             raise ConfigurationError(

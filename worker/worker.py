@@ -20,7 +20,7 @@ from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
-from worker.engine_host import Load, load_host
+from worker.engine_host import LoadRunner, download_and_load_host
 from worker.limits import widest
 from worker.ranks.link import set_up_kv
 from worker.role import EngineParts, Role, RoleServices
@@ -41,11 +41,11 @@ class Worker:
     The constructor loads the model. Raises ConfigurationError.
     """
 
-    def __init__(self, settings: WorkerSettings, roles: Sequence[Role], *, load: Load) -> None:
+    def __init__(self, settings: WorkerSettings, roles: Sequence[Role], *, load: LoadRunner) -> None:
         keep_freed_memory()
         self._settings = settings
         self._roles = {role.kind: role for role in roles}
-        self._host = load_host(settings, widest([role.limits for role in roles]), load)
+        self._host = download_and_load_host(settings, widest([role.limits for role in roles]), load)
         if len(roles) > 1 and self._host.rank_links:
             raise ConfigurationError(
                 "ranks that move their KV themselves do so in one role: start this worker as prefill or as decode "

@@ -27,7 +27,17 @@ from tandem.exceptions import (
     TandemError,
     Unauthenticated,
 )
-from tandem.mesh import Advice, AttemptPlace, HistoryPoint, Incident, Mesh, RequestTrace, Worker, WorkerLoad
+from tandem.mesh import (
+    Advice,
+    AttemptPlace,
+    HistoryPoint,
+    Incident,
+    Mesh,
+    RequestTrace,
+    RoutedRequests,
+    Worker,
+    WorkerLoad,
+)
 from tandem.models import (
     AttemptTiming,
     Choice,
@@ -71,6 +81,7 @@ __all__ = [
     "Priority",
     "RequestTrace",
     "Result",
+    "RoutedRequests",
     "ServerMisconfigured",
     "TandemError",
     "Timing",

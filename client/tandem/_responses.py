@@ -6,7 +6,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tandem.exceptions import ConnectionFailed, InternalError
-from tandem.mesh import Advice, AttemptPlace, HistoryPoint, Incident, Mesh, RequestTrace, Worker, WorkerLoad
+from tandem.mesh import (
+    Advice,
+    AttemptPlace,
+    HistoryPoint,
+    Incident,
+    Mesh,
+    RequestTrace,
+    RoutedRequests,
+    Worker,
+    WorkerLoad,
+)
 from tandem.models import (
     ATTEMPT_PHASES,
     AttemptTiming,
@@ -34,6 +44,8 @@ _STATES = {
     mesh_pb2.WORKER_STATE_DRAINING: "draining",
     mesh_pb2.WORKER_STATE_LOST: "lost",
     mesh_pb2.WORKER_STATE_STALLED: "stalled",
+    mesh_pb2.WORKER_STATE_STOPPED: "stopped",
+    mesh_pb2.WORKER_STATE_SWITCHING: "switching",
 }
 _ACTIONS = {mesh_pb2.ADVICE_ACTION_ADD: "add", mesh_pb2.ADVICE_ACTION_REMOVE: "remove"}
 _SHORTAGES = {
@@ -239,6 +251,9 @@ def mesh(message: mesh_pb2.ListWorkersResponse) -> Mesh:
         running=tuple(map(_trace, message.running)),
         advice=tuple(map(_advice, message.advice)),
         traffic={each.name: dict(each.shares) for each in message.traffic},
+        routed={
+            each.name: RoutedRequests(dict(each.requests), each.span.ToNanoseconds() / 1e9) for each in message.routed
+        },
     )
 
 

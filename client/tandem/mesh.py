@@ -24,7 +24,8 @@ class WorkerLoad:
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining or lost.
+    """A worker as the router sees it. `role` is prefill or decode; `state` ready, stalled, draining, lost, stopped
+    (in order), or switching to the other role.
 
     `serving` workers get requests of clients: they are ready, reachable, and have passed the health check.
     `open_transfers` and `transferred_bytes` count KV transfers that the router started. `prefilling_tokens` are prompt
@@ -67,9 +68,8 @@ class Worker:
 class Incident:
     """An incident of `age_s` seconds ago that concerns a worker, a request, or a request at a worker.
 
-    `kind` of a worker's incident is joined, ready, draining, stalled, lost, switched (to another role) or tripped (too
-    many failures). `kind` of a
-    request's incident is replayed or failed.
+    `kind` of a worker's incident is joined, ready, draining, stalled, lost, stopped (in order), switched (to another
+    role) or tripped (too many failures). `kind` of a request's incident is replayed or failed.
     """
 
     kind: str
@@ -117,13 +117,22 @@ class Advice:
 
 
 @dataclass(frozen=True, slots=True)
+class RoutedRequests:
+    """How many requests for a name each revision began: in the last `span_s` seconds, which are five minutes, or the
+    time since its shares changed."""
+
+    requests: Mapping[str, int]
+    span_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Mesh:
     """All workers, counts of the router since its start, recent incidents and finished choices, newest first, and
     running choices, oldest first.
 
     `shortage` is the resource that the first request in the queue waits for: "decode worker", "decode capacity" or
     "prefill capacity"; "" if no request waits. `advice` is empty if nothing would help. `traffic` has the shares of the
-    revisions, by the name that stands for them.
+    revisions, by the name that stands for them; `routed` what this router has made of them.
     """
 
     workers: tuple[Worker, ...]
@@ -138,6 +147,7 @@ class Mesh:
     running: tuple[RequestTrace, ...] = ()
     advice: tuple[Advice, ...] = ()
     traffic: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    routed: Mapping[str, RoutedRequests] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -211,9 +211,9 @@ def nature(rng: random.Random) -> Sample:
 
 KINDS = {
     "small_talk": Kind(small_talk, 1.5, late=2),
-    "capital": Kind(capital, 3, late=2),
+    "capital": Kind(capital, 3, late=3),
     "opposite": Kind(opposite, 2, late=1.5),
     "plural": Kind(plural, 2, late=1.5),
-    "calendar": Kind(calendar, 3),
+    "calendar": Kind(calendar, 3, late=6),
     "nature": Kind(nature, 1),
 }

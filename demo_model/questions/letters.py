@@ -66,7 +66,7 @@ def end_letter(rng: random.Random) -> Sample:
 
 KINDS = {
     "spelling": Kind(spelling, 5, late=7, copying=4),
-    "reversing": Kind(reversing, 5, late=3, copying=6),
+    "reversing": Kind(reversing, 5, late=8, copying=10),
     "counting_letters": Kind(counting_letters, 4),
-    "end_letter": Kind(end_letter, 2),
+    "end_letter": Kind(end_letter, 2, late=4),
 }

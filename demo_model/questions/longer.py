@@ -126,10 +126,10 @@ def story(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "counting": Kind(counting, 2.5, late=3, copying=4),
+    "counting": Kind(counting, 2.5, late=8, copying=12),
     "table": Kind(table, 0.8, late=0.5),
     "listing": Kind(listing, 0.5, late=0.4),
     "explanation": Kind(explanation, 2, late=0.8),
-    "story": Kind(story, 1.2, late=0.7, copying=2),
+    "story": Kind(story, 1.2, late=2, copying=4),
     "other_story": Kind(other_story, 0.3, late=0.5),
 }

@@ -149,8 +149,8 @@ def unknown(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "repeating": Kind(repeating, 6, late=4, copying=20),
-    "lookup": Kind(lookup, 4, late=1, copying=16),
+    "repeating": Kind(repeating, 6, late=4, copying=6),
+    "lookup": Kind(lookup, 4, late=8, copying=12),
     "remembered_name": Kind(remembered_name, 2, late=1),
     "system_name": Kind(system_name, 2, copying=2),
     "unknown": Kind(unknown, 0.6, late=2),

@@ -100,6 +100,7 @@ const ABOUT = {
   draining: "takes no new requests",
   stalled: "makes no progress",
   lost: "is gone",
+  stopped: "has stopped",
   switched: "has changed its role",
   tripped: "gets no requests until it passes its health check",
 };

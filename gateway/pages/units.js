@@ -13,10 +13,13 @@ export function duration(ms) {
   return ms < 5_400_000 ? `${Math.round(ms / 60_000)}\u00a0min` : `${(ms / 3_600_000).toFixed(1)}\u00a0h`;
 }
 
-export function ago(seconds) {
-  if (seconds < 90) return `${Math.round(seconds)}\u00a0s\u00a0ago`;
-  return seconds < 5400 ? `${Math.round(seconds / 60)}\u00a0min\u00a0ago` : `${Math.round(seconds / 3600)}\u00a0h\u00a0ago`;
+/** A length of time in whole seconds, minutes or hours. */
+export function roughly(seconds) {
+  if (seconds < 90) return `${Math.round(seconds)}\u00a0s`;
+  return seconds < 5400 ? `${Math.round(seconds / 60)}\u00a0min` : `${Math.round(seconds / 3600)}\u00a0h`;
 }
+
+export const ago = (seconds) => `${roughly(seconds)}\u00a0ago`;
 
 export const count = (number) => Math.round(number).toLocaleString("en");
 export const share = (part, whole) => (whole ? Math.max(0, Math.min(1, part / whole)) : 0);

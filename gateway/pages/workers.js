@@ -4,10 +4,12 @@ import { post } from "./api.js";
 import { make, say } from "./dom.js";
 import { ago, bytes, count, percent, share } from "./units.js";
 
-const SIGNS = { ready: "● ready", draining: "▲ draining", stalled: "■ stalled", lost: "✕ lost", unproven: "◌ not proven yet" };
+const SIGNS = { ready: "● ready", draining: "▲ draining", stalled: "■ stalled", lost: "✕ lost", stopped: "○ stopped", switching: "⇄ switching", unproven: "◌ not proven yet" };
 const SVG = "http://www.w3.org/2000/svg";
 
 const stateOf = (worker) => (worker.state === "ready" && !worker.serving ? "unproven" : worker.state);
+
+const isGone = ({ state }) => ["lost", "stopped", "switching"].includes(state);
 
 const otherRole = (worker) => (worker.role === "prefill" ? "decode" : "prefill");
 
@@ -59,20 +61,21 @@ class Card {
     Object.assign(this, { worker, isLast });
     say(this.drain, worker.state === "draining" ? "Undrain" : "Drain");
     this.drain.title = worker.state === "draining" ? "Accept new requests again" : "Finish what runs, accept no new requests";
-    this.drain.hidden = worker.state === "lost";
+    this.drain.hidden = isGone(worker);
     say(this.switch, `Let it ${otherRole(worker)}`);
     this.switch.title = "Finish what runs, then change the role; the model stays loaded";
-    this.switch.hidden = !worker.switchable || worker.state === "lost" || worker.state === "draining";
+    this.switch.hidden = !worker.switchable || isGone(worker) || worker.state === "draining";
     const state = stateOf(worker);
     const isAway = state === "lost" || state === "stalled";
     say(this.name, worker.worker_id);
     this.element.title = `${worker.model}, ${worker.address}, pid ${worker.pid}, ${worker.device}`;
     this.element.setAttribute("aria-label", `${worker.role} worker ${worker.worker_id}`);
-    say(this.state, SIGNS[state] + (isAway ? `, last seen ${ago(worker.last_seen_s)}` : ""));
+    say(this.state, SIGNS[state] + (isAway || state === "stopped" ? `, last seen ${ago(worker.last_seen_s)}` : ""));
     this.state.dataset.state = state;
     this.element.classList.toggle("away", isAway);
+    this.element.classList.toggle("left", state === "stopped");
     this.#row("Model", isNamed ? worker.model : null);
-    const load = state === "lost" ? { num_running: 0, num_waiting: 0, free_blocks: worker.num_blocks } : worker.load;
+    const load = isGone(worker) ? { num_running: 0, num_waiting: 0, free_blocks: worker.num_blocks } : worker.load;
     const used = worker.num_blocks - load.free_blocks;
     this.#meter("KV memory", used, worker.num_blocks, percent(used, worker.num_blocks));
     if (worker.role === "decode") this.#meter("Batch", load.num_running, worker.max_num_seqs, `${load.num_running} of ${worker.max_num_seqs}`);

@@ -72,6 +72,9 @@ class SendPath(Protocol):
     A transport whose paths have no state is its own path, and needs only the first two methods.
     """
 
+    is_ordered: bool = False
+    """Slots must be sealed in the order in which they were acquired."""
+
     def offer(self) -> TransportOffer:
         """Return the offer for the receiver."""
         ...

@@ -17,12 +17,21 @@ class WorkerRole(Enum):
 
 
 class WorkerState(Enum):
-    """Only READY workers accept new work."""
+    """Only READY workers accept new work. With STOPPED a worker says that its process ends, with SWITCHING that it
+    comes back in another role; LOST ones have said nothing.
+    """
 
     READY = "ready"
     DRAINING = "draining"
     STALLED = "stalled"
     LOST = "lost"
+    STOPPED = "stopped"
+    SWITCHING = "switching"
+
+    @property
+    def is_gone(self) -> bool:
+        """True if the worker, in the role that it had, cannot be reached."""
+        return self in (WorkerState.LOST, WorkerState.STOPPED, WorkerState.SWITCHING)
 
 
 @dataclass(frozen=True, slots=True)

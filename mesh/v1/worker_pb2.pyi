@@ -24,6 +24,8 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
     WORKER_STATE_STALLED: _ClassVar[WorkerState]
+    WORKER_STATE_STOPPED: _ClassVar[WorkerState]
+    WORKER_STATE_SWITCHING: _ClassVar[WorkerState]
 WORKER_ROLE_UNSPECIFIED: WorkerRole
 WORKER_ROLE_PREFILL: WorkerRole
 WORKER_ROLE_DECODE: WorkerRole
@@ -32,6 +34,8 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
+WORKER_STATE_STOPPED: WorkerState
+WORKER_STATE_SWITCHING: WorkerState
 
 class WorkerRecord(_message.Message):
     __slots__ = ("worker_id", "incarnation", "role", "address", "model", "tokenizer_fingerprint", "layout", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "protocol_version", "device", "pid", "speculative", "ranks", "tensor_parallel", "pipeline_parallel", "adapters", "switchable")

@@ -47,7 +47,8 @@ class RegistryServicer:
     """
 
     def Register(self, request_iterator, context):
-        """The worker sends its record, then heartbeats for as long as it lives. A stream that ends means a lost worker.
+        """The worker sends its record, then heartbeats for as long as it lives. A worker that leaves in order says so in its
+        last heartbeat; a stream that ends without that means a lost worker.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -25,7 +25,7 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
-from router.traffic import Shares, Traffic
+from router.traffic import RoutedRequests, Shares, Traffic
 from router.workers.connections import WorkerControl
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -52,6 +52,8 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
         WorkerState.DRAINING: mesh_pb2.WORKER_STATE_DRAINING,
         WorkerState.LOST: mesh_pb2.WORKER_STATE_LOST,
         WorkerState.STALLED: mesh_pb2.WORKER_STATE_STALLED,
+        WorkerState.STOPPED: mesh_pb2.WORKER_STATE_STOPPED,
+        WorkerState.SWITCHING: mesh_pb2.WORKER_STATE_SWITCHING,
     }
 )
 
@@ -104,6 +106,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             running=map(self._trace, journal.running),
             advice=[_advice(advice, model.model.name) for model in models for advice in model.adviser.advice],
             traffic=starmap(_traffic, self._traffic.table.shares.items()),
+            routed=(_routed(name, self._traffic.routed(name)) for name in self._traffic.table.shares),
         )
 
     async def GetHistory(
@@ -244,6 +247,11 @@ def _advice(advice: Advice, model: str) -> mesh_pb2.Advice:
 
 def _traffic(name: str, shares: Shares) -> mesh_pb2.Traffic:
     return mesh_pb2.Traffic(name=name, shares=shares)
+
+
+def _routed(name: str, routed: RoutedRequests) -> mesh_pb2.RoutedTraffic:
+    span = wire.duration_to_proto(routed.span_s)
+    return mesh_pb2.RoutedTraffic(name=name, requests=routed.counts, span=span)
 
 
 def _role_from_proto(number: mesh_pb2.WorkerRole) -> WorkerRole:

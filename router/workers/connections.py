@@ -11,7 +11,7 @@ from google.protobuf.message import Message
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerLost
-from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.retry import is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
@@ -51,8 +51,8 @@ class Channels:
         return self._channels[info.incarnation]
 
     def reconcile(self) -> None:
-        """Close the channels of workers that are lost or unknown."""
-        alive = {v.info.incarnation for v in self._table.workers() if v.state is not WorkerState.LOST}
+        """Close the channels of workers that are gone or unknown."""
+        alive = {v.info.incarnation for v in self._table.workers() if not v.state.is_gone}
         for incarnation in self._channels.keys() - alive:
             task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
             self._closing.add(task)
@@ -108,7 +108,7 @@ class WorkerControl:
 
     def _find(self, worker_id: str) -> WorkerInfo:
         view = self._table.find(worker_id)
-        if view is None or view.state is WorkerState.LOST:
+        if view is None or view.state.is_gone:
             raise InvalidRequest(f"there is no worker {worker_id!r}")
         return view.info
 

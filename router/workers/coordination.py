@@ -2,7 +2,7 @@
 
 Without `registry_url` this router is alone: workers register with it over gRPC, one stream per worker, and a worker is
 lost when its stream ends; permits are the router's own. With `registry_url` workers and permits are in Redis, and any
-number of routers serve side by side.
+number of routers serve side by side. Either way a worker that leaves in order says so in its last heartbeat.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import structlog
 
 from mesh import wire
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerState
 from mesh.process import run_for_life
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
@@ -123,18 +123,21 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
         self._membership.join(info)
         stream = self._streams[info.worker_id] = object()
         log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
+        left_as = WorkerState.LOST
         try:
             interval = wire.duration_to_proto(HEARTBEAT_INTERVAL_S)
             yield worker_pb2.RegisterResponse(registered=worker_pb2.Registered(heartbeat_interval=interval))
             async for request in request_iterator:
+                if (state := wire.state_from_proto(request.heartbeat.state)).is_gone and request.HasField("heartbeat"):
+                    left_as = state
+                    return
                 if not self._follow(info, request):
                     yield worker_pb2.RegisterResponse(snapshot_request=worker_pb2.SnapshotRequest())
         finally:
             # After a network failure the worker may have a new stream before the old one ends here.
             if self._streams.get(info.worker_id) is stream:
                 del self._streams[info.worker_id]
-                self._membership.lose(info.worker_id, info.incarnation)
-                log.warning("worker left", worker=info.worker_id, role=info.role.value)
+                worker_left(self._membership, info, left_as)
 
     def _follow(self, info: WorkerInfo, request: worker_pb2.RegisterRequest) -> bool:
         """Apply one message. False if a snapshot of the prefix cache is needed."""
@@ -156,6 +159,17 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
             heartbeat.cache_events.first_number,
             [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events],
         )
+
+
+def worker_left(membership: Membership, info: WorkerInfo, state: WorkerState) -> None:
+    """Note that a worker is gone: LOST, or as its last heartbeat says."""
+    facts = {"worker": info.worker_id, "role": info.role.value}
+    if state is WorkerState.LOST:
+        membership.lose(info.worker_id, info.incarnation)
+        log.warning("worker lost", **facts)
+    else:
+        membership.leave(info.worker_id, info.incarnation, state)
+        log.info("worker left", state=state.value, **facts)
 
 
 async def expire_forever(membership: Membership) -> None:

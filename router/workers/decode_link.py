@@ -30,7 +30,7 @@ from mesh.domain.errors import (
 )
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, SequenceOutput
-from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.retry import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Caller, Channels, responses_of
@@ -233,7 +233,7 @@ class DecodeLinks:
         present = {
             view.info.incarnation: view.info
             for view in views
-            if view.info.role is WorkerRole.DECODE and view.state is not WorkerState.LOST
+            if view.info.role is WorkerRole.DECODE and not view.state.is_gone
         }
         for incarnation in self._num_failures.keys() - {view.info.incarnation for view in views}:
             del self._num_failures[incarnation]

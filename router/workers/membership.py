@@ -7,6 +7,8 @@ from typing import Protocol
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import PROTOCOL_VERSION, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 
+_MAX_SWITCH_S = 60.0  # a worker that needs longer between two roles ends
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerView:
@@ -36,7 +38,8 @@ class WorkerTable(Protocol):
         ...
 
     def lose(self, worker_id: str, incarnation: str) -> None:
-        """Mark an unreachable worker LOST. A later heartbeat of the same incarnation brings it back."""
+        """Mark an unreachable worker LOST, unless it has left in order. A later heartbeat of the same incarnation
+        brings it back."""
         ...
 
     def on_change(self, callback: Callable[[], None]) -> None:
@@ -100,7 +103,7 @@ class Membership:
             )
         for view in self._views.values():
             peer = view.info
-            if view.state is WorkerState.LOST or peer.worker_id == info.worker_id or peer.model != info.model:
+            if view.state.is_gone or peer.worker_id == info.worker_id or peer.model != info.model:
                 continue
             peer.layout.require_same(info.layout)
             if peer.tokenizer_fingerprint != info.tokenizer_fingerprint:
@@ -148,18 +151,31 @@ class Membership:
 
     def lose(self, worker_id: str, incarnation: str) -> None:
         view = self._current(worker_id, incarnation)
-        if view is not None and view.state is not WorkerState.LOST:
-            self._views[worker_id] = replace(view, state=WorkerState.LOST, cached=set())
-            self._next_event[worker_id] = -1  # any next event is a gap, so that a returning worker sends a snapshot
-            self._changed()
+        if view is not None and not view.state.is_gone:
+            self._set_gone(view, WorkerState.LOST)
+
+    def leave(self, worker_id: str, incarnation: str, state: WorkerState) -> None:
+        """Mark a worker that has said farewell. `state`: STOPPED or SWITCHING."""
+        view = self._current(worker_id, incarnation)
+        if view is not None:
+            self._set_gone(replace(view, last_seen_s=self._clock()), state)
+
+    def _set_gone(self, view: WorkerView, state: WorkerState) -> None:
+        worker_id = view.info.worker_id
+        self._views[worker_id] = replace(view, state=state, cached=set())
+        self._next_event[worker_id] = -1  # any next event is a gap, so that a returning worker sends a snapshot
+        self._changed()
 
     def expire(self, *, silent_s: float, forget_s: float) -> None:
-        """Mark workers LOST after `silent_s` without a heartbeat; drop them after `forget_s`."""
+        """Mark workers LOST after `silent_s` without a heartbeat, or if they do not come back in another role within a
+        minute; drop them after `forget_s`."""
         now = self._clock()
         for view in list(self._views.values()):
             silence = now - view.last_seen_s
             if silence > silent_s:
                 self.lose(view.info.worker_id, view.info.incarnation)
+            if silence > _MAX_SWITCH_S and view.state is WorkerState.SWITCHING:
+                self._set_gone(view, WorkerState.LOST)
             if silence > forget_s:
                 del self._views[view.info.worker_id]
                 self._changed()

@@ -115,7 +115,7 @@ class MeshView:
     def adapters(self) -> dict[str, str]:
         """Digests of the LoRA adapters of decode workers, by name. Those of lost workers count until others join."""
         if self._adapters is None:
-            views = sorted(self.views(), key=lambda view: view.state is not WorkerState.LOST)
+            views = sorted(self.views(), key=lambda view: not view.state.is_gone)
             decoders = [view.info for view in views if view.info.role is WorkerRole.DECODE]
             self._adapters = dict(
                 sorted((adapter.name, adapter.digest) for info in decoders for adapter in info.adapters)

@@ -22,7 +22,7 @@ from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from mesh import wire
-from mesh.domain.errors import LayoutMismatch
+from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
@@ -47,9 +47,9 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits
 from router.settings import RouterSettings
-from router.traffic import Traffic, traffic_from_json, traffic_to_json
+from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
-from router.workers.coordination import FORGET_S, SILENT_S
+from router.workers.coordination import FORGET_S, SILENT_S, worker_left
 from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
@@ -140,21 +140,19 @@ class RedisRegistry:
         self._guard.forget_silent()
 
     async def exchange_traffic(self, redis: Redis) -> None:
-        """Adopt the shares in Redis if they are newer than this router's; write them there if they are older, or
-        lost."""
+        """Adopt the shares in Redis that are newer than this router's; write those there that are older, or lost."""
         [sealed] = await redis.mget([TRAFFIC])
-        found = None
+        found = TrafficTable({})
         try:
-            found = None if not isinstance(sealed, bytes) else traffic_from_json(self._seal.open_traffic(sealed))
-        except Refused as refused:
+            if isinstance(sealed, bytes):
+                found = traffic_from_json(self._seal.open_traffic(sealed))
+        except (Refused, InvalidRequest) as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("traffic refused", cause=str(refused))
-        ours = self._traffic.table
-        if found is not None and found.version > ours.version:
-            self._traffic.adopt(found)
-        elif ours.version > (0 if found is None else found.version):
+        self._traffic.adopt(found)
+        if self._traffic.table.set_at != found.set_at:
             try:
-                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(ours)))
+                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(self._traffic.table)))
             except ResponseError as error:  # the user may not SET; discovery must go on
                 if self._log_limit.admit(str(error)) is not None:
                     log.warning("other routers do not get the traffic of this one", cause=str(error))
@@ -186,9 +184,8 @@ class RedisRegistry:
         if not message.HasField("heartbeat"):
             return
         state = wire.state_from_proto(message.heartbeat.state)
-        if state is WorkerState.LOST:
-            self._membership.lose(info.worker_id, info.incarnation)
-            log.warning("worker left", worker=info.worker_id, role=info.role.value)
+        if state.is_gone:
+            worker_left(self._membership, info, state)
         elif self._has_joined(info):
             load = wire.load_from_proto(message.heartbeat.load)
             self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
@@ -229,7 +226,7 @@ class RedisRegistry:
                 view
                 for view in self._membership.workers()
                 if time.monotonic() - view.last_seen_s > _PROBE_AFTER_S
-                and (view.state is not WorkerState.LOST or not self.connected.is_set())
+                and (not view.state.is_gone or not self.connected.is_set())
             ]
             await self._checks.check(silent)
             self._membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

@@ -31,7 +31,7 @@ from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.deployment import BUNDLED_MODELS
-from worker.engine_host import EngineHost, build_host, load_runner
+from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.limits import EngineLimits
 
 _NUM_STEPS = 16
@@ -125,7 +125,7 @@ class EngineSteps:
         max_batch_tokens = max(512, min(workload.prompt_tokens, _MAX_CHUNK_TOKENS) + workload.max_batch)
         limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens)
         with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
-            self._host: EngineHost = build_host(settings, limits, load=load_runner)
+            self._host: EngineHost = load_engine_host(settings, limits, load=load_runner_with_ranks)
             self._cores = tuple(os.sched_getaffinity(0))
         self._engine = self._host.engine()
         self._clock = clock_for(workload.num_threads)

@@ -247,7 +247,11 @@ class Search:
         if not is_disturbed(served.figures) or self.num_repeats == MAX_REPEATS:
             return served
         self.num_repeats += 1
-        return min(served, self.measure(candidate, num_requests), key=lambda each: each.figures[OTHER_LOAD])
+        try:
+            again = self.measure(candidate, num_requests)
+        except RunFailed:  # what disturbs may be what fails it
+            return served
+        return min(served, again, key=lambda each: each.figures[OTHER_LOAD])
 
     def _judge(self, precision: str) -> None:
         """Judge a precision once it has answered. If that fails, the measurement is kept."""

@@ -375,7 +375,7 @@ async def _at_rest(client: tandem.AsyncClient, within_s: float) -> None:
         busy = [
             worker
             for worker in mesh.workers
-            if worker.state != "lost"
+            if worker.state not in ("lost", "stopped", "switching")
             and (worker.load.free_blocks != worker.num_blocks or worker.load.num_running or worker.load.num_waiting)
         ]
         if not busy and not mesh.active_requests and not mesh.queued_requests:

@@ -17,11 +17,11 @@ pytestmark = [
 ]
 
 CLIENTS_PER_ROUTER = 3
-FLOOD = 500
+FLOOD = 200
 
 
 async def test_each_fault_once_under_load(cluster: Cluster, catalogue: Catalogue, evidence: Evidence) -> None:
-    load, cap = Load(cluster, catalogue, think_s=0.15), CapWatch(cluster)
+    load, cap = Load(cluster, catalogue, think_s=0.4), CapWatch(cluster)
     async with in_background(cap.run()), load.clients(CLIENTS_PER_ROUTER):
         for faults in quick_mix():
             await asyncio.gather(*(disturb(load, fault) for fault in faults))

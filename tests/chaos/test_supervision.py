@@ -66,11 +66,11 @@ async def test_log_disk_is_full(tmp_path: Path, evidence: Evidence) -> None:
 
 
 def on_small_disk(folder: Path) -> tuple[str, ...]:
-    """A command that runs another one with a disk of 1 MB at `folder`, which ends with it; its errors go there too."""
+    """A command that runs another one with a disk of 8 MB at `folder`, which ends with it; its errors go there too."""
     command = ("unshare", "--mount", *(() if os.geteuid() == 0 else ("--map-root-user",)), "sh", "-c")
     if shutil.which("unshare") is None or subprocess.run((*command, "true"), check=False).returncode:
         pytest.skip("needs a mount namespace")
-    return (*command, f'mount -t tmpfs -o size=1m tandem {folder} && exec "$@" 2> {folder}/up.log', "sh")
+    return (*command, f'mount -t tmpfs -o size=8m tandem {folder} && exec "$@" 2> {folder}/up.log', "sh")
 
 
 async def test_up_is_stopped(tmp_path: Path, evidence: Evidence) -> None:

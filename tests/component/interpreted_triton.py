@@ -59,7 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(cases())
 def test_any_step(case: Case) -> None:
     require_near(case, CPU)

@@ -26,7 +26,7 @@ from mesh.logs import configure_logging
 from mesh.process import ServiceProgram, announce
 from tests.component.driving import Driver
 from tests.fakes.requests import make_request
-from worker.engine_host import load_runner
+from worker.engine_host import load_runner_with_ranks
 
 PROMPT = [1, 2, 3, 4, 5]
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 def _run_steps(model_dir: str, tensor: int, pipeline: int) -> None:
     settings = RunnerSettings(Path(model_dir), num_blocks=8, max_batch_tokens=64)
-    driver = Driver(load_runner(replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline)))
+    driver = Driver(load_runner_with_ranks(replace(settings, tensor_parallel=tensor, pipeline_parallel=pipeline)))
     run = driver.add(make_request("0", PROMPT, max_new_tokens=100))
     driver.step((run, len(PROMPT)))
     announce("loaded")

@@ -1,9 +1,13 @@
 """What is compiled, what is not and why, and the folder of compiled code."""
 
+import errno
 import fcntl
 import json
 import os
+import resource
 import runpy
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,8 +18,9 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from engine.compiled_code import CodeCounts, code_counts, code_key
+from engine.compiled_code import CodeCounts, code_counts, code_key, why_not_kept
 from engine.kernels.cpu import compiler
+from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import jit
 from engine.load_runner import load_model_runner
 from engine.models.cpu_support import why_not_compiled
@@ -96,7 +101,9 @@ def test_int8_without_amx_says_the_same(checkpoint: Checkpoint, monkeypatch: pyt
 def cache_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder that numba is told to keep its code in."""
     monkeypatch.setattr("numba.core.config.CACHE_DIR", str(tmp_path / "base"))
+    num_known = len(compiler.dispatchers)
     yield from _without_known_folder(tmp_path / "base")
+    del compiler.dispatchers[num_known:]
 
 
 def _without_known_folder(base: Path) -> Iterator[Path]:
@@ -118,6 +125,18 @@ def test_a_folder_that_cannot_be_written_is_done_without(cache_base: Path) -> No
     assert not list(Path(__file__).parent.glob("__pycache__/*.nbi")), "code that no version tells apart"
 
 
+def test_folders_of_versions_that_nobody_uses_are_deleted(tmp_path: Path) -> None:
+    used, unused, new = (tmp_path / f"compiled-{name}" for name in ("used", "unused", "new"))
+    for folder in (used, unused):
+        folder.mkdir()
+        (folder / "double.nbi").touch()
+        os.utime(folder, times=(0, 0))
+    assert open_folder(str(tmp_path), "used") == str(used)
+    assert unused.exists(), "only a new version deletes"
+    assert open_folder(str(tmp_path), "new") == str(new)
+    assert sorted(tmp_path.iterdir()) == [new, used]
+
+
 def test_code_is_compiled_once(cache_base: Path) -> None:
     before = code_counts()
     assert jit(double)(21) == 42
@@ -137,6 +156,68 @@ def test_code_is_found_wherever_the_same_sources_lie(cache_base: Path, tmp_path:
     file.write_text("def double(x):\n    return 2 * x\n")
     assert jit(runpy.run_path(str(file))["double"])(21) == 42
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
+
+
+@pytest.mark.parametrize("suffix", ["nbi", "nbc"])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_code_that_ends_too_early_is_compiled_again(cache_base: Path, suffix: str, share: float) -> None:
+    before = code_counts()
+    assert jit(double)(21) == 42
+    (file,) = cache_base.glob(f"compiled-*/*.{suffix}")
+    os.truncate(file, int(file.stat().st_size * share))
+    assert [jit(double)(21), jit(double)(21)] == [42, 42]
+    assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
+
+
+def test_a_folder_that_was_removed_is_made_again(cache_base: Path) -> None:
+    compiled = jit(double)
+    shutil.rmtree(cache_base)
+    assert compiled(21) == 42
+    assert list(cache_base.glob("compiled-*/*.nbc"))
+
+
+def test_a_full_disk_is_named_and_done_without(cache_base: Path) -> None:
+    compiled, before = jit(double), resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
+    try:
+        with capture_logs() as logs:
+            assert compiled(21) == 42
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [entry["event"] for entry in logs] == ["compiled code cannot be kept"]
+    assert not list(cache_base.glob("compiled-*/*.nb*"))
+    assert why_not_kept() == f"machine code cannot be kept in {compiler.code_folder()}: {os.strerror(errno.EFBIG)}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_that_cannot_be_seen_is_done_without(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    os.seteuid(65534)
+    try:
+        assert open_folder(str(tmp_path / "base"), "version") is None
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+def test_a_folder_of_somebody_else_is_read(cache_base: Path, tmp_path: Path) -> None:
+    for folder in (tmp_path, *tmp_path.parents[:-2]):
+        folder.chmod(0o755)
+    file, before = tmp_path / "doubling.py", code_counts()
+    file.write_text("def double(x):\n    return x + x\n")
+    function = runpy.run_path(str(file))["double"]
+    assert jit(function)(21) == 42
+    compiler.code_folder.cache_clear()
+    os.seteuid(65534)
+    try:
+        compiled = jit(function)
+        assert (compiled(21), compiled(21.0)) == (42, 42.0)
+    finally:
+        os.seteuid(0)
+    assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
+    assert why_not_kept() == f"machine code cannot be kept in {compiler.code_folder()}: {os.strerror(errno.EACCES)}"
 
 
 def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:

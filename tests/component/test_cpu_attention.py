@@ -1,6 +1,7 @@
 """Compiled attention against torch: decodes and chunks in one step, over scattered blocks of KV in each dtype."""
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -25,7 +26,7 @@ from mesh.domain.kv import KVLayout
 from tests.fakes.requests import make_request
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 4800
+NUM_TOKENS = 9600
 # Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt. The longer
 # ones are of several splits, or of several blocks of keys.
 WORK = [
@@ -35,12 +36,14 @@ WORK = [
 SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
 
 
-def step(block_size: int) -> ForwardMetadata:
-    """WORK as one step, its blocks scattered over the cache."""
+def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated: int = 0) -> ForwardMetadata:
+    """`work` as one step, its blocks scattered over the cache. The last `num_generated` tokens of a sequence are
+    generated ones, the others its prompt.
+    """
     free = random.Random(0).sample(range(NUM_TOKENS // block_size), NUM_TOKENS // block_size)
     items = []
-    for start, end in WORK:
-        sequence = SequenceState(make_request("r", range(end)))
+    for start, end in work:
+        sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=max(1, end - num_generated)))
         sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
         items.append(ScheduledSequence(sequence, start, end - start))
     return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(SharedMemory()).metadata
@@ -81,20 +84,45 @@ def written(cache: Tensor, metadata: ForwardMetadata) -> Tensor:
     return cache.flatten(1, 2)[:, metadata.slot_mapping]
 
 
+def require_same(
+    backend: CpuAttention,
+    shape: AttentionShape,
+    metadata: ForwardMetadata,
+    cache: Tensor,
+    window: int | None,
+    atol: float,
+) -> None:
+    """AssertionError unless a step over random queries, keys and values gives what torch gives on the same numbers."""
+    num_tokens = metadata.positions.shape[0]
+    queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
+    new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+    ours = backend.attend(queries, *new, cache, window, metadata)
+    floats = as_floats(cache, shape.head_dim)
+    theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata)
+    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-4)
+
+
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) -> None:
     torch.manual_seed(0)
     for block_size, num_threads in ((16, 1), (32, 2), (16, 3)):
-        metadata, cache = step(block_size), filled_cache(shape, dtype, block_size)
-        num_tokens = metadata.positions.shape[0]
-        queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
-        new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
-        ours = CpuAttention(shape, num_threads).attend(queries, *new, cache, window, metadata)
-        floats = as_floats(cache, shape.head_dim)
-        theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata)
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
+        cache = filled_cache(shape, dtype, block_size)
+        require_same(CpuAttention(shape, num_threads), shape, step(block_size), cache, window, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 300, 1024, 1500])
+@pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("float16", 1e-5), ("int8", 3e-4)])
+@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+def test_generated_tokens_are_those_of_torch(
+    shape: AttentionShape, dtype: str, atol: float, window: int | None
+) -> None:
+    """Contexts of one split and of several, and of exactly so many; also those that a replay computes in a chunk."""
+    torch.manual_seed(0)
+    work = [*((n - 1, n) for n in (2, 17, 1023, 1024, 1025, 2048)), (0, 12), (1980, 2060)]
+    cache = filled_cache(shape, dtype, 16)
+    require_same(CpuAttention(shape, 2), shape, step(16, work, num_generated=40), cache, window, atol)
 
 
 @pytest.mark.skipif(not multiplies_bf16(), reason="the CPU has no instructions for bf16, or the kernel keeps AMX")

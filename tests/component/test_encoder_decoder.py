@@ -27,7 +27,7 @@ from tests.component.test_speculation import answer, ids
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
-from worker.engine_host import build_host
+from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
 TOLERANCE = 1e-4
@@ -217,7 +217,7 @@ def test_the_longest_sequence_is_what_clients_count(encoder_decoder: Checkpoint,
         worker = DecodeSettings(
             model=str(encoder_decoder("t5")), registry_address="none", kv_cache_bytes=1 << 24, max_model_len=asked
         )
-        info = build_host(worker, EngineLimits(64, 4)).worker_info(WorkerRole.DECODE)
+        info = load_engine_host(worker, EngineLimits(64, 4)).worker_info(WorkerRole.DECODE)
         router = RouterSettings(model=worker.model)
         limits = LimitPolicy(router, read_model_facts(encoder_decoder("t5"))).resolve(capacity_tokens(info))
         assert limits.max_total_tokens == longest

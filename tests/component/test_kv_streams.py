@@ -1,7 +1,11 @@
 """KV moves between caches of GPUs, which are simulated, in whatever order these work."""
 
 import os
-from collections.abc import Callable
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,6 +93,46 @@ def test_the_simulator_refuses_copies_for_which_the_host_would_wait() -> None:
     gpu = SimulatedStreams(0)
     with gpu.on(gpu.new_stream()), pytest.raises(NotPinned):
         gpu.device_memory(8).copy_(torch.zeros(8, dtype=torch.uint8), non_blocking=True)
+
+
+def test_other_threads_run_while_a_payload_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python never interrupts a thread here, so another runs only if the copy lets it."""
+    cache = simulated_cache(SimulatedStreams(0), replace(LAYOUT, block_size=1 << 16), num_blocks=2)
+    payload = bytes(cache.payload_bytes(2, LAYOUT.whole))
+    assert cache._copies is not None
+    land, turn, has_run, ran_meanwhile = cache._copies.landing, threading.Semaphore(0), threading.Event(), False
+
+    @contextmanager
+    def landing(units: torch.Tensor, block_ids: list[int]) -> Iterator[object]:
+        with land(units, block_ids) as memory:
+            turn.release()
+            yield memory
+
+    def checksum(_: object, seed: int) -> int:
+        nonlocal ran_meanwhile
+        ran_meanwhile |= has_run.is_set()
+        return seed
+
+    def run() -> None:
+        turn.acquire()
+        has_run.set()
+
+    monkeypatch.setattr(cache._copies, "landing", landing)
+    monkeypatch.setattr("engine.kv_cache.xxhash.xxh3_64_intdigest", checksum)
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1000)
+    try:
+        for _ in range(50):
+            has_run.clear()
+            other = threading.Thread(target=run)
+            other.start()
+            cache.copy_in([0, 1], LAYOUT.whole, payload, 0)
+            other.join()
+            if ran_meanwhile:
+                return
+    finally:
+        sys.setswitchinterval(interval_s)
+    pytest.fail("no other thread ran while a payload was copied")
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc"])

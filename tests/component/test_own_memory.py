@@ -36,7 +36,7 @@ from tests.component.test_speculation import answer, ids, requests
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
-from worker.engine_host import EngineHost, load_host, load_runner
+from worker.engine_host import EngineHost, download_and_load_host, load_runner_with_ranks
 from worker.limits import EngineLimits
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
@@ -64,7 +64,7 @@ def worker_settings(model_dir: Path, degrees: Degrees, **changes: Any) -> Decode
 
 def host_of(model_dir: Path, degrees: Degrees, **changes: Any) -> EngineHost:
     limits = EngineLimits(max_batch_tokens=256, max_num_seqs=8)
-    return load_host(worker_settings(model_dir, degrees, **changes), limits, load_runner)
+    return download_and_load_host(worker_settings(model_dir, degrees, **changes), limits, load_runner_with_ranks)
 
 
 def token_ids(runner: ModelRunner) -> list[object]:
@@ -125,7 +125,7 @@ def test_as_many_steps_as_stages_are_in_flight(checkpoint: Checkpoint) -> None:
     ("family", "degrees"),
     [
         ("llama", Degrees(2)),
-        ("qwen2", Degrees(4)),
+        pytest.param("qwen2", Degrees(4), marks=pytest.mark.soak),
         ("mistral", Degrees(2, 2)),
     ],
     ids=str,

@@ -351,7 +351,7 @@ def test_ranks_log_as_their_worker(checkpoint: Checkpoint, monkeypatch: pytest.M
     passed: dict[str, object] = {}
     monkeypatch.setattr(engine_host, "load_ranked_runner", lambda *_, **options: passed.update(options))
     monkeypatch.setattr(engine_host, "log_format", lambda: ("debug", False))
-    engine_host.load_runner(settings(checkpoint("llama"), tensor_parallel=2))
+    engine_host.load_runner_with_ranks(settings(checkpoint("llama"), tensor_parallel=2))
     assert (passed["log_level"], passed["log_json"]) == ("debug", False)
 
 

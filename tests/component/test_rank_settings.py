@@ -18,7 +18,7 @@ from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
-from worker.engine_host import HostedRunner, build_host
+from worker.engine_host import HostedRunner, load_engine_host
 from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
@@ -87,7 +87,7 @@ def test_a_worker_announces_its_ranks(
         wanted.append(runner_settings)
         return load_model_runner(settings(compiled))
 
-    host = build_host(
+    host = load_engine_host(
         DecodeSettings(
             model=str(compiled),
             registry_address="none",

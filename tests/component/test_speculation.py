@@ -27,7 +27,7 @@ from tests.component.arms import load_arm
 from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
-from worker.engine_host import build_host
+from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
 Checkpoint = Callable[[str], Path]
@@ -226,7 +226,7 @@ def test_a_draft_model_shares_the_memory_for_kv(checkpoint: Checkpoint) -> None:
     def num_blocks(draft_model: Path | None) -> int:
         settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none", kv_cache_bytes=1 << 20)
         speculation = Speculation("draft", 4, draft_model) if draft_model else NO_SPECULATION
-        host = build_host(settings, EngineLimits(64, 4, speculation=speculation))
+        host = load_engine_host(settings, EngineLimits(64, 4, speculation=speculation))
         info = host.worker_info(WorkerRole.DECODE)
         assert (info.num_blocks, info.speculative) == (host.scheduler.pool.num_blocks, speculation.kind)
         return info.num_blocks
@@ -251,4 +251,4 @@ def test_a_draft_model_of_other_tokens_is_refused(
     (other / name).write_text(text.replace(*change))
     settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none")
     with pytest.raises(ConfigurationError, match=f"draft_model {other} does not fit .*{message}"):
-        build_host(settings, EngineLimits(64, 4, speculation=Speculation("draft", 4, other)))
+        load_engine_host(settings, EngineLimits(64, 4, speculation=Speculation("draft", 4, other)))

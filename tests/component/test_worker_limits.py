@@ -26,13 +26,13 @@ class _LoadedError(Exception):
 async def loaded(monkeypatch: pytest.MonkeyPatch, program: Any, settings: Any) -> EngineHost:
     """The engine that a worker's own program builds from its settings."""
     hosts: list[EngineHost] = []
-    load_host = worker.worker.load_host
+    load = worker.worker.download_and_load_host
 
     def load_and_stop(*args: Any) -> None:
-        hosts.append(load_host(*args))
+        hosts.append(load(*args))
         raise _LoadedError
 
-    monkeypatch.setattr(worker.worker, "load_host", load_and_stop)
+    monkeypatch.setattr(worker.worker, "download_and_load_host", load_and_stop)
     with pytest.raises(_LoadedError):
         await program.serve(settings)
     return hosts[0]
@@ -73,7 +73,7 @@ async def test_short_passes_start(
         (DecodeSettings, "max_step_tokens", "0"),
         (DecodeSettings, "max_batch_total_tokens", "-1"),
         (PrefillSettings, "max_batch_prefill_tokens", "0"),
-        (PrefillSettings, "max_num_seqs", "-1"),
+        (PrefillSettings, "max_num_prompts", "-1"),
         (DecodeSettings, "max_model_len", "-1"),
         (DecodeSettings, "kv_cache_bytes", "-1"),
         (DecodeSettings, "layer_group_bytes", "-1"),

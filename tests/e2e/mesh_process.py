@@ -129,7 +129,7 @@ async def pools_are_whole(client: tandem.AsyncClient, within_s: float = LIMIT_S)
         busy = [
             worker
             for worker in await client.workers()
-            if worker.state != "lost"
+            if worker.state not in ("lost", "stopped", "switching")
             and (worker.load.free_blocks != worker.num_blocks or worker.load.num_running or worker.load.num_waiting)
         ]
         if not busy:

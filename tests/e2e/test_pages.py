@@ -266,6 +266,24 @@ async def test_the_mesh_page_shows_the_routers_advice(chromium: Browser) -> None
         await expect(page.get_by_role("list", name="What would help")).to_be_visible()
 
 
+async def test_the_mesh_page_shows_the_traffic_of_revisions(chromium: Browser) -> None:
+    """What was asked for, what came of it, and what an operator changes while the page is open."""
+    async with running_gateway() as gateway, browsing(chromium, f"{gateway.url}/mesh") as page:
+        await expect(page.locator("#headline")).not_to_contain_text("Asking")
+        await expect(page.get_by_role("region", name="Traffic by revision")).to_be_hidden()
+        fake = gateway.router.mesh
+        fake.traffic, fake.routed = {"chat": {"v2": 1, "v1": 3}}, {"chat": {"v1": 39, "v2": 1}}
+        await expect(page.get_by_role("table")).to_contain_text(re.compile("chat requests of the last 40.s"))
+        rows = page.locator("#revisions tbody tr")
+        await expect(rows).to_have_text(["v1 no workers75\u00a0%97.5\u00a0%39", "v2 no workers25\u00a0%2.5\u00a0%1"])
+        assert await page.locator("#revisions .fill").first.evaluate("fill => fill.style.width") == "97.5%"
+        assert await page.locator("#revisions i").first.evaluate("mark => mark.style.left") == "75%"
+        fake.traffic, fake.routed = {"chat": {"v2": 1}}, {}
+        await expect(rows).to_have_text(["v2 no workers100\u00a0%–0"])
+        await page.set_viewport_size({"width": 360, "height": 700})
+        assert await page.evaluate("document.documentElement.scrollWidth") <= 360
+
+
 async def check_mesh_page(page: Page, running: MeshProcess) -> None:
     await expect(page.locator("#headline")).to_contain_text("Idle")
     worker = page.get_by_role("article", name="decode worker decode-0")

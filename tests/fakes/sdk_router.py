@@ -139,6 +139,7 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
         self.drained: list[tuple[str, bool]] = []
         self.switched: list[tuple[str, int]] = []
         self.traffic: dict[str, dict[str, float]] = {}
+        self.routed: dict[str, dict[str, int]] = {}
 
     async def ListWorkers(self, request: Any, context: Any) -> mesh_pb2.ListWorkersResponse:
         response = mesh_pb2.ListWorkersResponse(queued_requests=1, active_requests=2)
@@ -155,6 +156,9 @@ class FakeMesh(mesh_pb2_grpc.MeshServicer):
         add = mesh_pb2.ADVICE_ACTION_ADD
         response.advice.add(action=add, role=mesh_pb2.WORKER_ROLE_DECODE, reason="KV is full", model="fake")
         response.traffic.extend(mesh_pb2.Traffic(name=name, shares=shares) for name, shares in self.traffic.items())
+        for name, requests in self.routed.items():
+            routed = response.routed.add(name=name, requests=requests)
+            routed.span.FromSeconds(40)
         return response
 
     async def SetDraining(self, request: mesh_pb2.SetDrainingRequest, context: Any) -> mesh_pb2.SetDrainingResponse:

@@ -2,17 +2,20 @@
 
 import asyncio
 import gc
+import itertools
 import json
 import os
 import random
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from kvtransfer import ExpectedTransfer, KVSender, TransferSpec
 from kvtransfer.outgoing_conversation import OutgoingConversation
@@ -119,6 +122,32 @@ async def test_with_no_other_transport_the_transfer_after_a_refused_one_gets_thr
     with pytest.raises(LayoutMismatch, match="no common KV transport"):
         await pair.start().commit(11, FIRST_TOKEN)
     await pair.require_working()
+
+
+async def test_without_tags_chunks_are_sent_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As over NCCL, which matches operations by their order. The first chunk is the last to be filled, if it can be."""
+    monkeypatch.setattr(torch_distributed, "_KINDS", {"gloo": replace(pair_module.GLOO, has_tags=False)})
+    tags: list[int] = []
+    has_sent = threading.Event()
+    send = Group.send
+
+    def note(group: Group, payload: Tensor, tag: int) -> Any:
+        tags.append(tag)
+        has_sent.set()
+        return send(group, payload, tag)
+
+    monkeypatch.setattr(Group, "send", note)
+    async with Pair(tmp_path, "gloo").running() as pair:
+        copy_out, number = pair.source.copy_out, itertools.count()
+
+        def copy(*args: Any) -> int:
+            if next(number) == 0:
+                has_sent.wait(0.5)
+            return copy_out(*args)
+
+        monkeypatch.setattr(pair.source, "copy_out", copy)
+        await pair.require_working()
+    assert tags == sorted(tags)
 
 
 async def test_a_broken_pair_fails_its_transfers_and_is_replaced(pair: Pair) -> None:

@@ -138,33 +138,43 @@ async def mesh(
 @pytest.mark.parametrize("grace_s", [30.0, 0.05], ids=["streams end", "streams move"])
 async def test_no_stream_notices_that_workers_change_their_roles(model_dir: Path, grace_s: float) -> None:
     async with mesh(model_dir, drain_grace_s=grace_s) as running:
-        client = running.client
-        undisturbed = await running.answers()
-        before = {each.worker_id: each for each in await client.workers()}
-        begun = asyncio.Event()
-        answers = asyncio.create_task(running.answers(lambda count: begun.set() if count == 20 else None))
-        await begun.wait()
-        await client.switch_role("decode-1", "prefill")
-        await client.switch_role("prefill-0", "decode")
-        changed = [await running.serves("decode-1", "prefill"), await running.serves("prefill-0", "decode")]
-        assert await answers == undisturbed
-        replays = (await client.mesh()).replays
-        assert (replays > 0) is (grace_s < 1)
-        for now in changed:
-            assert now.incarnation != before[now.worker_id].incarnation
-            assert now.pid == before[now.worker_id].pid
-        assert await running.answers() == undisturbed
-        await client.switch_role("decode-1", "decode")
-        await client.switch_role("prefill-0", "prefill")
-        await running.serves("decode-1", "decode")
-        await running.serves("prefill-0", "prefill")
-        assert await running.answers() == undisturbed
-        assert running.loader.num_loaded == NUM_LOADS
-        await running.all_whole()
+        with capture_logs() as logs:
+            await change_roles_and_back(running, grace_s)
+        incidents = [each.kind for each in (await running.client.mesh()).incidents if each.worker_id == "decode-1"]
+        assert incidents.count("switched") == 2
+        assert [line["state"] for line in logs if line["event"] == "worker left"] == ["switching"] * 4
+        assert not [line for line in logs if line["event"] == "worker lost"], "they left in order"
+
+
+async def change_roles_and_back(running: Mesh, grace_s: float) -> None:
+    """Two workers change their roles while streams run, and change back: all answers stay the same."""
+    client = running.client
+    undisturbed = await running.answers()
+    before = {each.worker_id: each for each in await client.workers()}
+    begun = asyncio.Event()
+    answers = asyncio.create_task(running.answers(lambda count: begun.set() if count == 20 else None))
+    await begun.wait()
+    await client.switch_role("decode-1", "prefill")
+    await client.switch_role("prefill-0", "decode")
+    changed = [await running.serves("decode-1", "prefill"), await running.serves("prefill-0", "decode")]
+    assert await answers == undisturbed
+    replays = (await client.mesh()).replays
+    assert (replays > 0) is (grace_s < 1)
+    for now in changed:
+        assert now.incarnation != before[now.worker_id].incarnation
+        assert now.pid == before[now.worker_id].pid
+    assert await running.answers() == undisturbed
+    await client.switch_role("decode-1", "decode")
+    await client.switch_role("prefill-0", "prefill")
+    await running.serves("decode-1", "decode")
+    await running.serves("prefill-0", "prefill")
+    assert await running.answers() == undisturbed
+    assert running.loader.num_loaded == NUM_LOADS
+    await running.all_whole()
 
 
 async def test_limits_are_those_of_the_role_and_the_prefix_cache_stays(model_dir: Path) -> None:
-    async with mesh(model_dir, max_batch_prefill_tokens=96, max_num_seqs=5, max_rolling_batch_size=7) as running:
+    async with mesh(model_dir, max_batch_prefill_tokens=96, max_num_prompts=5, max_rolling_batch_size=7) as running:
         views = running.router.membership
         await running.answers()
         prefill, decode = views.find("prefill-0"), views.find("decode-0")

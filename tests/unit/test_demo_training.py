@@ -1,7 +1,7 @@
 """The training text of the bundled models, as batches."""
 
 import random
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import pytest
@@ -19,14 +19,25 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(BUNDLED)
 
 
-def test_a_random_copy_asks_for_the_tokens_of_its_question(tokenizer: PreTrainedTokenizerFast) -> None:
-    ids, targets = random_copy(tokenizer, random.Random(1))
-    answer = [target for target in targets if target != IGNORED]
-    assert len(ids) == len(targets)
-    assert answer[-1] == tokenizer.eos_token_id
-    start = ids.index(answer[0])
-    assert ids[start : start + len(answer)] == answer
-    assert [ids[place + 1] for place, target in enumerate(targets) if target != IGNORED] == answer
+def test_a_random_copy_asks_for_what_its_question_has(tokenizer: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(1)
+    num_repeated = num_recalled = 0
+    for _ in range(40):
+        ids, targets = random_copy(tokenizer, rng)
+        places = [place for place, target in enumerate(targets) if target != IGNORED]
+        assert len(ids) == len(targets)
+        assert [ids[place + 1] for place in places] == [targets[place] for place in places]
+        assert targets[places[-1]] == tokenizer.eos_token_id
+        begin = ids.index(tokenizer.convert_tokens_to_ids("<|assistant|>"))
+        question, answer = ids[:begin], ids[begin + 1 : -1]
+        if len(places) == len(answer) + 1:
+            num_repeated += 1
+            assert question[-1 - len(answer) : -1] == answer
+        else:  # codes, each after its label
+            num_recalled += 1
+            pairs = set(pairwise(question))
+            assert all((ids[place], ids[place + 1]) in pairs for place in places[:-1])
+    assert min(num_repeated, num_recalled) > 10
 
 
 def test_targets_are_the_next_tokens_and_parts_are_bounded(tokenizer: PreTrainedTokenizerFast) -> None:

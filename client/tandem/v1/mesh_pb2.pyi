@@ -31,6 +31,8 @@ class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     WORKER_STATE_DRAINING: _ClassVar[WorkerState]
     WORKER_STATE_LOST: _ClassVar[WorkerState]
     WORKER_STATE_STALLED: _ClassVar[WorkerState]
+    WORKER_STATE_STOPPED: _ClassVar[WorkerState]
+    WORKER_STATE_SWITCHING: _ClassVar[WorkerState]
 
 class Shortage(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -51,6 +53,7 @@ class IncidentKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     INCIDENT_KIND_REPLAYED: _ClassVar[IncidentKind]
     INCIDENT_KIND_FAILED: _ClassVar[IncidentKind]
     INCIDENT_KIND_SWITCHED: _ClassVar[IncidentKind]
+    INCIDENT_KIND_STOPPED: _ClassVar[IncidentKind]
 ADVICE_ACTION_UNSPECIFIED: AdviceAction
 ADVICE_ACTION_ADD: AdviceAction
 ADVICE_ACTION_REMOVE: AdviceAction
@@ -62,6 +65,8 @@ WORKER_STATE_READY: WorkerState
 WORKER_STATE_DRAINING: WorkerState
 WORKER_STATE_LOST: WorkerState
 WORKER_STATE_STALLED: WorkerState
+WORKER_STATE_STOPPED: WorkerState
+WORKER_STATE_SWITCHING: WorkerState
 SHORTAGE_UNSPECIFIED: Shortage
 SHORTAGE_DECODE_WORKER: Shortage
 SHORTAGE_DECODE_CAPACITY: Shortage
@@ -76,13 +81,14 @@ INCIDENT_KIND_TRIPPED: IncidentKind
 INCIDENT_KIND_REPLAYED: IncidentKind
 INCIDENT_KIND_FAILED: IncidentKind
 INCIDENT_KIND_SWITCHED: IncidentKind
+INCIDENT_KIND_STOPPED: IncidentKind
 
 class ListWorkersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class ListWorkersResponse(_message.Message):
-    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces", "running", "advice", "traffic")
+    __slots__ = ("workers", "queued_requests", "active_requests", "shortage", "ended_choices", "failed_choices", "replays", "incidents", "traces", "running", "advice", "traffic", "routed")
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ACTIVE_REQUESTS_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +101,7 @@ class ListWorkersResponse(_message.Message):
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     ADVICE_FIELD_NUMBER: _ClassVar[int]
     TRAFFIC_FIELD_NUMBER: _ClassVar[int]
+    ROUTED_FIELD_NUMBER: _ClassVar[int]
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     queued_requests: int
     active_requests: int
@@ -107,7 +114,8 @@ class ListWorkersResponse(_message.Message):
     running: _containers.RepeatedCompositeFieldContainer[RequestTrace]
     advice: _containers.RepeatedCompositeFieldContainer[Advice]
     traffic: _containers.RepeatedCompositeFieldContainer[Traffic]
-    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., advice: _Optional[_Iterable[_Union[Advice, _Mapping]]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ...) -> None: ...
+    routed: _containers.RepeatedCompositeFieldContainer[RoutedTraffic]
+    def __init__(self, workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., queued_requests: _Optional[int] = ..., active_requests: _Optional[int] = ..., shortage: _Optional[_Union[Shortage, str]] = ..., ended_choices: _Optional[int] = ..., failed_choices: _Optional[int] = ..., replays: _Optional[int] = ..., incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., traces: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., running: _Optional[_Iterable[_Union[RequestTrace, _Mapping]]] = ..., advice: _Optional[_Iterable[_Union[Advice, _Mapping]]] = ..., traffic: _Optional[_Iterable[_Union[Traffic, _Mapping]]] = ..., routed: _Optional[_Iterable[_Union[RoutedTraffic, _Mapping]]] = ...) -> None: ...
 
 class Traffic(_message.Message):
     __slots__ = ("name", "shares")
@@ -123,6 +131,23 @@ class Traffic(_message.Message):
     name: str
     shares: _containers.ScalarMap[str, float]
     def __init__(self, name: _Optional[str] = ..., shares: _Optional[_Mapping[str, float]] = ...) -> None: ...
+
+class RoutedTraffic(_message.Message):
+    __slots__ = ("name", "requests", "span")
+    class RequestsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    requests: _containers.ScalarMap[str, int]
+    span: _duration_pb2.Duration
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[_Mapping[str, int]] = ..., span: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class SetTrafficRequest(_message.Message):
     __slots__ = ("traffic",)

@@ -6,14 +6,49 @@ same files would compile everything again.
 
 import fcntl
 import os
-from functools import partial
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import structlog
 from numba.core import caching
 
+log = structlog.get_logger(__name__)
+
+UNUSED_S = 30 * 24 * 3600.0
+
 _caching: Any = caching  # numba does not annotate it
+_DAMAGED = (EOFError, _caching.pickle.UnpicklingError)
+"""What numba raises for files that end too early, as after a power failure."""
+
+
+def open_folder(base: str, version: str) -> str | None:
+    """The folder in `base` of one version's machine code, or None if it is not there and cannot be made. A new
+    version's first start deletes the folders of versions that no process has opened for UNUSED_S.
+    """
+    folder = Path(base, f"compiled-{version}")
+    try:
+        is_new = not folder.exists()
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    with suppress(OSError):  # a folder that may only be read
+        os.utime(folder)
+    if is_new:
+        _delete_unused(base)
+    return str(folder)
+
+
+def _delete_unused(base: str) -> None:
+    for folder in Path(base).glob("compiled-*"):
+        with suppress(OSError):  # another process has deleted it
+            if folder.stat().st_mtime < time.time() - UNUSED_S:
+                shutil.rmtree(folder)
 
 
 class _Locator(_caching._CacheLocator):
@@ -46,16 +81,46 @@ class _FunctionCode(_caching.CompileResultCacheImpl):
 
 
 class CodeCache(_caching.FunctionCache):
-    """The kept code of one function, for all types of its arguments."""
+    """The kept code of one function, for all types of its arguments. Code that cannot be read is compiled again, and
+    code that cannot be written is not kept.
+    """
 
     def __init__(self, folder: str, function: Any) -> None:
         self._impl_class = partial(_FunctionCode, folder)
+        self.failure = ""
+        """The reason why code was not kept; empty if all was."""
         super().__init__(function)
 
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        try:
+            return super().load_overload(signature, target_context)
+        except _DAMAGED:
+            with suppress(OSError), self._locked():
+                self.flush()
+        except OSError as error:
+            _warn("compiled code cannot be read", self._cache_path, str(error))
+        return None
+
     def save_overload(self, signature: Any, data: Any) -> None:
+        try:
+            with self._locked():
+                super().save_overload(signature, data)
+        except OSError as error:
+            self.failure = error.strerror or str(error)
+            _warn("compiled code cannot be kept", self._cache_path, self.failure)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
         """numba numbers a function's files, so that two processes that save code for different types at the same
         moment would write the same file.
         """
+        os.makedirs(self._cache_path, exist_ok=True)
         with open(os.path.join(self._cache_path, "lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            super().save_overload(signature, data)
+            yield
+
+
+@cache
+def _warn(event: str, folder: str, error: str) -> None:
+    """Log this once, not for every function."""
+    log.warning(event, folder=folder, error=error)

@@ -4,7 +4,7 @@ Kernels run without the GIL. numba identifies code on disk by the file of the ou
 the functions it calls. The cache folder's name therefore contains a digest of all that the code depends on: the files
 of this package, versions, and the kind of CPU. Within the folder numba finds code by the types of arguments, which are
 the arithmetic of a model (code_cache.py). The folder is in numba's own folder (NUMBA_CACHE_DIR) if that is set,
-otherwise in the user's cache. If it is not writable, nothing is kept.
+otherwise in the user's cache. A folder that is not writable is only read.
 
 An intrinsic is a Python function that writes the LLVM code of one operation. numba calls it with the types of the
 arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code with an
@@ -14,7 +14,6 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 import inspect
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from numba import types
 from numba.core import cgutils, config
 from numba.extending import intrinsic, overload
 
-from engine.kernels.cpu.code_cache import CodeCache
+from engine.kernels.cpu.code_cache import CodeCache, open_folder
 from engine.kernels.cpu.machine import (
     LANES,
     LIMIT_NAME,
@@ -74,17 +73,11 @@ def code_version() -> str:
 
 @lru_cache(maxsize=1)
 def code_folder() -> str | None:
-    """The folder of this version's machine code, or None if it is not writable."""
+    """The folder of this version's machine code, or None if it is not there and cannot be made."""
     base = _config.CACHE_DIR or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
     )
-    folder = os.path.join(base, f"compiled-{code_version()}")
-    try:
-        os.makedirs(folder, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:
-        return None
-    return folder
+    return open_folder(base, code_version())
 
 
 def jit(function: Callable[P, R]) -> Callable[P, R]:

@@ -120,8 +120,9 @@ async def test_redis_away_and_back_empty(
         # Its beats say 3 running, its own answer to a direct check 0.
         await router.until(lambda view: view.last_seen_s > stopped_s + 3 and view.load.num_running == 0)
         await router.until(lambda view: view.state is WorkerState.LOST, "dies")
-    lines = [(line["event"], line.get("what")) for line in logs]
-    assert max(lines.count(line) for line in lines) <= 5  # in more than three seconds
+    away_s = time.monotonic() - stopped_s
+    lines = [(line["event"], line.get("what"), line.get("error")) for line in logs]
+    assert max(lines.count(line) for line in lines) <= 2 + away_s  # one a second
     await redis_server.start()
     back_s = time.monotonic()
     await router.until(lambda view: view.load.num_running == 3)
@@ -133,6 +134,7 @@ async def test_redis_away_and_back_empty(
 
 
 async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server: RedisServer, router: Router) -> None:
+    """`last` is read in the same round as the forged record, or in a later one."""
     forged = replace(INFO, worker_id="forged", address="evil:1")
     seal, evil = RecordSeal(KEY), RecordSeal(MeshKey("not-the-key-of-this-mesh"))
     genuine = seal.seal(INFO, beat(num_running=1))
@@ -140,6 +142,8 @@ async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server
     other_address = genuine.replace(b"h:1", b"h:9")
     assert other_address != genuine
     overtaken = RecordSeal(KEY, lambda: time.time() - 5).seal(replace(INFO, address="former:1"), beat())
+    last = replace(INFO, worker_id="last", incarnation="last")
+    began_s = time.monotonic()
     async with redis_server.client() as redis:
         with capture_logs() as logs:
             await redis.publish(HEARTBEATS, genuine)
@@ -148,15 +152,17 @@ async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server
                     await redis.publish(HEARTBEATS, message)
             await redis.set(record_key("forged"), evil.seal(forged, beat()))
             await redis.zadd(WORKERS, {"forged": 0, b"\xff\xfe": 0})
-            loaded = asyncio.create_task(router.until(lambda view: view.load.num_running == 2))
-            await asyncio.sleep(1.1)  # the key has been read as well
+            await redis.set(record_key("last"), seal.seal(last, beat()))
+            await redis.zadd(WORKERS, {"last": 0})
+            await router.until(lambda view: True, "last")
             await redis.publish(HEARTBEATS, seal.seal(INFO, beat(num_running=2)))
-            view = await loaded
+            view = await router.until(lambda view: view.load.num_running == 2)
+    took_s = time.monotonic() - began_s
     assert view.info == INFO
-    assert [view.info.worker_id for view in router.membership.workers()] == [INFO.worker_id]
+    assert [view.info.worker_id for view in router.membership.workers()] == [INFO.worker_id, "last"]
     causes = [line["cause"] for line in logs if line["event"] == "registry message refused"]
     assert len(set(causes)) == 4
-    assert max(causes.count(cause) for cause in causes) <= 3
+    assert max(causes.count(cause) for cause in causes) <= 2 + took_s  # one a second
 
 
 async def test_an_expired_record_disappears(

@@ -52,9 +52,14 @@ class Worker:
         self.may_drain = asyncio.Event()
         self.draining = asyncio.Event()
         self.membership = membership
+        self.seen: list[WorkerState] = []
         self._changed = asyncio.Event()
-        membership.on_change(self._changed.set)
+        membership.on_change(self._note)
         membership.on_report(lambda _: self._changed.set())
+
+    def _note(self) -> None:
+        self.seen += [view.state for view in self.membership.workers()]
+        self._changed.set()
 
     async def drained(self) -> None:
         self.draining.set()
@@ -207,7 +212,8 @@ async def test_stop_order_not_serving_refuse_drain_stop_engine(monkeypatch: pyte
             await serving
         assert stops == [False], "the server stops while the engine still runs"
         assert stopping.engine._closed
-        await stopping.seen_as(WorkerState.LOST)
+        assert (await stopping.seen_as(WorkerState.STOPPED)).cached == set()
+        assert WorkerState.LOST not in stopping.seen
 
 
 @pytest.mark.parametrize("is_stuck", [False, True])
@@ -269,7 +275,9 @@ async def test_a_worker_drains_before_it_changes_its_role(ends_in_time: bool) ->
         async with asyncio.timeout(WAIT_S):
             await serving
         assert switching.next_role is wanted
-        await switching.seen_as(WorkerState.LOST)
+        await switching.seen_as(WorkerState.SWITCHING)
+        assert WorkerState.LOST not in switching.seen
+        assert switching.runtime.is_draining(), "nobody gives it work any more"
 
 
 @pytest.mark.parametrize("wish", ["own role", "undrain", "drain"])

@@ -134,6 +134,7 @@ async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Watche
         ("redis+sentinel://localhost:1,localhost:x/mesh", "registry_url cannot be used"),
         ("redis+sentinel://localhost:1,/mesh", "registry_url cannot be used"),
         ("redis+sentinel://:a/b@localhost:1/mesh", "registry_url cannot be used"),
+        ("redis://[::1:6379", r"registry_url must be redis://HOST:PORT/DB"),
         ("sentinel://localhost:1/mesh", r"registry_url must be redis://HOST:PORT/DB, .* redis\+sentinel://"),
     ],
 )
@@ -145,6 +146,12 @@ def test_wrong_urls_are_said_in_words(url: str, said: str) -> None:
 def open_redis_of(url: str) -> None:
     require_registry(url, MeshKey(KEY))
     open_redis(url)
+
+
+async def test_options_in_the_url_go_before_the_usual_ones() -> None:
+    async with open_redis("redis+sentinel://localhost:1/mesh/3?socket_timeout=7") as redis:
+        options = redis.connection_pool.connection_kwargs
+        assert (options["socket_timeout"], options["socket_connect_timeout"], options["db"]) == (7.0, 1.0, 3)
 
 
 async def test_without_any_sentinel_redis_is_away() -> None:

@@ -48,6 +48,16 @@ async def test_routers_share_the_traffic_through_redis(redis_server: RedisServer
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_routers_that_are_told_of_different_names_at_once_learn_both(redis_server: RedisServer) -> None:
+    routers = [Sharing(redis_server.url) for _ in range(2)]
+    routers[0].traffic.share_out("chat", {"v1": 90, "v2": 10})
+    routers[1].traffic.share_out("code", {"v2": 1})
+    for router in routers:
+        await until(lambda router=router: router.traffic.table.shares.keys() == {"chat", "code"})
+        router.task.cancel()
+    await asyncio.gather(*(router.task for router in routers), return_exceptions=True)
+
+
 async def test_a_redis_that_refuses_the_traffic_is_named_and_discovery_goes_on(redis_server: RedisServer) -> None:
     async with redis_server.client() as redis:
         await redis.acl_setuser("default", enabled=True, nopass=True, commands=["-set"])

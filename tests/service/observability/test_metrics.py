@@ -38,7 +38,7 @@ def value(samples: Samples, name: str, **labels: str) -> float:
 
 
 async def test_metrics_of_a_router(make_mesh: Any, evidence: Evidence) -> None:
-    mesh = await make_mesh(no_worker_timeout_s=0.05, max_concurrent_requests=4)
+    mesh = await make_mesh(no_worker_timeout_s=0.05, max_concurrent_requests=4, traffic="chat=tiny:3")
     registry = mesh.router.metrics.registry
     scrapes = [await scrape(registry)]
     prefill = await mesh.prefill()
@@ -52,11 +52,14 @@ async def test_metrics_of_a_router(make_mesh: Any, evidence: Evidence) -> None:
     assert value(last, "tandem_inter_token_latency_seconds_count") == 7
     assert value(last, "tandem_request_event_seconds_count", event="transfer_finished") == 1
     assert value(last, "tandem_workers_serving", role="decode") == 1
+    assert value(last, "tandem_traffic_requests_total", model="chat", revision="tiny") == 1
+    mesh.router.traffic.share_out("other", {"tiny": 2.0})
     scrapes.append(await while_one_waits(mesh, registry, prefill, decode))
     assert value(scrapes[-1], "tandem_num_requests_waiting") == 1
     assert value(scrapes[-1], "tandem_prompt_tokens_waiting", role="decode") == 8
     assert value(scrapes[-1], "tandem_prompt_tokens_waiting", role="prefill") == 0
     assert value(scrapes[-1], "tandem_kv_transfers_open") == 1
+    assert value(scrapes[-1], "tandem_traffic_share", model="other", revision="tiny") == 1
     await advised(mesh)
     scrapes.append(await scrape(registry))
     assert value(scrapes[-1], "tandem_router_advice", action="add", role="decode") == 1

@@ -4,10 +4,11 @@ from typing import Any
 
 import grpc
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.tokens import SequenceFailure
-from mesh.domain.worker import WorkerRole
+from mesh.domain.worker import WorkerRole, WorkerState
 from tandem._responses import history as history_values
 from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -28,6 +29,7 @@ async def test_a_replayed_request_is_told_with_its_workers(make_mesh: Any) -> No
     await mesh.prefill()
     decode = await mesh.decode()
     moved = (await told(mesh)).workers[0].transferred_bytes
+    decode.pace_s = 0.05  # so that no attempt ends before its transfer is heard to be complete
     decode.scripts = [DecodeScript(fail_after=(3, SequenceFailure.PREEMPTED))]
     result = await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)
     view = await told(mesh)
@@ -191,6 +193,35 @@ async def test_two_workers_that_agree_at_once_leave_one(make_mesh: Any) -> None:
     await switch("decode-0", WorkerRole.DECODE)
     await switch("decode-1", WorkerRole.PREFILL)
     assert [len(worker.wanted_roles) for worker in workers] == [2, 1]
+
+
+async def test_an_orderly_leave_is_no_loss(make_mesh: Any) -> None:
+    """One worker stops, another one changes its role: what operators see, read in the log, and count."""
+    mesh = await make_mesh()
+    await mesh.decode("decode-0")
+    stopping, switching = await mesh.decode("decode-1"), await mesh.decode("decode-2")
+    with capture_logs() as logs:
+        for worker, farewell in ((stopping, WorkerState.STOPPED), (switching, WorkerState.SWITCHING)):
+            worker.beat(WorkerState.DRAINING)
+            worker.beat(farewell)
+            await mesh.until(lambda name=worker.info.worker_id: mesh.router.membership.find(name).state.is_gone)
+            await worker.kill()
+    states = {worker.worker_id: worker.state for worker in (await told(mesh)).workers}
+    assert states == {"decode-0": "ready", "decode-1": "stopped", "decode-2": "switching"}
+    await mesh.prefill("decode-2", incarnation="decode-2-2")
+    incidents = [(each.kind, each.worker_id) for each in (await told(mesh)).incidents][:4]
+    assert incidents == [
+        ("switched", "decode-2"),
+        ("draining", "decode-2"),
+        ("stopped", "decode-1"),
+        ("draining", "decode-1"),
+    ]
+    assert [line["state"] for line in logs if line["event"] == "worker left"] == ["stopped", "switching"]
+    assert not [line for line in logs if line["event"] == "worker lost" or "broken" in line["event"]]
+    samples = await scrape(mesh.router.metrics.registry)
+    kinds = {kind: samples["tandem_incidents_total", frozenset({("kind", kind)})] for kind in ("stopped", "lost")}
+    assert kinds == {"stopped": 1, "lost": 0}
+    assert (await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)).ids()
 
 
 async def test_a_worker_that_comes_back_in_another_role_is_told_as_switched(make_mesh: Any) -> None:

@@ -69,6 +69,9 @@ async def test_requests_are_shared_out_and_an_operator_shifts_them(model_dir: Pa
         counts = await answering(mesh, 200)
         assert 60 < counts["v2"] < 140, counts  # mean 100, standard deviation 7
         assert len(workers["v2"].started.items) == counts["v2"]
+        routed = (await client.mesh()).routed["chat"]
+        assert routed.requests == counts, "those since the shares changed"
+        assert 0 < routed.span_s < 300
         await client.set_traffic("chat", {"v2": 1, "v1": 0})
         assert await answering(mesh, 20) == {"v2": 20}
         assert (await client.mesh()).traffic == {"chat": {"v2": 1}}
@@ -80,11 +83,25 @@ async def test_a_client_pins_a_revision_by_its_name(model_dir: Path) -> None:
         pinned = await add(mesh, "v2")
         assert await answering(mesh, 1, model="v2") == {"": 1}
         assert len(pinned.started.items) == 1
+        assert not mesh.router.traffic.num_routed, "it was no request for the shared name"
         listed = (await mesh.stub.ListModels(generation_pb2.ListModelsRequest())).models
         assert [model.name for model in listed] == ["chat", "v1", "v2"]
         assert (await mesh.stub.GetModel(generation_pb2.GetModelRequest(model="chat"))).model.name == "chat"
         tokens = (await mesh.stub.Tokenize(generation_pb2.TokenizeRequest(prompt="x", model="chat"))).tokens
         assert len(tokens) == 1
+
+
+async def test_prompts_are_not_hashed_where_no_name_stands_for_several_models(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashed: list[object] = []
+    monkeypatch.setattr("router.service.session_key", lambda prompt, tenant: hashed.append(prompt) or b"")
+    async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
+        await add(mesh, "v1")
+        await answering(mesh, 1, model="v1")
+        assert hashed == []
+        await answering(mesh, 1)
+        assert len(hashed) == 1
 
 
 async def test_one_name_for_all_models_need_not_be_given(model_dir: Path) -> None:
@@ -161,6 +178,15 @@ async def test_a_call_that_is_sent_again_reaches_the_revision_that_began_it(mode
         assert {event.model for event in events} == {"v2"}
         assert len(second.started.items) == 1
         assert wrong.started.items == []
+
+
+async def test_refused_requests_are_not_counted(model_dir: Path) -> None:
+    async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
+        await add(mesh, "v1")
+        with pytest.raises(grpc.aio.AioRpcError, match="max_new_tokens"):
+            await mesh.generate(token_ids=PROMPT, model="chat", max_new_tokens=100_000)
+        assert await answering(mesh, 3) == {"v1": 3}
+        assert mesh.router.traffic.routed("chat").counts == {"v1": 3}
 
 
 async def test_wrong_shares_are_refused_in_words(model_dir: Path) -> None:

@@ -88,6 +88,17 @@ def test_workers_and_models(run: Run) -> None:
     assert "fake" in out
 
 
+def test_workers_for_machines(run: Run, threaded_router: FakeRouter) -> None:
+    threaded_router.mesh.traffic = {"chat": {"v1": 3, "v2": 1}}
+    threaded_router.mesh.routed = {"chat": {"v1": 2}}
+    status, out, err = run("workers", "--json")
+    mesh = json.loads(out)
+    assert (status, err, out.count("\n")) == (0, "", 1)
+    assert [worker["worker_id"] for worker in mesh["workers"]] == ["prefill-0", "decode-0"]
+    assert mesh["traffic"] == {"chat": {"v1": 3, "v2": 1}}
+    assert mesh["routed"] == {"chat": {"requests": {"v1": 2}, "span_s": 40}}
+
+
 def test_chat_remembers(run: Run, threaded_router: FakeRouter) -> None:
     status, out, err = run(
         "chat", "--system", "be brief", "--max-new-tokens", "3", typed="hi\nmore\n/reset\nagain\n/quit\n"

@@ -63,6 +63,24 @@ def test_advice_is_shown_below_the_workers() -> None:
     assert lines[-3:-1] == ["add a decode worker: KV is full", "remove one of the prefill workers: they are idle"]
 
 
+def test_traffic_is_shown_below_the_workers() -> None:
+    """v3 has no share any more, v2 no request yet; other routers have sent all those for `quiet`."""
+    traffic = {"quiet": {"v2": 2.0}, "chat": {"v2": 1.0, "v1": 3.0}}
+    routed = {"chat": tandem.RoutedRequests({"v1": 39, "v3": 1}, 40.2)}
+    mesh = replace(sample(3.0, 30).mesh, traffic=traffic, routed=routed)
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(MeshSnapshot(3.0, mesh), None))
+    lines = [line.split() for line in capture.get().splitlines()]
+    assert lines[4:9] == [
+        ["traffic", "revision", "share", "routed", "requests"],
+        ["chat", "v1", "75", "%", "97.5", "%", "39", "in", "40", "s"],
+        ["chat", "v2", "25", "%", "0", "%", "0", "in", "40", "s"],
+        ["chat", "v3", "0", "%", "2.5", "%", "1", "in", "40", "s"],
+        ["quiet", "v2", "100", "%", "0", "in", "0", "s"],
+    ]
+
+
 def test_the_workers_table_has_ranks_if_a_worker_has_several() -> None:
     console = Console(width=200)
     now = sample(3.0, 30)

@@ -181,6 +181,9 @@ def test_variables_that_nobody_reads_are_warned_about() -> None:
     environ = {"TANDEM_NOBODY": "1", "TANDEM_SERVICE_HOST": "10.0.0.1", "TANDEM_PORT_50051_TCP_ADDR": "10.0.0.1"}
     environ |= {"TANDEM_MESH_KEY": "k", "TANDEM_API_KEY": "k", "TANDEM_ROUTER_SERVICE_PORT": "1", "OTHER": "1"}
     assert check_names(None, environ) == ["TANDEM_NOBODY is not known and has no effect"]
+    assert check_names(None, {"TANDEM_MAX_NUM_SEQS": "8"}) == [
+        "TANDEM_MAX_NUM_SEQS is not known and has no effect; here it is TANDEM_MAX_ROLLING_BATCH_SIZE"
+    ]
 
 
 def test_no_two_settings_look_like_typing_errors_of_each_other() -> None:

@@ -66,12 +66,12 @@ def test_bare_boolean_flag_means_true() -> None:
 def test_a_switchable_worker_has_the_tables_of_both_roles(tmp_path: Path) -> None:
     file = tmp_path / "tandem.toml"
     file.write_text(
-        'model = "m"\nregistry_address = "r:1"\n[prefill]\nmax_num_seqs = 3\n[decode_worker]\nblock_size = 8\n'
+        'model = "m"\nregistry_address = "r:1"\n[prefill]\nmax_num_prompts = 3\n[decode_worker]\nblock_size = 8\n'
         '[switchable_worker]\nrole = "prefill"\n'
     )
     flags = ["--config", str(file)]
     values = load_settings(SwitchableSettings, flags, prog="switchable_worker", environ={}).values
-    assert (values.max_num_seqs, values.block_size, values.role) == (3, 8, "prefill")
+    assert (values.max_num_prompts, values.block_size, values.role) == (3, 8, "prefill")
     file.write_text(file.read_text() + "[prefill_worker]\nblock_size = 16\n")
     with pytest.raises(
         ConfigurationError, match=r"block_size in \[prefill_worker\] and in \[decode_worker\], with diff"
@@ -84,7 +84,7 @@ def test_a_switchable_worker_has_the_tables_of_both_roles(tmp_path: Path) -> Non
     [
         (["--role", "router"], "role must be prefill or decode, got 'router'"),
         (["--rank-listen", "127.0.0.1:0", "--tensor-parallel", "2"], "rank_listen does not fit a switchable worker"),
-        (["--max-num-seqs", "0"], "max_num_seqs must be >= 1"),
+        (["--max-num-prompts", "0"], "max_num_prompts must be >= 1"),
         (["--max-step-tokens", "0"], "max_step_tokens must be >= 1"),
     ],
 )

@@ -188,6 +188,24 @@ def test_a_disturbed_measurement_is_repeated(state: State) -> None:
     assert [state.results[name].rounds[0][OTHER_LOAD] for name in names[:3]] == [0.3, 0.2, 0.5]
 
 
+def test_a_repeat_that_fails_leaves_what_was_measured(state: State) -> None:
+    mesh, tried = Mesh(state), set[tuple[str, int]]()
+    measure = mesh.measure
+
+    def failing(candidate: Candidate, num_timed: int) -> Served:
+        if (candidate.name, num_timed) in tried and num_timed < 160:
+            raise RunFailed("no memory is left")
+        tried.add((candidate.name, num_timed))
+        served = measure(candidate, num_timed)
+        served.figures[OTHER_LOAD] = 0.5
+        return served
+
+    search = mesh.search()
+    search.measure = failing
+    search.run()
+    assert not any(result.failure for result in state.results.values())
+
+
 def test_who_may_or_may_not_be_as_fast_is_measured_again(state: State) -> None:
     fast_name, other = "int4, 2 colocated", "int8, 1 colocated"
     mesh = Mesh(state, {fast_name: 200.0, other: 190.0}, noise=0.02)

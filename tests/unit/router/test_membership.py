@@ -61,6 +61,26 @@ def test_silent_worker_is_lost_then_forgotten_and_a_beat_brings_it_back(membersh
     assert membership.workers() == []
 
 
+@pytest.mark.parametrize("farewell", [WorkerState.STOPPED, WorkerState.SWITCHING])
+def test_a_worker_that_has_said_farewell_is_not_lost(
+    membership: Membership, clock: Clock, farewell: WorkerState
+) -> None:
+    changes: list[WorkerState] = []
+    membership.on_change(lambda: changes.extend(view.state for view in membership.workers()))
+    clock.now = 2
+    membership.leave("decode-0", "one", farewell)
+    membership.lose("decode-0", "one")
+    clock.now = 60
+    membership.expire(silent_s=5, forget_s=300)
+    assert changes == [farewell]
+    clock.now = 63
+    membership.expire(silent_s=5, forget_s=300)
+    assert state(membership) is (WorkerState.STOPPED if farewell is WorkerState.STOPPED else WorkerState.LOST)
+    clock.now = 303
+    membership.expire(silent_s=5, forget_s=300)
+    assert membership.workers() == []
+
+
 def test_former_self_is_ignored(membership: Membership) -> None:
     membership.join(replace(INFO, incarnation="two"))
     membership.lose("decode-0", "one")

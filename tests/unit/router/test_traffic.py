@@ -8,7 +8,15 @@ from structlog.testing import capture_logs
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
-from router.traffic import Traffic, parse_traffic, session_key, traffic_from_json, traffic_to_json
+from router.traffic import (
+    RoutedRequests,
+    Traffic,
+    TrafficTable,
+    parse_traffic,
+    session_key,
+    traffic_from_json,
+    traffic_to_json,
+)
 
 _NUM_REQUESTS = 20_000
 KEYS = [session_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
@@ -19,7 +27,10 @@ class Served:
 
     def __init__(self, text: str) -> None:
         self.away: set[str] = set()
-        self.traffic = Traffic(parse_traffic(text), ["a", "b", "c"], lambda model: model not in self.away)
+        self.now_s = 1000.0
+        self.traffic = Traffic(
+            parse_traffic(text), ["a", "b", "c"], lambda model: model not in self.away, lambda: self.now_s
+        )
 
     def counts(self, name: str = "chat") -> Counter[str]:
         return Counter(self.traffic.choose(name, key) for key in KEYS)
@@ -135,7 +146,79 @@ def test_other_routers_read_what_this_one_writes() -> None:
     served = Served("chat=a:90,b:10;other=c:1")
     served.traffic.share_out("chat", {"a": 80, "b": 20, "c": 0})
     written = served.traffic.table
-    assert traffic_from_json(traffic_to_json(written)) == written
     assert written.shares == {"chat": {"a": 80, "b": 20}, "other": {"c": 1.0}}
+    told = traffic_from_json(traffic_to_json(written))
+    assert told.shares == {"chat": {"a": 80, "b": 20}}, "what only the settings say is not told"
+    assert told.set_at == written.set_at
     served.traffic.share_out("chat", {"a": 1})
-    assert served.traffic.table.version > written.version > 0
+    assert served.traffic.table.set_at["chat"] > written.set_at["chat"] > 0
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"version": 1, "shares": {}}', '{"chat": {"shares": {"a": 1}}}'])
+def test_what_another_version_writes_is_refused(text: str) -> None:
+    with pytest.raises(InvalidRequest, match="another version"):
+        traffic_from_json(text)
+
+
+def test_of_each_name_the_last_word_counts() -> None:
+    """Two routers are told of different names at once, then one after the other of the same."""
+    one, two = Served("chat=a:90,b:10").traffic, Served("chat=a:90,b:10;settled=c:1").traffic
+    one.share_out("chat", {"a": 50, "b": 50})
+    two.share_out("code", {"c": 1})
+    one.adopt(two.table)
+    two.adopt(one.table)
+    assert one.table.shares == {"chat": {"a": 50, "b": 50}, "code": {"c": 1}}
+    assert two.table.shares == {**one.table.shares, "settled": {"c": 1.0}}
+    two.share_out("chat", {"a": 1})
+    older = one.table
+    one.adopt(two.table)
+    two.adopt(older)
+    assert one.table.shares["chat"] == two.table.shares["chat"] == {"a": 1}
+
+
+def test_a_model_goes_before_a_name_that_another_router_knows() -> None:
+    """As after a restart with one more model, of a name that stood for others before."""
+    traffic = Served("").traffic
+    traffic.adopt(TrafficTable({"a": {"b": 1.0}, "chat": {"b": 1.0}}, {"a": 1, "chat": 1}))
+    assert traffic.choose("a", KEYS[0]) == "a"
+    assert traffic.public_names() == ["chat", "a", "c"]
+
+
+def test_requests_of_the_last_five_minutes_are_counted() -> None:
+    served = Served("chat=a:90,b:10")
+    traffic = served.traffic
+    assert traffic.routed("chat") == RoutedRequests({}, 0.0)
+    for model, after_s in (("a", 0.0), ("b", 4.0), ("a", 96.0), ("a", 190.0)):
+        served.now_s += after_s
+        traffic.began("chat", model)
+    assert traffic.routed("chat") == RoutedRequests({"a": 3, "b": 1}, 290.0)
+    served.now_s += 20
+    assert traffic.routed("chat") == RoutedRequests({"a": 2}, 300.0)
+    served.now_s += 1000
+    assert traffic.routed("chat") == RoutedRequests({}, 300.0)
+    assert traffic.num_routed == {("chat", "a"): 3, ("chat", "b"): 1}
+
+
+def test_a_steady_stream_is_counted_over_five_minutes() -> None:
+    served = Served("chat=a:1")
+    for _ in range(1000):
+        served.now_s += 1
+        served.traffic.began("chat", "a")
+    routed = served.traffic.routed("chat")
+    assert 290 <= routed.counts["a"] <= 300
+    assert routed.span_s == 300
+
+
+def test_counts_begin_anew_when_shares_change() -> None:
+    served = Served("chat=a:1;other=c:1")
+    served.now_s += 60
+    served.traffic.began("chat", "a")
+    served.traffic.began("other", "c")
+    served.traffic.share_out("chat", {"a": 1})
+    assert served.traffic.routed("chat") == RoutedRequests({"a": 1}, 60.0), "the shares are the same"
+    served.traffic.share_out("chat", {"a": 1, "b": 1})
+    served.now_s += 5
+    served.traffic.began("chat", "b")
+    assert served.traffic.routed("chat") == RoutedRequests({"b": 1}, 5.0)
+    assert served.traffic.routed("other") == RoutedRequests({"c": 1}, 65.0)
+    assert served.traffic.num_routed == {("chat", "a"): 1, ("chat", "b"): 1, ("other", "c"): 1}

@@ -44,3 +44,5 @@ def test_others_cannot_reach_every_address(host: str) -> None:
     with pytest.raises(ConfigurationError, match="set advertise_host"):
         settings("", registry_url="redis://:p@redis:6379/0")
     settings("", registry_url="redis://:p@127.0.0.1:6379/0")
+    with pytest.raises(ConfigurationError, match="registry_url is not a URL: Invalid IPv6 URL"):
+        settings("", registry_url="redis://[::1:6379/0")

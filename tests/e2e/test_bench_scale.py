@@ -1,0 +1,37 @@
+"""bench.scale: a mesh of modelled workers is measured, and what cannot come is named."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.modelled_mesh import Child, MeshFailed, Shape
+from bench.scale import measure, show
+
+
+async def test_a_mesh_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = await measure(Shape(4, 1, has_redis=False, tokens_per_s=4.0), [3, 6], 1.0)
+    assert [(row.num_workers, row.num_streams, row.num_failed) for row in rows] == [(4, 0, 0), (4, 3, 0), (4, 6, 0)]
+    assert all(row.tokens_per_s > 0 and row.heartbeats_per_s > 0 and row.first_token_s > 0 for row in rows[1:])
+    assert all(row.router_bytes > 0 and row.probes_s for row in rows)
+    show([rows])
+    assert "heartbeats" in capsys.readouterr().out
+
+
+async def child_of(code: str, folder: Path) -> Child:
+    log = folder / "log"
+    with log.open("wb") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", code), stdout=asyncio.subprocess.PIPE, stderr=errors
+        )
+    return Child("worker", process, log)
+
+
+async def test_a_process_that_ends_is_named(tmp_path: Path) -> None:
+    child = await child_of("import sys; print('{\"event\": \"listening\"}', flush=True); sys.exit('no port')", tmp_path)
+    await child.event("listening")
+    for awaited in (child.event("ready"), child.next_totals()):
+        with pytest.raises(MeshFailed, match="worker has ended\nno port"):
+            await awaited
+    await child.end()

@@ -185,18 +185,18 @@ def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int,
 def _multiply_rows_by_nibbles(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
     groups = Groups(matrices.a.step // (group + BLOCK_HEAD_BYTES), group)
     if max_rows >= 9:
-        multiply_nibbles(matrices, groups, 12, 2)
+        multiply_nibbles(matrices, groups, 12, 2, ahead)
         return 12
     if max_rows >= 5:
-        multiply_nibbles(matrices, groups, 8, 2)
+        multiply_nibbles(matrices, groups, 8, 2, ahead)
         return 8
     if max_rows >= 3:
-        multiply_nibbles(matrices, groups, 4, 2)
+        multiply_nibbles(matrices, groups, 4, 2, ahead)
         return 4
     if max_rows == 2:
-        multiply_nibbles(matrices, groups, 2, 2)
+        multiply_nibbles(matrices, groups, 2, 2, ahead)
         return 2
-    multiply_nibbles(matrices, groups, 1, 2)
+    multiply_nibbles(matrices, groups, 1, 2, ahead)
     return 1
 
 

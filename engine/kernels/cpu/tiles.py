@@ -104,7 +104,7 @@ def multiply_tile(
 
     `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
     a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32. Meanwhile
-    the weights that lie `ahead` bytes behind those of the tile are prefetched; 0: none.
+    the weights that lie `ahead` bytes further are prefetched; 0: none.
     """
     size = rows.literal_value, panels.literal_value
 

@@ -7,8 +7,9 @@ Weights are random. Variants take turns, and medians are printed. With one threa
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
 its bandwidth is printed beside the memory bandwidth in the same rounds. `--ranks` measures tensor-parallel ranks of one
 thread beside as many threads of one process, and prints the ratio of their times. `--parts` adds a table with the
-phases of a step, and the speed of attention. The prompt has `--context` tokens, and so has each sequence before its
-decode steps; more than 2,000 need a long shape: `--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`.
+phases of a step, the speed of products as a share of the machine's limits, and the speed of attention. The prompt has
+`--context` tokens, and so has each sequence before its decode steps; more than 2,000 need a long shape:
+`--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`.
 """
 
 import argparse
@@ -24,8 +25,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
-from engine.kernels.cpu.step import ATTENTION, PHASES
+from engine.kernels.cpu.step import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.models.read_config import load_decoder_config
 from engine.settings import DTYPES, QUANTIZATIONS
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
@@ -35,6 +37,9 @@ _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PROMPT = 0
 _ONE = 1
 _ATTENTION = PHASES[ATTENTION]
+_PRODUCTS = [PHASES[phase] for phase in (QKV, OUTPUT, GATE_UP, DOWN, LOGITS)]
+_ARITHMETIC = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
+"""Of products, by the type of weights; others are widened to fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +104,9 @@ def main() -> None:
     if options.parts:
         for variant in variants:
             console.print(_phases_table(variant, options.batch, phases_ms))
+            bytes_per_s = statistics.median(read[variant])
+            for line in _product_speeds(variant, options, size, bytes_per_s, phases_ms):
+                console.print(line)
             kv_bytes = engines[variant].kv_bytes_per_token
             for line in _attention_speeds(variant, options, size, kv_bytes, phases_ms):
                 console.print(line)
@@ -178,6 +186,31 @@ def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s
     reached = 1000 * num_bytes / step_ms
     read = f"{num_bytes / 1e6:.0f} MB of weights at {reached / 1e9:.1f} GB/s"
     return f"{variant}: a step of 1 reads {read}, {reached / bytes_per_s:.0%} of the {bytes_per_s / 1e9:.1f} of memory"
+
+
+def _product_speeds(
+    variant: Variant,
+    options: argparse.Namespace,
+    size: ModelSize,
+    bytes_per_s: float,
+    phases_ms: Mapping[tuple[Variant, int], Mapping[str, float]],
+) -> Iterator[str]:
+    """Arithmetic of the products, and their share of the roofline: the limit of arithmetic or of memory, whichever is
+    lower. bytes_per_s: of memory.
+    """
+    limit = operations_per_s(_ARITHMETIC.get(variant.weights, "float32"), variant.num_threads)
+    num_bytes = size.step_params * WEIGHT_BYTES[variant.weights]
+    yield f"{variant}: the cores compute at most {limit / 1e9:.0f} GOP/s, memory gives {bytes_per_s / 1e9:.1f} GB/s"
+    for column in (_PROMPT, *options.batch):
+        ms = sum(phases_ms[variant, column].get(phase, 0.0) for phase in _PRODUCTS)
+        if not ms:
+            continue
+        rows, last_rows = (options.context, 1) if column == _PROMPT else (column, column)
+        operations = 2 * (size.active_linear_params * rows + size.vocabulary_params * last_rows)
+        least_s = max(operations / limit, num_bytes / bytes_per_s)
+        of = f"a prompt of {options.context}" if column == _PROMPT else f"a step of {column}"
+        reached = f"{operations / ms / 1e6:.0f} GOP/s and {num_bytes / ms / 1e6:.1f} GB/s"
+        yield f"{variant}: products of {of}: {reached}, {1000 * least_s / ms:.0%} of the roofline"
 
 
 def _attention_speeds(

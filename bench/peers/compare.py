@@ -151,15 +151,21 @@ async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argpar
         rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
         print_table(rows, tandem_arms, title)
         if options.json:
-            _write_json(options.json, rows, tandem_arms, setup)
+            _write_json(options.json, rows, tandem_arms, setup, load)
 
 
-def _write_json(path: Path, rows: Sequence[Row], tandem_arms: frozenset[str], setup: Setup) -> None:
+def _write_json(path: Path, rows: Sequence[Row], tandem_arms: frozenset[str], setup: Setup, load: Load) -> None:
     ratios = [
         {"arm": arm, "clients": clients, "ratio": ratio, "best_peer": best}
         for (arm, clients), (ratio, best) in best_ratios(rows, tandem_arms).items()
     ]
-    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
+    shared = {
+        "shape": setup.shape,
+        "precision": setup.precision,
+        "cores": setup.cores,
+        "input_tokens": load.input_tokens,
+        "output_tokens": load.output_tokens,
+    }
     path.write_text(json.dumps({**shared, "rows": [asdict(row) for row in rows], "ratios": ratios}, indent=1))
 
 

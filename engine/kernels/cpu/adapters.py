@@ -154,15 +154,15 @@ def _multiply(matrices: TileProduct, depth: int, num_rows: int, element: Element
 def _multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
     """Multiply the largest tile that has rows only; returns its rows."""
     if max_rows >= MAX_TILE:
-        multiply_tile(matrices, depth, 6, 1, element)
+        multiply_tile(matrices, depth, 6, 1, element, 0)
         return 6
     if max_rows >= 4:
-        multiply_tile(matrices, depth, 4, 1, element)
+        multiply_tile(matrices, depth, 4, 1, element, 0)
         return 4
     if max_rows >= 2:
-        multiply_tile(matrices, depth, 2, 1, element)
+        multiply_tile(matrices, depth, 2, 1, element, 0)
         return 2
-    multiply_tile(matrices, depth, 1, 1, element)
+    multiply_tile(matrices, depth, 1, 1, element, 0)
     return 1
 
 

@@ -29,6 +29,9 @@ from engine.kernels.cpu.tiles import (
 _AMX_MIN_ROWS = 5
 _AMX_ROW_BYTES = 64
 _PREFETCH_MIN_TILES = 4
+_MAX_AHEAD_BYTES = 2**18
+"""The largest unit that is fetched while the unit before it is multiplied: both stay in a core's own cache."""
+_AHEAD_IN_PANEL_BYTES = 2**12
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
@@ -141,56 +144,59 @@ def _columns(weights: Weights, matrix: int) -> _Columns:
 @jit
 def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     panel = columns.unit_bytes // 2
+    ahead = columns.unit_bytes if columns.unit_bytes <= _MAX_AHEAD_BYTES else _AHEAD_IN_PANEL_BYTES
     sums = Matrix(rows.sums, _SUM_BYTES)
     for unit in range(units.first, units.end):
         b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
         row = 0
         while row < rows.num_rows:
             matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
-            count = multiply_rows(matrices, columns.group, rows.num_rows - row, element)
+            count = multiply_rows(matrices, columns.group, rows.num_rows - row, ahead if row == 0 else 0, element)
             tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
             _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
             row += count
 
 
-def multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
-    """Multiply the largest tile that fits; returns its rows. `element`: any element of the weights."""
+def multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
+    """Multiply the largest tile that fits; returns its rows. `ahead`: see multiply_tile. `element`: any element of the
+    weights.
+    """
     raise NotImplementedError
 
 
-def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
+def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
     depth = matrices.a.step // 4  # one fp32, 2 bf16 or 4 int8
     if max_rows >= 9:
-        multiply_tile(matrices, depth, 12, 2, element)
+        multiply_tile(matrices, depth, 12, 2, element, ahead)
         return 12
     if max_rows >= 5:
-        multiply_tile(matrices, depth, 8, 2, element)
+        multiply_tile(matrices, depth, 8, 2, element, ahead)
         return 8
     if max_rows >= 3:
-        multiply_tile(matrices, depth, 4, 2, element)
+        multiply_tile(matrices, depth, 4, 2, element, ahead)
         return 4
     if max_rows == 2:
-        multiply_tile(matrices, depth, 2, 2, element)
+        multiply_tile(matrices, depth, 2, 2, element, ahead)
         return 2
-    multiply_tile(matrices, depth, 1, 2, element)
+    multiply_tile(matrices, depth, 1, 2, element, ahead)
     return 1
 
 
-def _multiply_rows_by_nibbles(matrices: TileProduct, group: int, max_rows: int, element: Element) -> int:
+def _multiply_rows_by_nibbles(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
     groups = Groups(matrices.a.step // (group + BLOCK_HEAD_BYTES), group)
     if max_rows >= 9:
-        multiply_nibbles(matrices, groups, 12, 2)
+        multiply_nibbles(matrices, groups, 12, 2, ahead)
         return 12
     if max_rows >= 5:
-        multiply_nibbles(matrices, groups, 8, 2)
+        multiply_nibbles(matrices, groups, 8, 2, ahead)
         return 8
     if max_rows >= 3:
-        multiply_nibbles(matrices, groups, 4, 2)
+        multiply_nibbles(matrices, groups, 4, 2, ahead)
         return 4
     if max_rows == 2:
-        multiply_nibbles(matrices, groups, 2, 2)
+        multiply_nibbles(matrices, groups, 2, 2, ahead)
         return 2
-    multiply_nibbles(matrices, groups, 1, 2)
+    multiply_nibbles(matrices, groups, 1, 2, ahead)
     return 1
 
 

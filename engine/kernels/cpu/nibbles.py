@@ -61,7 +61,6 @@ _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15.
 """
-_PREFETCH_BYTES = 1024
 
 
 def panel_bytes(num_groups: int, group: int) -> int:
@@ -140,16 +139,21 @@ class _Vectors:
 
 @emitted
 def multiply_nibbles(
-    typing: TypingContext, matrices: NumbaType, groups: NumbaType, rows: NumbaType, panels: NumbaType
+    typing: TypingContext,
+    matrices: NumbaType,
+    groups: NumbaType,
+    rows: NumbaType,
+    panels: NumbaType,
+    ahead: NumbaType,
 ) -> Intrinsic:
     """out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums. groups: Groups.
 
-    `rows` and `panels` are compile-time constants.
+    `rows` and `panels` are compile-time constants. Meanwhile the weights that lie `ahead` bytes further are prefetched.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        tile = _Tile(emit, args[0], args[1])
+        tile = _Tile(emit, args[0], args[1], args[4])
         per_panel = LANES // tile.vectors.lanes
         parts = [
             (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
@@ -163,7 +167,7 @@ def multiply_nibbles(
                         tile.multiply(some_rows, some_columns, is_one_step=is_one_step)
         return context.get_dummy_value()
 
-    return types.void(matrices, groups, rows, panels), generate
+    return types.void(matrices, groups, rows, panels, types.intp), generate
 
 
 def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:
@@ -186,8 +190,8 @@ class _Column(NamedTuple):
 class _Tile:
     """Writes the code of a tile."""
 
-    def __init__(self, emit: Emitter, matrices: Value, groups: Value) -> None:
-        self._emit, self.vectors = emit, _Vectors(emit)
+    def __init__(self, emit: Emitter, matrices: Value, groups: Value, ahead: Value) -> None:
+        self._emit, self.vectors, self._ahead = emit, _Vectors(emit), ahead
         self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(matrices, 3))
         self._count, self._size = emit.members(groups, 2)
         builder = emit.builder
@@ -246,7 +250,7 @@ class _Tile:
         for octet in range(_STEP // (2 * GROUP)):
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
             for at in prefetched_at:
-                emit.prefetch(emit.at(at, octet * VECTOR_BYTES + _PREFETCH_BYTES))
+                emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES))
             for row, at in enumerate(inputs_at):
                 fours_at = [emit.at(at, GROUP * (2 * octet + half)) for half in range(2)]
                 fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]

@@ -54,8 +54,6 @@ FINISH_ROWS = 4
 """Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
 _ROWS_IN_REGISTERS = 8  # with more rows in a tile, LLVM runs out of registers
-_PREFETCH_MAX_ROWS, _PREFETCH_BYTES = 4, 1024
-"""In a tile of few rows the CPU's own prefetcher does not reach the memory's speed with weights of two bytes."""
 
 
 class TileProduct(NamedTuple):
@@ -100,22 +98,39 @@ def multiply_tile(
     rows: NumbaType,
     panels: NumbaType,
     element: NumbaType,
+    ahead: NumbaType,
 ) -> Intrinsic:
     """out[rows, panels * 16] = a[rows, depth] @ b of a TileProduct. Sums stay in registers until they are complete.
 
     `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
-    a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32.
+    a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32. Meanwhile
+    the weights that lie `ahead` bytes further are prefetched; 0: none.
     """
     size = rows.literal_value, panels.literal_value
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        write_tile(Emitter(context, builder), args[0], args[1], size, element)
+        emit, product, depth = Emitter(context, builder), args[0], args[1]
+        if isinstance(ahead, types.IntegerLiteral):
+            write_tile(emit, product, depth, size, element)
+            return context.get_dummy_value()
+        with builder.if_else(builder.icmp_signed("!=", args[5], INT64(0))) as (prefetches, does_not):
+            with prefetches:
+                write_tile(emit, product, depth, size, element, args[5])
+            with does_not:
+                write_tile(emit, product, depth, size, element)
         return context.get_dummy_value()
 
-    return types.void(matrices, types.intp, rows, panels, element), generate
+    return types.void(matrices, types.intp, rows, panels, element, ahead), generate
 
 
-def write_tile(emit: Emitter, product: Value, depth: Value, size: tuple[int, int], element: NumbaType) -> None:
+def write_tile(
+    emit: Emitter,
+    product: Value,
+    depth: Value,
+    size: tuple[int, int],
+    element: NumbaType,
+    ahead: Value | None = None,
+) -> None:
     """Write the code of `multiply_tile` for a size of (rows, panels)."""
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
@@ -127,8 +142,10 @@ def write_tile(emit: Emitter, product: Value, depth: Value, size: tuple[int, int
             panels_at = [emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels]
             a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
             loop.next[:] = loop.carried
+            for at in panels_at if ahead is not None and some_rows.start == 0 else ():
+                emit.prefetch(emit.at(at, ahead))
             for number in range(arithmetic.numbers):
-                columns = [_weights(emit, at, arithmetic, number, num_rows) for at in panels_at]
+                columns = [_weights(emit, at, arithmetic, number) for at in panels_at]
                 a = emit.at(a_column, number * FLOAT_BYTES), a_step
                 loop.next[:] = _multiply_column(emit, arithmetic, a, some_rows, columns, loop.next)
         places = ((row, panel) for row in some_rows for panel in some_panels)
@@ -137,10 +154,8 @@ def write_tile(emit: Emitter, product: Value, depth: Value, size: tuple[int, int
             emit.store(total, emit.at(out_at, builder.add(row_at, INT64(panel * VECTOR_BYTES))))
 
 
-def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int, num_rows: int) -> Value:
+def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int) -> Value:
     """The weights of 16 columns that are multiplied with a row's number `number` of a pass."""
-    if arithmetic in (_HALVES, _OCTETS, _PAIRS, _WIDENED_PAIRS) and num_rows <= _PREFETCH_MAX_ROWS and number == 0:
-        emit.prefetch(emit.at(at, _PREFETCH_BYTES))
     if arithmetic is _HALVES:
         return emit.floats(at, types.uint16)
     if arithmetic is _OCTETS:

@@ -7,7 +7,8 @@ exactly the verified bytes, even if a faulty sender overwrites a slot too early.
 An arena is a memory file without a name (memfd) that one sender writes. Layout: one page of header (magic, nonce), then
 payload. It is sealed against shrinking, which the receiver checks before it maps it: reading a mapped file that was cut
 short would end the decode worker with SIGBUS. The sender hands out a read-only descriptor at a socket in the directory.
-The memory is free once no process has it open. A socket that refuses connections has a dead owner.
+The connection stays open as long as the arena and its mapping: if the sender closes the arena or dies, the receiver
+unmaps it. The memory is free once no process has it open. A socket that refuses connections has a dead owner.
 """
 
 import asyncio
@@ -21,8 +22,7 @@ import secrets
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import structlog
@@ -51,6 +51,8 @@ _NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")
 _EARLY, _EARLY_S = ".new", 60.0
 """Name and longest age of a socket that does not listen yet."""
 _CONNECT_S = 2.0
+_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_ROOM_S = 1.0  # pause before the next receiver is let in, after the system had no room for one
 _MAX_ARENAS = 64
 """Senders whose arenas a receiver keeps mapped."""
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -139,26 +141,40 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     return ShmSendTransport(arena, slot_bytes)
 
 
-class _MappedArena:
-    """A sender's arena, mapped for reading."""
+class MappedArena:
+    """A sender's arena, mapped for reading. `sender` is the connection that ends when the sender closes the arena or
+    dies. Raises OSError."""
 
     is_broken = False
 
-    def __init__(self, fd: int, num_bytes: int, nonce: bytes) -> None:
+    def __init__(self, fd: int, num_bytes: int, nonce: bytes, sender: socket.socket) -> None:
         self.nonce = nonce
         self._memory = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ)
         self.view = memoryview(self._memory)
+        self._sender = sender
+        self._loop = asyncio.get_running_loop()
+
+    def watch(self, on_end: "Callable[[MappedArena], None]") -> None:
+        """Call `on_end` once the sender has closed the arena or is dead, unless this side closes it first."""
+
+        def end() -> None:
+            self._loop.remove_reader(self._sender)
+            on_end(self)
+
+        self._loop.add_reader(self._sender, end)
 
     def close(self) -> None:
+        self._loop.remove_reader(self._sender)
+        self._sender.close()
         with contextlib.suppress(BufferError):  # unmapped with the last reference
             self.view.release()
             self._memory.close()
 
 
 class _ArenaSource(PayloadSource):
-    def __init__(self, arenas: PairPool[str, _MappedArena], arena: _MappedArena) -> None:
+    def __init__(self, arenas: PairPool[str, MappedArena], arena: MappedArena) -> None:
         self._arenas = arenas
-        self._arena: _MappedArena | None = arena
+        self._arena: MappedArena | None = arena
         arenas.use(arena)
 
     def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
@@ -182,36 +198,31 @@ class ShmReceiveTransport(ReceiveTransport):
 
     def __init__(self, settings: TransferSettings) -> None:
         self._settings = settings
-        self._arenas: PairPool[str, _MappedArena] = PairPool(_MAX_ARENAS, settings.channel_idle_s)
+        self._arenas: PairPool[str, MappedArena] = PairPool(_MAX_ARENAS, settings.channel_idle_s)
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
         if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
             return None
         arena = self._known(offer)
         if arena is None:
-            fd = await open_arena(self._settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)
-            if fd is None:
+            opened = await open_arena(self._settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)
+            if opened is None:
                 return None
-            try:
-                # Another transfer may have mapped it meanwhile.
-                arena = self._known(offer) or self._arenas.add(offer.arena, partial(_MappedArena, fd, *_shape(offer)))
-            except OSError as error:
-                log.warning("a sender's shared memory cannot be mapped", error=str(error))
-            finally:
-                os.close(fd)
+            # Another transfer may have mapped it meanwhile.
+            arena = self._known(offer) or self._arenas.add(offer.arena, lambda: opened)
+            if arena is opened:
+                opened.watch(self._arenas.retire)
+            else:
+                opened.close()
         return None if arena is None else _ArenaSource(self._arenas, arena)
 
     def close(self) -> None:
         self._arenas.close()
 
-    def _known(self, offer: TransportOffer) -> _MappedArena | None:
+    def _known(self, offer: TransportOffer) -> MappedArena | None:
         arena = self._arenas.get(offer.arena)
-        is_same = arena is not None and (len(arena.view), arena.nonce) == _shape(offer)
+        is_same = arena is not None and (len(arena.view), arena.nonce) == (offer.arena_bytes, offer.nonce)
         return arena if is_same else None
-
-
-def _shape(offer: TransportOffer) -> tuple[int, bytes]:
-    return offer.arena_bytes, offer.nonce
 
 
 class Arena:
@@ -224,6 +235,8 @@ class Arena:
         self.name = f"tandem-kv-{secrets.token_hex(16)}"
         self._path = Path(directory, self.name)
         self._loop = asyncio.get_running_loop()
+        self._receivers: set[socket.socket] = set()  # connections of those that have the arena
+        self._pause: asyncio.TimerHandle | None = None
         with contextlib.ExitStack() as undo:
             fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             undo.callback(os.close, fd)
@@ -244,47 +257,76 @@ class Arena:
         return memoryview(self._memory)[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """Close the socket and unmap the arena. It stays readable for receivers that have it open."""
+        """Close the sockets and unmap the arena. Receivers that are reading it can finish."""
+        if self._pause is not None:
+            self._pause.cancel()
         self._loop.remove_reader(self._socket)
         self._path.unlink(missing_ok=True)
         self._socket.close()
+        for receiver in list(self._receivers):
+            self._forget(receiver)
         os.close(self._shared_fd)
         with contextlib.suppress(BufferError):  # a view is still referenced; unmapped with its last reference
             self._memory.close()
 
     def _hand_out(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has gone
-            connection, _ = self._socket.accept()
-            with connection:
-                socket.send_fds(connection, [b"\0"], [self._shared_fd])
+        try:
+            receiver, _ = self._socket.accept()
+        except OSError as error:  # the other side has gone, or must wait
+            if error.errno in _NO_ROOM:  # the socket stays readable: without a pause the loop would only spin
+                self._loop.remove_reader(self._socket)
+                self._pause = self._loop.call_later(_NO_ROOM_S, self._loop.add_reader, self._socket, self._hand_out)
+            return
+        self._receivers.add(receiver)
+        self._loop.add_reader(receiver, self._forget, receiver)
+        try:
+            socket.send_fds(receiver, [b"\0"], [self._shared_fd])
+        except OSError:
+            self._forget(receiver)
+
+    def _forget(self, receiver: socket.socket) -> None:
+        """The receiver has closed its connection, or is to see its end."""
+        self._receivers.discard(receiver)
+        self._loop.remove_reader(receiver)
+        receiver.close()
 
 
-async def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> int | None:
-    """Open the arena with this name and nonce. Return a read-only file descriptor, None if it is not on this host."""
+async def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> MappedArena | None:
+    """Map the arena with this name and nonce. Return None if it is not on this host, or cannot be mapped."""
     if not _NAME.fullmatch(name) or len(nonce) != _NONCE_BYTES:
         return None
     try:
         async with asyncio.timeout(_CONNECT_S):
-            fd = await _receive_fd(directory, name)
+            fd, sender = await receive_fd(directory, name)
     except (OSError, TimeoutError):
         return None
+    opened = None
     try:
-        is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # raises if it is no memory file
-        is_arena = is_sealed and os.fstat(fd).st_size == num_bytes
-        if is_arena and os.pread(fd, len(_MAGIC) + _NONCE_BYTES, 0) == _MAGIC + nonce:
-            return fd
-    except OSError:
-        pass
-    os.close(fd)
-    return None
+        if _is_arena(fd, nonce, num_bytes):
+            opened = MappedArena(fd, num_bytes, nonce, sender)
+    except OSError as error:
+        log.warning("a sender's shared memory cannot be mapped", error=str(error))
+    finally:
+        os.close(fd)
+        if opened is None:
+            sender.close()
+    return opened
 
 
-async def _receive_fd(directory: str, name: str) -> int:
-    """Get the descriptor that a sender hands out. Raises OSError."""
+def _is_arena(fd: int, nonce: bytes, num_bytes: int) -> bool:
+    is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # raises if it is no memory file
+    is_whole = is_sealed and os.fstat(fd).st_size == num_bytes
+    return bool(is_whole) and os.pread(fd, len(_MAGIC) + _NONCE_BYTES, 0) == _MAGIC + nonce
+
+
+async def receive_fd(directory: str, name: str) -> tuple[int, socket.socket]:
+    """Get the descriptor that a sender hands out, and the connection to it. Raises OSError."""
     loop = asyncio.get_running_loop()
-    with _address(directory, name) as address, socket.socket(socket.AF_UNIX) as connection:
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX))
         connection.setblocking(False)
-        await loop.sock_connect(connection, address)
+        with _address(directory, name) as address:
+            await loop.sock_connect(connection, address)
         readable = asyncio.Event()
         loop.add_reader(connection, readable.set)
         try:
@@ -292,9 +334,10 @@ async def _receive_fd(directory: str, name: str) -> int:
         finally:
             loop.remove_reader(connection)
         _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-    if not fds:
-        raise OSError(errno.ENOMSG, f"{name} handed out no descriptor")
-    return fds[0]
+        if not fds:
+            raise OSError(errno.ENOMSG, f"{name} handed out no descriptor")
+        undo.pop_all()
+    return fds[0], connection
 
 
 def remove_orphans(directory: str) -> int:

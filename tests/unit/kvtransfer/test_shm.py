@@ -4,6 +4,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,10 +23,12 @@ from kvtransfer.transports.shm import (
     ShmSendTransport,
     open_arena,
     open_sender,
+    receive_fd,
     remove_orphans,
 )
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
 from tests.defects import Repaired
+from tests.waiting import until
 
 PAGE = os.sysconf("SC_PAGESIZE")
 
@@ -95,9 +98,11 @@ async def test_sockets_are_private(settings: TransferSettings) -> None:
 async def test_only_the_very_arena_is_opened(tmp_path: Path) -> None:
     arena = Arena(str(tmp_path), 2 * PAGE)
     good = (str(tmp_path), arena.name, arena.nonce, arena.num_bytes)
-    fd = await open_arena(*good)
-    assert fd is not None
-    with pytest.raises(OSError, match="Bad file descriptor"):
+    opened = await open_arena(*good)
+    assert opened is not None
+    opened.close()
+    fd, connection = await receive_fd(good[0], arena.name)
+    with connection, pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"read-only")
     os.close(fd)
     assert await open_arena(good[0], good[1], bytes(32), good[3]) is None
@@ -134,16 +139,15 @@ async def test_a_file_that_could_be_cut_short_is_never_mapped(tmp_path: Path) ->
     with handing_out(tmp_path, unsealed) as name:
         opened = await open_arena(str(tmp_path), name, nonce, 2 * PAGE)
     assert opened is not None
-    for fd in (plain, unsealed, opened):
+    opened.close()
+    for fd in (plain, unsealed):
         os.close(fd)
 
 
 async def test_nobody_can_cut_an_arena_short(settings: TransferSettings) -> None:
     sender = make_sender(settings)
-    offer = sender.offer()
-    fd = await open_arena(settings.shm_dir, offer.arena, offer.nonce, offer.arena_bytes)
-    assert fd is not None
-    with pytest.raises(PermissionError):
+    fd, connection = await receive_fd(settings.shm_dir, sender.offer().arena)
+    with connection, pytest.raises(PermissionError):
         os.truncate(f"/proc/self/fd/{fd}", HEADER_BYTES + 5)
     os.close(fd)
     sender.close()
@@ -175,6 +179,74 @@ async def test_an_arena_stays_mapped_between_transfers(settings: TransferSetting
     slot.release(is_acknowledged=True)
     sender.close()
     receiver.close()
+
+
+async def test_an_arena_is_unmapped_when_its_sender_has_gone_and_nobody_reads_it(settings: TransferSettings) -> None:
+    sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
+    slot = await sender.acquire(4)
+    slot.buffer()[:] = b"good"
+    payload = slot.seal()
+    source = await receiver.connect(sender.offer())
+    assert source is not None
+    slot.release(is_acknowledged=False)
+    sender.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert bytes(source.fetch(payload, 4)) == b"good"
+    source.close()
+    assert len(receiver._arenas) == 0
+    sender = make_sender(settings)
+    source = await receiver.connect(sender.offer())
+    assert source is not None
+    source.close()
+    assert len(receiver._arenas) == 1
+    sender.close()
+    await until(lambda: len(receiver._arenas) == 0)
+
+
+async def test_a_receiver_that_goes_leaves_no_connection(settings: TransferSettings) -> None:
+    sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
+    source = await receiver.connect(sender.offer())
+    assert source is not None
+    source.close()
+    assert len(sender._arena._receivers) == 1
+    receiver.close()
+    await until(lambda: not sender._arena._receivers)
+    sender.close()
+
+
+async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
+    settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.shm._NO_ROOM_S", 0.2)
+    num_tries = 0
+    hand_out = Arena._hand_out
+
+    def counted(arena: Arena) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        hand_out(arena)
+
+    monkeypatch.setattr(Arena, "_hand_out", counted)
+    sender = make_sender(settings)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        shm._address(settings.shm_dir, sender.offer().arena) as address,
+        socket.socket(socket.AF_UNIX) as connection,
+    ):
+        connection.connect(address)
+        first_free = os.dup(0)
+        os.close(first_free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first_free, hard))
+        try:
+            await asyncio.sleep(0.1)
+            assert num_tries == 1
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        await until(lambda: bool(sender._arena._receivers))
+        _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        os.close(*fds)
+    sender.close()
 
 
 @pytest.mark.parametrize("arena_bytes", [0, HEADER_BYTES, (1 << 30) + 1])

@@ -3,11 +3,12 @@
     python -m bench.transfer --receive 10.0.0.7:50070        on one, and with the same --tokens, --runs, --transports
     python -m bench.transfer --send 10.0.0.7:50070           on the other
 
-The time is end to end, from opening a transfer until the receiver has verified and committed it, with all layers
-announced one after the other. Requests only wait for the tail, because KV is transferred while the prompt is computed:
-the tail is the time from the announcement of the last layer until the commit, when all other layers have arrived. Block
-ids are shuffled on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between two warm
-buffers of one process, in turn with the transfers. It is a bound that no transport can reach.
+The time is end to end, from opening a transfer until the receiver has verified and committed it, with all groups of
+layers announced one after the other. Requests only wait for the tail, because KV is transferred while the prompt is
+computed: the tail is the time from the announcement of the last layer until the commit, when all other layers have
+arrived. Block ids are shuffled on both sides, as in a used pool. `memcpy` copies the same number of bytes once, between
+two warm buffers of one process, in turn with the transfers. It is a bound that no transport can reach. CPU times are
+medians of a transfer, with the end of its call and without the warm-up.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import random
 import statistics
 import time
@@ -25,7 +27,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
-import psutil
 import structlog
 import torch
 from rich.console import Console
@@ -53,7 +54,11 @@ LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_siz
 NUM_BLOCKS = 256
 KEY = MeshKey("bench" * 8)
 FIRST_TOKEN = SampledToken(1, 0.0)
+LAYER_GROUPS = [Span(first, min(8, LAYOUT.num_layers - first)) for first in range(0, LAYOUT.num_layers, 8)]
+"""As many layers as workers announce together."""
 SETTLE_S = 0.02
+_CPUCLOCK_SCHED = 2
+"""Linux: with the complement of a process id it names the CPU clock of that process, see clock_getcpuclockid(3)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,12 @@ class TransferBenchPlan:
 
 @dataclass(slots=True)
 class Figures:
-    """Measurements of one transport and length. CPU times are of the processes on this host, sender first, without the
-    tail transfers."""
+    """Measurements of one transport and length, the warm-up first. CPU times are of the processes on this host, sender
+    first, without the tail transfers."""
 
     seconds: list[float] = field(default_factory=list)
     tail_s: list[float] = field(default_factory=list)
-    cpu_s: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    cpu_s: list[list[float]] = field(default_factory=list)
 
 
 def shuffled_blocks(num_tokens: int) -> tuple[int, ...]:
@@ -152,7 +157,7 @@ class Bench:
     def __init__(self, plan: TransferBenchPlan, address: str, receiver_pid: int | None) -> None:
         self._plan = plan
         self._address = address
-        self._processes = [psutil.Process(), *([] if receiver_pid is None else [psutil.Process(receiver_pid)])]
+        self._pids = [os.getpid(), *([] if receiver_pid is None else [receiver_pid])]
         cache = make_cache()
         self._senders = {
             name: KVSender(cache, "bench", Credentials(KEY), plan.settings(name)) for name in plan.transports
@@ -179,12 +184,12 @@ class Bench:
         start = time.perf_counter()
         spec = TransferSpec(transfer_id, 1, self._address, "bench", block_ids, LAYOUT.whole)
         transfer = self._senders[name].open(spec)
-        for layer in range(LAYOUT.num_layers):
-            transfer.announce(blocks, Span(layer, 1))
+        for group in LAYER_GROUPS:
+            transfer.announce(blocks, group)
         await transfer.commit(num_tokens, FIRST_TOKEN)
         figures.seconds.append(time.perf_counter() - start)
-        for process, (before, after) in enumerate(zip(used, self._cpu_s(), strict=True)):
-            figures.cpu_s[process] += after - before
+        await asyncio.sleep(SETTLE_S)  # the call ends
+        figures.cpu_s.append([after - before for before, after in zip(used, self._cpu_s(), strict=True)])
         transfer = self._senders[name].open(replace(spec, transfer_id=f"{transfer_id}-tail"))
         transfer.announce(blocks, Span(0, LAYOUT.num_layers - 1))
         await asyncio.sleep(SETTLE_S + 3 * figures.seconds[-1])
@@ -194,7 +199,8 @@ class Bench:
         figures.tail_s.append(time.perf_counter() - start)
 
     def _cpu_s(self) -> list[float]:
-        return [times.user + times.system for times in (process.cpu_times() for process in self._processes)]
+        """The CPU time of each process so far, to the nanosecond."""
+        return [time.clock_gettime(~pid << 3 | _CPUCLOCK_SCHED) for pid in self._pids]
 
     async def close(self) -> None:
         """Close the senders of all transports."""
@@ -210,8 +216,8 @@ async def measure(plan: TransferBenchPlan, address: str, receiver_pid: int | Non
         copy_s, figures = await bench.measure(num_tokens)
         for name, figure in figures.items():
             seconds = statistics.median(figure.seconds[1:])
-            cpu_ms = [f"{used / len(figure.seconds) / megabytes * 1e5:.0f}" for used in figure.cpu_s]
-            cpu_ms[1] = cpu_ms[1] if receiver_pid is not None else "-"
+            cpu_ms = [f"{statistics.median(used) * 1e3:.2f}" for used in zip(*figure.cpu_s[1:], strict=True)]
+            cpu_ms += ["-"] * (2 - len(cpu_ms))  # the receiver on another host
             speeds = (f"{megabytes / copy_s / 1e3:.1f}", f"{megabytes / seconds / 1e3:.2f}", f"{copy_s / seconds:.0%}")
             times = (f"{seconds * 1e3:.1f}", f"{statistics.median(figure.tail_s[1:]) * 1e3:.1f}")
             table.add_row(name, str(num_tokens), f"{megabytes:.1f}", *speeds, *times, *cpu_ms)
@@ -255,7 +261,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             asyncio.run(receive_from_others(plan, options.receive))
         return
     columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
-    table = Table(*columns, "sender CPU ms/100 MB", "receiver", title="KV transfer, medians")
+    table = Table(*columns, "sender CPU ms", "receiver", title="KV transfer, medians")
     measured = measure(plan, options.send, None, table) if options.send else measure_own(plan, table)
     medians_ms = asyncio.run(measured)
     Console().print(table)

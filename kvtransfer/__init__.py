@@ -7,7 +7,7 @@ Life of a transfer:
                                                      transfer = sender.open(TransferSpec)
                     ◀── open: layout, transports ──
                     ── granted: transport, credit ─▶
-                                                     transfer.announce(...)  engine's thread, as layers get ready
+                                                     transfer.announce(...)  as layers get ready
                     ◀══ chunks, as credit allows ══
                     ── acks ───────────────────────▶
                                                      await transfer.commit(num_tokens, first_token)

@@ -6,7 +6,6 @@ faults, not against a malicious sender: senders are authenticated.
 """
 
 import asyncio
-import contextlib
 import struct
 from collections import deque
 from dataclasses import dataclass, replace
@@ -67,6 +66,8 @@ class RangeQueue:
     def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
         self._max_layer_blocks = max(1, max_bytes // layer_block_bytes)
         self._pieces: deque[ChunkRange] = deque()
+        self._changed = asyncio.Event()
+        self._is_finished = False
 
     def __bool__(self) -> bool:
         return bool(self._pieces)
@@ -78,6 +79,21 @@ class RangeQueue:
             self._pieces.append(piece)
         else:
             self._pieces[-1] = joined
+        self._changed.set()
+
+    def finish(self) -> None:
+        """Declare that nothing more will be added."""
+        self._is_finished = True
+        self._changed.set()
+
+    async def wait(self) -> bool:
+        """Return True once there is a range to take, False once the queue is finished and empty."""
+        while not self._pieces:
+            if self._is_finished:
+                return False
+            self._changed.clear()
+            await self._changed.wait()
+        return True
 
     def take(self) -> ChunkRange:
         """Remove and return the range of the next chunk: whole layers if they fit, else a part of one layer."""
@@ -90,53 +106,6 @@ class RangeQueue:
             piece, tail = piece.split_blocks(self._max_layer_blocks)
             self._pieces.appendleft(tail)
         return piece
-
-
-class AnnouncedRanges:
-    """Hands ranges from the engine's thread, which announces them, to the event loop that created this object, which
-    takes them joined or cut to chunks.
-    """
-
-    def __init__(self, layer_block_bytes: int, max_bytes: int) -> None:
-        self._arrived: deque[ChunkRange] = deque()  # appended by any thread, emptied by the loop
-        self._queue = RangeQueue(layer_block_bytes, max_bytes)
-        self._changed = asyncio.Event()
-        self._is_read_scheduled = False
-        self._is_finished = False
-        self._loop = asyncio.get_running_loop()
-
-    def announce(self, piece: ChunkRange) -> None:
-        """Add `piece`. May be called on any thread; never blocks."""
-        self._arrived.append(piece)
-        if not self._is_read_scheduled:  # one wake-up for many ranges
-            self._is_read_scheduled = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process is stopping
-                self._loop.call_soon_threadsafe(self._read)
-
-    def finish(self) -> None:
-        """Declare that nothing more will be announced."""
-        self._is_finished = True
-        self._read()
-
-    async def wait(self) -> bool:
-        """Return True once there is a range to take, False once it is finished and empty."""
-        while not self._queue:
-            if self._is_finished:
-                return False
-            self._changed.clear()
-            await self._changed.wait()
-        return True
-
-    def take(self) -> ChunkRange:
-        """Take the range of the next chunk; `wait` must have returned True."""
-        return self._queue.take()
-
-    def _read(self) -> None:
-        # The flag is reset first: a range announced during the loop below is then seen by it or schedules another read.
-        self._is_read_scheduled = False
-        while self._arrived:
-            self._queue.add(self._arrived.popleft())
-        self._changed.set()
 
 
 class Coverage:

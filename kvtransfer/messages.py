@@ -6,7 +6,7 @@ TransferOpen   ──▶
 Chunk ...      ──▶
                ◀──    Ack ...       each returns one credit
 Commit         ──▶
-               ◀──    Committed     after every ack
+               ◀──    Committed     acknowledges the rest
 
 Between Granted and Commit, at any time: Renew ──▶, ◀── Renewed. They prove to each side that the other is alive.
 
@@ -15,7 +15,7 @@ bytes are ordinary protobuf: `PushRequest{chunk: TransferChunk{..., payload}}`, 
 implementation writes it. Messages with another field order are left to protobuf.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -110,7 +110,7 @@ class Renewed:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """All KV has arrived and is verified."""
+    """All KV has arrived, is verified and written."""
 
 
 SenderMessage = TransferOpen | Chunk | Renew | Commit
@@ -130,7 +130,12 @@ def request_to_bytes(message: SenderMessage) -> bytes:
     return request.SerializeToString()
 
 
-def reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
+def reply_to_bytes(reply: ReceiverMessage) -> bytes:
+    """Serialize a receiver's message as a PushResponse."""
+    return _reply_to_proto(reply).SerializeToString()
+
+
+def _reply_to_proto(reply: ReceiverMessage) -> pb.PushResponse:
     if isinstance(reply, Granted):
         granted = pb.TransferGranted(
             transport=reply.transport,
@@ -185,11 +190,6 @@ def request_from_bytes(raw: bytes) -> SenderMessage:
         commit = request.commit
         return Commit(commit.num_tokens, commit.num_chunks, commit.digest, token_from_proto(commit.first_token))
     raise TransferFailed("the sender sent a message of an unknown kind")
-
-
-async def requests_from_bytes(raws: AsyncIterator[bytes]) -> AsyncIterator[SenderMessage]:
-    async for raw in raws:
-        yield request_from_bytes(raw)
 
 
 def _open_to_proto(opening: TransferOpen) -> pb.TransferOpen:

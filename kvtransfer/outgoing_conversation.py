@@ -4,7 +4,7 @@
     gather               waits for announced KV, a credit and a slot, and gives the slot to the threads to copy KV into
     send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit
     renew                renews the lease three times per lease, even while the engine computes
-    listen               an ack frees the slot and returns the credit; Committed ends the conversation
+    listen               an ack frees a slot and returns a credit; Committed, the end, frees the other slots
 
 At the end, on success or failure, the call is cancelled, no thread reads the store, and slots and paths are free.
 """
@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-from kvtransfer.chunks import AnnouncedRanges, ChunkRange, Digest, chunk_seed, transfer_seed
+from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
     Ack,
     Chunk,
@@ -89,13 +89,13 @@ _Chunks = asyncio.Queue[asyncio.Task[_Filled] | None]  # in order of their numbe
 
 
 class OutgoingConversation:
-    """The gRPC conversation of one transfer. `announce` may be called on any thread."""
+    """The gRPC conversation of one transfer."""
 
     def __init__(self, spec: TransferSpec, resources: SenderResources) -> None:
         self._spec = spec
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
-        self._announced = AnnouncedRanges(layer_block_bytes, resources.settings.chunk_bytes)
+        self._announced = RangeQueue(layer_block_bytes, resources.settings.chunk_bytes)
         self._prompt_end: asyncio.Future[tuple[int, SampledToken]] = asyncio.get_running_loop().create_future()
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
@@ -108,8 +108,8 @@ class OutgoingConversation:
         self._watchdog = Watchdog(resources.settings)
 
     def announce(self, piece: ChunkRange) -> None:
-        """Queue KV that is in the store and final. Never blocks."""
-        self._announced.announce(piece)
+        """Queue KV that is in the store and final."""
+        self._announced.add(piece)
 
     def finish(self, num_tokens: int, first_token: SampledToken) -> None:
         """Commit once all announced KV has been sent. Only the first call has an effect."""
@@ -245,6 +245,8 @@ class OutgoingConversation:
             credit.release()
         if not self._is_committing:
             raise TransferFailed("the receiver committed before the sender did")
+        while self._slots:
+            self._slots.popitem()[1].release(is_acknowledged=True)
         await call.ended()
 
     async def _read(self, call: PushCall) -> ReceiverMessage:
@@ -258,6 +260,7 @@ class Watchdog:
 
     Silent: no message has arrived for `lease_s`. A live receiver is never silent, because it confirms renewals.
     Stuck: the receiver is alive but has not answered a chunk or the commit for `progress_timeout_s`.
+    Both are noticed up to a hundredth later, so that not every message sets the timer anew.
     """
 
     def __init__(self, settings: TransferSettings) -> None:
@@ -266,7 +269,8 @@ class Watchdog:
         self._clock = asyncio.get_running_loop().time
         self._heard_at = self._progress_at = self._clock()
         self._num_unanswered = 0
-        self._timeout = asyncio.timeout(self._lease_s)
+        self._slack_s = min(self._lease_s, self._progress_timeout_s) / 100
+        self._timeout = asyncio.timeout(self._lease_s + self._slack_s)
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
@@ -299,8 +303,11 @@ class Watchdog:
         self._restart()
 
     def _restart(self) -> None:
-        if self._timeout.expired():
+        when = self._timeout.when()
+        if when is None or self._timeout.expired():
             return
-        silent_at = self._heard_at + self._lease_s
-        stuck_at = self._progress_at + self._progress_timeout_s
-        self._timeout.reschedule(min(silent_at, stuck_at) if self._num_unanswered else silent_at)
+        due = self._heard_at + self._lease_s
+        if self._num_unanswered:
+            due = min(due, self._progress_at + self._progress_timeout_s)
+        if not due <= when <= due + self._slack_s:
+            self._timeout.reschedule(due + self._slack_s)

@@ -18,7 +18,6 @@ and none follows.
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -38,8 +37,8 @@ from kvtransfer.messages import (
     Renewed,
     SenderMessage,
     TransferOpen,
-    reply_to_proto,
-    requests_from_bytes,
+    reply_to_bytes,
+    request_from_bytes,
 )
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
@@ -49,7 +48,6 @@ from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.domain.tokens import SampledToken
-from mesh.v1 import kvtransfer_pb2 as pb
 
 log = structlog.get_logger(__name__)
 
@@ -207,6 +205,7 @@ class KVReceiver:
                         raise TransferFailed("a transfer may be opened only once")
                     checks.accept(request, credit)
                     writes.create_task(self._write(checks, source, request, reply))
+                checks.is_committing = True
             checks.check_commit(request)
             return request
         finally:
@@ -226,7 +225,8 @@ class KVReceiver:
             here = replace(chunk, payload=payload)
             await run_to_end(self._executor, partial(self._verify_and_write, checks, source, here))
         checks.acknowledge(chunk)
-        reply(Ack(chunk.sequence_number))
+        if not checks.is_committing:  # Committed will acknowledge what is still to be written
+            reply(Ack(chunk.sequence_number))
 
     def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""
@@ -290,13 +290,10 @@ class KvTransferServicer:
 
     def register(self, server: grpc.aio.Server) -> None:
         """Add the service to `server`. Replaces the generated `add_KvTransferServicer_to_server`."""
-        serializer = pb.PushResponse.SerializeToString
-        push = grpc.stream_stream_rpc_method_handler(self.push, lambda raw: raw, serializer)
+        push = grpc.stream_stream_rpc_method_handler(self._push, request_from_bytes, reply_to_bytes)
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE_NAME, {"Push": push}),))
 
-    async def push(
-        self, raw_requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[pb.PushResponse]:
-        async with aclosing(self._receiver.push(requests_from_bytes(raw_requests))) as replies:
-            async for reply in replies:
-                yield reply_to_proto(reply)
+    def _push(
+        self, requests: AsyncIterator[SenderMessage], _: grpc.aio.ServicerContext
+    ) -> AsyncIterator[ReceiverMessage]:
+        return self._receiver.push(requests)

@@ -3,7 +3,7 @@
 Life of a transfer here:
 
     open()        starts a task that opens the conversation
-    announce()    says which KV is final, on the engine's thread; the task copies and sends it as credit allows
+    announce()    says which KV is final; the task copies and sends it as credit allows
     commit()      sends the first token after the last chunk; returns once the receiver has verified all KV
     abort()       like any failure, cancels the call, waits until no thread reads the store, and frees the slots
 
@@ -96,7 +96,7 @@ class KVSender:
 
 
 class OutgoingTransfer:
-    """Created by KVSender.open. `announce` may be called on any thread, all other methods on the event loop."""
+    """Created by KVSender.open, and used on its event loop."""
 
     def __init__(
         self, spec: TransferSpec, resources: SenderResources, on_end: Callable[["OutgoingTransfer"], None]
@@ -116,9 +116,8 @@ class OutgoingTransfer:
         """Say that the KV of these block positions in these layers is in the store and final. Announce each
         (layer, block) once.
 
-        Never blocks, and does nothing once the transfer has ended. Positions before the spec's `first_block` and layers
-        outside of its `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the
-        store.
+        Does nothing once the transfer has ended. Positions before the spec's `first_block` and layers outside of its
+        `span` are skipped. Raises ValueError for blocks outside of the prompt or layers outside of the store.
         """
         if not (blocks.count and layers.count) or self._task.done():
             return

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,19 +12,20 @@ T = TypeVar("T")
 async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
     """Run `work` on a thread. If cancelled, raise only after the thread has left `work`, or if it never starts."""
     future = executor.submit(work)
-    waiting = asyncio.wrap_future(future)
     try:
-        return await asyncio.shield(waiting)
+        return await asyncio.wrap_future(future)  # if cancelled, it cancels `future` unless the thread has begun
     except asyncio.CancelledError:
-        future.cancel()
-        while not waiting.done():
-            try:
+        while not future.done():
+            waiting = asyncio.wrap_future(future)
+            waiting.add_done_callback(_retrieve)
+            with suppress(asyncio.CancelledError):  # the thread may still access its memory, which the caller frees
                 await asyncio.wait([waiting])
-            except asyncio.CancelledError:
-                continue  # the thread may still access its memory, which the caller frees afterwards
-        if not waiting.cancelled():
-            waiting.exception()  # marks the exception as retrieved
         raise
+
+
+def _retrieve(future: "asyncio.Future[T]") -> None:
+    if not future.cancelled():
+        future.exception()  # marks the exception as retrieved
 
 
 @asynccontextmanager

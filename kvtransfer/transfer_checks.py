@@ -36,6 +36,8 @@ class TransferChecks:
             raise ValueError(f"first_block {expected.first_block} is outside of {num_blocks} blocks")
         self.expected = expected
         self.num_bytes = 0
+        self.is_committing = False
+        """The commit has come; chunks may still be on their way into the store."""
         self._layout = layout
         self._seed = transfer_seed(expected.transfer_id, expected.attempt)
         self._coverage = Coverage(Span(expected.first_block, num_blocks - expected.first_block), span)

@@ -208,6 +208,8 @@ def _parse(handler: grpc.RpcMethodHandler, raw: bytes) -> object:
     """Parse the request. Raises InvalidRequest for garbage, which grpc would report as INTERNAL."""
     try:
         return handler.request_deserializer(raw)
+    except MeshError:
+        raise
     except Exception as error:
         raise InvalidRequest("the request is not a valid protobuf message of this method") from error
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -67,18 +66,13 @@ async def shm_pair(tmp_path: Path) -> AsyncIterator[Pair]:
         yield pair
 
 
-async def test_pushed_from_the_engines_thread_layer_by_layer_in_token_chunks(pair: Pair) -> None:
+async def test_pushed_layer_by_layer_in_token_chunks(pair: Pair) -> None:
     pair.receiver.expect(RESERVATION)
     transfer = pair.open()
-
-    def engine() -> None:
-        for first, num in ((0, 1), (1, 2)):
-            for layer in range(TINY.num_layers):
-                transfer.announce(Span(first, num), Span(layer, 1))
-
-    thread = threading.Thread(target=engine)
-    thread.start()
-    await asyncio.to_thread(thread.join)
+    for first, num in ((0, 1), (1, 2)):
+        for layer in range(TINY.num_layers):
+            transfer.announce(Span(first, num), Span(layer, 1))
+            await asyncio.sleep(0)
     result = await transfer.commit(11, FIRST_TOKEN)
     assert result.transport == pair.settings.transports[0]
     assert (result.num_chunks, result.num_bytes) == (9, 3 * TINY.block_bytes)
@@ -470,6 +464,8 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
         await process.wait()
         pair.target.writing.open()
         assert isinstance(await pair.failure(), TransferFailed)
+        (transport,) = pair.receiver._transports
+        await turn_until(lambda: len(transport._arenas) == 0)  # type: ignore[attr-defined]
         assert len(arenas(tmp_path)) == 2
         await pair.require_working()
         next_sender = KVSender(pair.source, "prefill-1", Credentials(KEY), pair.settings)

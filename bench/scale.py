@@ -22,7 +22,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench.modelled_mesh import Mesh, MeshFailed, Shape, cpu_s, running
+from bench.modelled_mesh import Mesh, MeshFailed, Shape, running
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem_cli.load_test.figures import percentile
 
@@ -45,6 +45,7 @@ class Row:
     redis_commands_per_s: float
     probes_s: list[float]
     num_failed: int
+    join_cpu_s: float
     open_cpu_s: float = 0.0
     first_token_s: float = 0.0
 
@@ -53,8 +54,6 @@ async def measure(shape: Shape, streams: Sequence[int], seconds: float) -> list[
     """Start a mesh, and measure it with these numbers of streams, the smaller first. Raises MeshFailed."""
     rows: list[Row] = []
     async with running(shape) as mesh:
-        before_s = sum(cpu_s(router.usage) for router in mesh.routers)
-        sys.stderr.write(f"{shape.num_workers} workers proven; routers took {before_s:.1f} s of CPU\n")
         num_open = 0
         for num_streams in sorted({0, *streams}):
             before = await mesh.read()
@@ -93,6 +92,7 @@ async def _measure_row(mesh: Mesh, num_streams: int, seconds: float) -> Row:
         redis_commands_per_s=(ended.redis_commands - begun.redis_commands) / length_s,
         probes_s=probes_s,
         num_failed=mesh.num_failed,
+        join_cpu_s=mesh.join_cpu_s,
     )
 
 
@@ -111,6 +111,7 @@ async def _probe(address: str, seconds: float) -> list[float]:
 
 _COLUMNS = (
     "workers",
+    "CPU s to join",
     "streams",
     "CPU ms to open one",
     "first token s",
@@ -132,6 +133,7 @@ def cells(row: Row, idle: Row) -> list[str]:
     grown = row.router_bytes - idle.router_bytes
     return [
         f"{row.num_workers:,}",
+        "" if row.num_streams else f"{row.join_cpu_s:.2f}",
         f"{row.num_streams:,}",
         f"{1000 * row.open_cpu_s:.2f}" if row.num_streams else "",
         f"{row.first_token_s:.2f}" if row.num_streams else "",
@@ -160,7 +162,7 @@ def show(runs: Sequence[Sequence[Row]]) -> None:
     for rows in runs:
         for row in rows:
             table.add_row(*cells(row, rows[0]))
-    Console(width=180).print(table)
+    Console(width=200).print(table)
 
 
 def main() -> None:

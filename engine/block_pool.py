@@ -170,12 +170,12 @@ class PrefixCache:
     whole_prompts: bool
 
     def hashes(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of all full blocks of a sequence that waits for a slot. Computed once."""
+        """Hashes of all blocks that were full when the sequence came. Computed once, for the look-up and `publish`."""
         if not self.enabled:
             return []
-        if sequence.waiting_hashes is None:
-            sequence.waiting_hashes = block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
-        return sequence.waiting_hashes
+        if sequence.known_hashes is None:
+            sequence.known_hashes = block_hashes(sequence.token_ids, self.block_size, *self._scope(sequence))
+        return sequence.known_hashes
 
     def reusable(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the leading blocks that the sequence may reuse if they are cached. They exclude the last token."""
@@ -192,12 +192,18 @@ class PrefixCache:
         """Add blocks of the sequence that have become full to the index."""
         if not self.enabled:
             return
-        size, hashes = self.block_size, sequence.block_hashes
-        while (len(hashes) + 1) * size <= sequence.num_computed_tokens:
-            first = len(hashes) * size
-            parent = hashes[-1] if hashes else root_hash(*self._scope(sequence))
-            hashes.append(next_hash(parent, sequence.token_ids[first : first + size]))
+        hashes = sequence.block_hashes
+        while (len(hashes) + 1) * self.block_size <= sequence.num_computed_tokens:
+            hashes.append(self._hash_after(sequence, hashes))
             self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
+
+    def _hash_after(self, sequence: SequenceState, hashes: list[BlockHash]) -> BlockHash:
+        """The hash of the block after those that have `hashes`."""
+        place, size = len(hashes), self.block_size
+        if sequence.known_hashes is not None and place < len(sequence.known_hashes):
+            return sequence.known_hashes[place]
+        parent = hashes[-1] if hashes else root_hash(*self._scope(sequence))
+        return next_hash(parent, sequence.token_ids[place * size : (place + 1) * size])
 
     def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
         """KV scope and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""

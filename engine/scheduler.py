@@ -375,7 +375,6 @@ class Scheduler:
         sequence.block_table += matched + (self.pool.allocate(num_missing) or [])
         num_cached = len(matched) + self._restore(sequence, hashes, len(matched))
         sequence.block_hashes = hashes[:num_cached]
-        sequence.waiting_hashes = None
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached * self.config.block_size
         self._slots[sequence.key] = sequence
         return True

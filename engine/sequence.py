@@ -38,12 +38,12 @@ class SequenceState:
     """Mutable token state of one attempt of a request.
 
     The KV of positions `[0, num_computed_tokens)` is in the cache, in the blocks of `block_table`. `block_hashes` are
-    the chained hashes of the leading full blocks that are published to the prefix cache, `waiting_hashes` those of all
-    full blocks while the sequence waits for a slot. With `hand_over`, another worker continues the sequence after the
-    first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see `with_draft`. `forks` are
-    other choices of the same prompt that wait for its KV. `copy_from` is a block of the original sequence; it is held
-    until it has been copied into the last block of this one. `from_disk` are blocks of the prompt that memory lacked,
-    until the sequence is admitted. `is_transferred`: another worker computed its prompt.
+    the chained hashes of the leading full blocks that are published to the prefix cache, `known_hashes` those of all
+    blocks that were full when the sequence was first looked up there. With `hand_over`, another worker continues the
+    sequence after the first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see
+    `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copy_from` is a block of the
+    original sequence; it is held until it has been copied into the last block of this one. `from_disk` are blocks of
+    the prompt that memory lacked, until the sequence is admitted. `is_transferred`: another worker computed its prompt.
     """
 
     request: SequenceSpec
@@ -54,7 +54,7 @@ class SequenceState:
     num_cached_tokens: int = 0
     block_table: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
-    waiting_hashes: list[BlockHash] | None = None
+    known_hashes: list[BlockHash] | None = None
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     num_drafted: int = 0
     forks: "list[SequenceState]" = field(default_factory=list)

@@ -41,6 +41,9 @@ log = structlog.get_logger(__name__)
 _FLUSH_S = 1.0
 # How long a thread that processes text may hold the interpreter lock while the event loop waits for it.
 _SWITCH_S = 0.001
+# After following a change of the mesh, the router does other things for this many times as long.
+_REST = 9
+_MAX_REST_S = 0.2
 
 
 class RouterProcess:
@@ -91,10 +94,12 @@ class RouterProcess:
             on_ready=lambda: announce("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._has_changed = asyncio.Event()
+        self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Serve the public and the internal port, and follow the mesh."""
-        self.membership.on_change(self._mesh_changed)
+        self.membership.on_change(self._workers_changed)
         self.metrics.watch(self.model_routers, self.traffic)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
@@ -105,6 +110,7 @@ class RouterProcess:
         )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
+        self._following = run_for_life(self._follow_mesh())
         await self.coordination.start()
         await self.public.start(SERVICES)
         of_models = (model_router.run() for model_router in self.model_routers)
@@ -121,6 +127,8 @@ class RouterProcess:
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()
+        if self._following is not None:
+            self._following.cancel()
         await self._links.close()
         await self._channels.close()
         await self.coordination.stop()
@@ -149,14 +157,32 @@ class RouterProcess:
         """The counters of this moment, for the history."""
         return take_reading(time.monotonic(), self.model_routers, self.journal, self.metrics.gaps)
 
+    def _workers_changed(self) -> None:
+        """A worker has joined, left or changed its state."""
+        self.journal.follow(self.membership.workers())  # at once: it misses no state, however short
+        self._mesh_changed()
+
     def _mesh_changed(self) -> None:
         """A worker has joined, left, changed its state, been proven or tripped; or a link has come up or broken."""
-        self.journal.follow(self.membership.workers())
-        self._channels.reconcile()
-        self._links.reconcile()
         for model_router in self.model_routers:
-            model_router.mesh_changed()
-        self._readiness.wake()
+            model_router.mesh.changed()  # at once: no request may be placed by what was
+        self._has_changed.set()
+
+    async def _follow_mesh(self) -> None:
+        """After a change look at all workers, until cancelled. When hundreds join, the changes of many are followed
+        together: a look takes the longer the more workers there are, and followed one by one they cost their square.
+        """
+        while True:
+            await self._has_changed.wait()
+            self._has_changed.clear()
+            begun_s = time.thread_time()
+            self._channels.reconcile()
+            self._links.reconcile()
+            for model_router in self.model_routers:
+                model_router.mesh_changed()
+            self._readiness.wake()
+            await asyncio.sleep(0)  # canaries and readiness look at all workers, too
+            await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))
 
 
 def _downloading(fraction: float) -> None:

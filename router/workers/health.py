@@ -21,7 +21,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import chain, islice
 
 from mesh.domain.errors import LeaseExpired, Replayable, TransferCorrupt, TransferFailed, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerRole
@@ -151,7 +150,7 @@ class WorkerHealth:
             if placement is not None:
                 yield Canary(info, placement, record.trust), record
 
-    def _next_place(self, info: WorkerInfo, record: _Record, partners: Sequence[WorkerInfo]) -> Placement | None:
+    def _next_place(self, info: WorkerInfo, record: _Record, partners: list[WorkerInfo]) -> Placement | None:
         """Return where the worker's next canary runs; None if no partner has time."""
         if info.role is WorkerRole.DECODE and record.trust is Trust.NONE:
             return Placement(None, info)
@@ -160,11 +159,15 @@ class WorkerHealth:
             return None
         return Placement(partner, info) if info.role is WorkerRole.DECODE else Placement(info, partner)
 
-    def _partner(self, proven: Sequence[WorkerInfo], record: _Record) -> WorkerInfo | None:
-        """Return the next partner that is in few canaries. The first choice changes with each failure."""
-        first = record.num_failed_canaries % max(1, len(proven))
-        in_turn = chain(islice(proven, first, None), islice(proven, first))
-        return next((i for i in in_turn if self._num_helping[i.incarnation] < _MAX_CANARIES_OF_PARTNER), None)
+    def _partner(self, proven: list[WorkerInfo], record: _Record) -> WorkerInfo | None:
+        """Return a partner that is in few canaries; drops those in many from `proven`. The choice changes with each
+        failure."""
+        while proven:
+            place = record.num_failed_canaries % len(proven)
+            if self._num_helping[proven[place].incarnation] < _MAX_CANARIES_OF_PARTNER:
+                return proven[place]
+            del proven[place]
+        return None
 
     def _raise(self, record: _Record, trust: Trust) -> None:
         record.trust, record.proven_at_s, record.num_failures = trust, self._clock(), 0

@@ -63,12 +63,17 @@ class Membership:
     ) -> None:
         self._clock = clock
         self._require_fits = require_fits
-        self._views: dict[str, WorkerView] = {}  # by id, in the order of `workers`
+        self._views: dict[str, WorkerView] = {}  # by id
+        self._is_in_order = True  # that of `workers`
         self._next_event: dict[str, int] = {}
         self._callbacks: list[Callable[[], None]] = []
         self._report_callbacks: list[Callable[[WorkerView], None]] = []
 
     def workers(self) -> list[WorkerView]:
+        if not self._is_in_order:
+            in_order = sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
+            self._views = {view.info.worker_id: view for view in in_order}
+            self._is_in_order = True
         return list(self._views.values())
 
     def find(self, worker_id: str) -> WorkerView | None:
@@ -90,9 +95,8 @@ class Membership:
         known = self._current(info.worker_id, info.incarnation)
         load = WorkerLoad(free_blocks=info.num_blocks) if known is None else known.load
         state = WorkerState.READY if known is None else known.state
-        views = {**self._views, info.worker_id: WorkerView(info, load, state, self._clock(), set())}
-        in_order = sorted(views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
-        self._views = {view.info.worker_id: view for view in in_order}
+        self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
+        self._is_in_order = False
         self._next_event[info.worker_id] = 0
         self._changed()
 
@@ -105,6 +109,8 @@ class Membership:
             peer = view.info
             if view.state.is_gone or peer.worker_id == info.worker_id or peer.model != info.model:
                 continue
+            if _are_alike(peer, info):
+                return  # the peer has been compared with all others
             peer.layout.require_same(info.layout)
             if peer.tokenizer_fingerprint != info.tokenizer_fingerprint:
                 raise LayoutMismatch(
@@ -191,6 +197,15 @@ class Membership:
     def _reported(self, view: WorkerView) -> None:
         for callback in self._report_callbacks:
             callback(view)
+
+
+def _are_alike(peer: WorkerInfo, info: WorkerInfo) -> bool:
+    """True if all that must fit is equal."""
+    return (peer.layout, peer.tokenizer_fingerprint, peer.adapters) == (
+        info.layout,
+        info.tokenizer_fingerprint,
+        info.adapters,
+    )
 
 
 def _require_same_adapters(peer: WorkerInfo, info: WorkerInfo) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,32 @@ async def test_a_broken_link_leaves_no_task(make_mesh: Any, monkeypatch: pytest.
         decode.beat()
         await mesh.until(lambda: mesh.router._links.find(decode.info) is not None)
     await mesh.until(lambda: num_tasks("_consume_request_iterator") == num_writers)
+
+
+async def test_workers_that_join_together_are_followed_together(
+    make_mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A look at all workers for each of those that join would cost the square of their number."""
+    mesh = await make_mesh()
+    first = await mesh.prefill(settle=False)
+    sizes: list[int] = []
+    reconcile = mesh.router._links.reconcile
+    monkeypatch.setattr(
+        mesh.router._links, "reconcile", lambda: (sizes.append(len(mesh.router.membership.workers())), reconcile())
+    )
+    for number in range(200):
+        mesh.router.membership.join(replace(first.info, worker_id=f"p{number}", incarnation=f"run-{number}"))
+    await mesh.until(lambda: sizes and sizes[-1] == 201)
+    assert len(sizes) < 5
+
+
+async def test_a_lost_worker_gets_no_request_from_the_same_moment_on(make_mesh: Any) -> None:
+    """Its link and its canaries are looked after a little later."""
+    mesh = await make_mesh()
+    decode = await mesh.decode()
+    assert mesh.model.mesh.has_path
+    mesh.router.membership.lose(decode.info.worker_id, decode.info.incarnation)
+    assert not mesh.model.mesh.has_path
 
 
 def num_tasks(name: str) -> int:

@@ -17,7 +17,7 @@ from engine.settings import SchedulerConfig
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import InvalidRequest, ModelFailed, WorkerBusy
-from mesh.domain.kv import BlockHash, block_hashes
+from mesh.domain.kv import BlockHash, block_hashes, next_hash
 from mesh.domain.tokens import FinishReason, SampledToken
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, eager_speculator
@@ -513,6 +513,33 @@ def test_prompts_that_wait_are_hashed_at_most_once(monkeypatch: pytest.MonkeyPat
     scheduler.remove(holder)
     run_step(scheduler)
     assert hashed == [8]
+
+
+@pytest.mark.parametrize("is_transferred", [True, False])
+def test_a_prompt_that_is_published_is_not_hashed_again(monkeypatch: pytest.MonkeyPatch, is_transferred: bool) -> None:
+    """A prompt of 100,000 tokens would hold up the steps of all others."""
+    hashed: list[list[int]] = []
+
+    def count(parent: BlockHash, token_ids: list[int]) -> BlockHash:
+        hashed.append(token_ids)
+        return next_hash(parent, token_ids)
+
+    monkeypatch.setattr("engine.block_pool.next_hash", count)
+    scheduler, prompt = new_scheduler(max_batch_tokens=40), list(range(1, 11))
+    sequence = SequenceState(make_request("a", prompt, max_new_tokens=4))
+    if is_transferred:
+        scheduler.reserve(sequence)
+        scheduler.commit(sequence.key, SampledToken(50, -0.5))
+    else:
+        scheduler.add(sequence)
+        run_step(scheduler)
+    assert hashed == []
+    assert sequence.block_hashes == block_hashes(prompt, BLOCK, sequence.request.kv_scope)
+    while scheduler.has_work:
+        run_step(scheduler)
+    tokens, num_full = sequence.token_ids, (len(sequence.token_ids) - 1) // BLOCK
+    assert sequence.block_hashes == block_hashes(tokens[: num_full * BLOCK], BLOCK, sequence.request.kv_scope)
+    assert hashed == [tokens[first : first + BLOCK] for first in range(8, num_full * BLOCK, BLOCK)]
 
 
 def test_drafts_that_spoil_a_step_are_not_tried_again() -> None:

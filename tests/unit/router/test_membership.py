@@ -61,6 +61,14 @@ def test_silent_worker_is_lost_then_forgotten_and_a_beat_brings_it_back(membersh
     assert membership.workers() == []
 
 
+def test_workers_are_listed_by_role_and_id_whenever_they_join(membership: Membership) -> None:
+    for role, name in ((WorkerRole.PREFILL, "b"), (WorkerRole.DECODE, "z"), (WorkerRole.PREFILL, "a")):
+        membership.join(replace(INFO, worker_id=name, incarnation=f"run of {name}", role=role))
+    assert [view.info.worker_id for view in membership.workers()] == ["decode-0", "z", "a", "b"]
+    membership.join(replace(INFO, worker_id="z", incarnation="next run", role=WorkerRole.PREFILL))
+    assert [view.info.worker_id for view in membership.workers()] == ["decode-0", "a", "b", "z"]
+
+
 @pytest.mark.parametrize("farewell", [WorkerState.STOPPED, WorkerState.SWITCHING])
 def test_a_worker_that_has_said_farewell_is_not_lost(
     membership: Membership, clock: Clock, farewell: WorkerState

@@ -4,6 +4,8 @@ BIN := .venv/bin
 TYPED := client/tandem router prefill_worker decode_worker rank_worker switchable_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples docs_site
 SOURCES := $(TYPED) tests
 FAST := 'not gpu and not soak'
+# Hundreds of processes import the same modules: images of containers that set this would have each compile them anew.
+unexport PYTHONDONTWRITEBYTECODE
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 

@@ -11,6 +11,7 @@ process group are for the worker, which drains first.
 """
 
 import argparse
+import gc
 import socket
 import sys
 
@@ -30,9 +31,12 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True, help="process id of the worker")
     arguments = parser.parse_args()
     die_with(arguments.parent)
-    # Not imported before die_with: it takes seconds, and the worker may end meanwhile.
+    # Not imported before die_with: it takes seconds, and the worker may end meanwhile. What it makes is no garbage.
+    gc.disable()
     from rank_worker.serving import serve
 
+    gc.freeze()
+    gc.enable()
     with socket.socket(fileno=arguments.socket_fd) as leader:
         return serve(leader)
 

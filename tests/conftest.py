@@ -1,5 +1,6 @@
 """For all tests: figures of the requirements, repairs of defects, their tables, and which tests share a process."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -13,6 +14,9 @@ from tests.defects import repaired
 from tests.evidence import evidence
 
 __all__ = ["evidence", "repaired"]
+
+LONGEST_FIRST = ("e2e", "chaos", "component", "service", "unit")
+"""Folders of tests. Short tests at the end keep all processes busy until then."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -30,7 +34,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them."""
+    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort by folders."""
+    items.sort(key=_place)
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
             item.add_marker("evidence")
@@ -38,16 +43,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("defect")
 
 
+def pytest_collectstart() -> None:
+    gc.disable()  # imports make no garbage
+
+
+def pytest_collection_finish() -> None:
+    """What is imported now, such as torch and transformers, is no garbage: do not look through it again and again."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Let libraries end as they are used to: Triton's reports what is left."""
+    gc.unfreeze()
+
+
+def _place(item: pytest.Item) -> int:
+    parts = item.path.parts
+    return next((place for place, folder in enumerate(LONGEST_FIRST) if folder in parts), len(LONGEST_FIRST))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of one cluster, which are those of a file in tests/chaos, run in one process; all others wherever."""
+    """Tests of a file run in one process, because they share clusters, models or servers; those in tests/e2e, each of
+    which has a mesh of its own, wherever.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = nodeid.partition("::")[0]
-            return file if file.startswith("tests/chaos/") else nodeid
+            return nodeid if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
 
+    config.option.loadscopereorder = False
     return Scheduling(config, log)
 
 

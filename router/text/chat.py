@@ -3,7 +3,7 @@
 Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
 the client's own values, `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and
 `{% generation %}`. The router itself only parses a template; a process of its own compiles and renders it
-(`template_process.py`).
+(`template_process.py`, `template_program.py`).
 
 Jinja's sandbox denies templates access to attributes, modules and mutation. It does not stop them from running forever
 or filling the memory, so the process has limits on both.

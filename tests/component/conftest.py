@@ -1,12 +1,14 @@
-"""Checkpoints are built once per test session."""
+"""Checkpoints are built once per test run."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.component.checkpoints import build_checkpoint
+from tests.made_once import made_once
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -17,11 +19,4 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """`checkpoint(family)` is the folder of that family's checkpoint."""
-    built: dict[str, Path] = {}
-
-    def get(family: str) -> Path:
-        if family not in built:
-            built[family] = build_checkpoint(family, tmp_path_factory.mktemp(family))
-        return built[family]
-
-    return get
+    return lambda family: made_once(tmp_path_factory, family, partial(build_checkpoint, family))

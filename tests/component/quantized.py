@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -20,6 +21,7 @@ from checkpoint.tensors import open_checkpoint
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.stored_parameters import stored_name
+from tests.made_once import made_once
 
 GROUP = 16
 INT4_GROUP = 32
@@ -224,6 +226,12 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)
     return out
+
+
+def quantized_once(factory: pytest.TempPathFactory, model_dir: Path, form: str) -> Path:
+    """As `quantize_checkpoint`, in a folder that all processes of this test run share."""
+    name = f"{model_dir.name}-{form}"
+    return made_once(factory, name, lambda folder: quantize_checkpoint(model_dir, folder / name, form)) / name
 
 
 def describe(model_dir: Path, config: Mapping[str, Any] | None) -> None:

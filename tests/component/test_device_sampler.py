@@ -16,7 +16,7 @@ from mesh.domain.tokens import SampledToken
 from tests.component.test_sampler import CASES, VOCAB_SIZE, logits_for, sequence
 from tests.fakes.device import DEVICE, FakeCopies, MixesDevices, no_waiting
 
-NUM_DRAWS, BATCH = int(os.environ.get("TANDEM_SAMPLER_DRAWS", "10000")), 250
+NUM_DRAWS, BATCH = int(os.environ.get("TANDEM_SAMPLER_DRAWS", "4000")), 250
 CPU = torch.device("cpu")
 
 

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from tests.component.test_speculation import answer, ids
 from tests.defects import Repaired
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
+from tests.made_once import made_once
 from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
@@ -40,7 +41,7 @@ Checkpoint = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def encoder_decoder(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
-    return lru_cache(lambda form: build_encoder_decoder(form, tmp_path_factory.mktemp(form)))
+    return lambda form: made_once(tmp_path_factory, form, partial(build_encoder_decoder, form))
 
 
 @pytest.fixture(scope="session")

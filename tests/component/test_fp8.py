@@ -16,7 +16,7 @@ from mesh.domain.kv import Degrees
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.parity import logprob_differences, run_mixed
-from tests.component.quantized import quantize_checkpoint, twin_of
+from tests.component.quantized import quantize_checkpoint, quantized_once, twin_of
 from tests.component.ranked import ranked_runner
 from tests.component.test_ranks import require_equal, whole_kv
 
@@ -27,15 +27,7 @@ Quantized = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def quantized(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """`quantized(form)` is a Llama in that form, with biases and an output matrix of its own."""
-    built: dict[str, Path] = {}
-
-    def get(form: str) -> Path:
-        if form not in built:
-            out = tmp_path_factory.mktemp("fp8") / form
-            built[form] = quantize_checkpoint(checkpoint("llama-biases"), out, form)
-        return built[form]
-
-    return get
+    return lambda form: quantized_once(tmp_path_factory, checkpoint("llama-biases"), form)
 
 
 def test_numbers_are_those_of_the_file(quantized: Quantized) -> None:

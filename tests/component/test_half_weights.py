@@ -23,6 +23,7 @@ from tests.component.parity import check_parity, expect, expect_prompts, run_mix
 from tests.component.ranked import ranked_runner
 from tests.component.remote_families import load_reference
 from tests.component.test_ranks import require_equal, whole_kv
+from tests.made_once import made_once
 
 Checkpoint = Callable[[str], Path]
 Narrow = Callable[..., Path]
@@ -31,13 +32,11 @@ Narrow = Callable[..., Path]
 @pytest.fixture(scope="module")
 def narrow(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Narrow:
     """`narrow(family, dtype, keep)` is that checkpoint in the dtype, but for tensors whose name ends with `keep`."""
-    built: dict[tuple[str, ...], Path] = {}
 
     def get(family: str, dtype: str, keep: str = "nothing") -> Path:
-        if (family, dtype, keep) not in built:
-            folder = tmp_path_factory.mktemp(f"{family}-{dtype}")
-            built[family, dtype, keep] = copy_narrow(checkpoint(family), folder, dtype, keep)
-        return built[family, dtype, keep]
+        return made_once(
+            tmp_path_factory, f"{family}-{dtype}-{keep}", lambda out: copy_narrow(checkpoint(family), out, dtype, keep)
+        )
 
     return get
 

@@ -20,7 +20,7 @@ from mesh.domain.kv import Degrees
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.parity import logprob_differences, run_mixed
-from tests.component.quantized import INT4_FORMS, quantize_checkpoint, twin_of
+from tests.component.quantized import INT4_FORMS, quantized_once, twin_of
 from tests.component.ranked import ranked_runner
 from tests.component.test_ranks import require_equal, whole_kv
 
@@ -31,15 +31,7 @@ Quantized = Callable[[str], Path]
 @pytest.fixture(scope="module")
 def quantized(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """`quantized(form)` is a Llama in that form, with biases and an output matrix of its own."""
-    built: dict[str, Path] = {}
-
-    def get(form: str) -> Path:
-        if form not in built:
-            out = tmp_path_factory.mktemp("int4") / form
-            built[form] = quantize_checkpoint(checkpoint("llama-biases"), out, form)
-        return built[form]
-
-    return get
+    return lambda form: quantized_once(tmp_path_factory, checkpoint("llama-biases"), form)
 
 
 @pytest.mark.parametrize("form", INT4_FORMS)

@@ -33,7 +33,7 @@ from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.parity import logprob_differences, run_mixed
-from tests.component.quantized import FORMS, describe, quantize_checkpoint, twin_of
+from tests.component.quantized import FORMS, describe, quantized_once, twin_of
 from tests.parity import run_quantized
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
@@ -46,15 +46,7 @@ Quantized = Callable[[str, str], Path]
 @pytest.fixture(scope="session")
 def quantized(checkpoint: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Quantized:
     """`quantized(family, form)` is the folder of that checkpoint."""
-    built: dict[tuple[str, str], Path] = {}
-
-    def get(family: str, form: str) -> Path:
-        if (family, form) not in built:
-            out = tmp_path_factory.mktemp("quantized") / f"{family}-{form}"
-            built[family, form] = quantize_checkpoint(checkpoint(family), out, form)
-        return built[family, form]
-
-    return get
+    return lambda family, form: quantized_once(tmp_path_factory, checkpoint(family), form)
 
 
 @pytest.fixture

@@ -14,12 +14,13 @@ from tokenizers import Tokenizer
 
 from bench.masks import measure, write_vocabulary
 from checkpoint.grammar import GrammarCompiler
+from engine.load_runner import load_model_runner
 from engine.masks import TokenMasks
 from engine.model_runner import ModelRunner
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.request import SequenceSpec, Structure, StructureKind
-from tests.component.arms import load_arm
+from tests.component.arms import settings
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run
 from tests.fakes.requests import make_request
@@ -63,7 +64,7 @@ CASES: dict[str, tuple[Structure, Callable[[str], Any]]] = {
 
 @pytest.fixture(scope="module")
 def runner(checkpoint: Callable[[str], Path]) -> ModelRunner:
-    return load_arm(checkpoint("qwen2"), "torch", num_blocks=512)
+    return load_model_runner(settings(checkpoint("qwen2"), num_blocks=160))
 
 
 @pytest.fixture(scope="module")

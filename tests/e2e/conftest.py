@@ -1,6 +1,7 @@
 """Checkpoints and the browser, shared by the end-to-end tests."""
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,19 +11,13 @@ from playwright.async_api import Browser, async_playwright
 from tests.component.checkpoints import build_checkpoint
 from tests.e2e.browser import CHROMIUM, FLAGS
 from tests.e2e.reference import Reference
+from tests.made_once import made_once
 
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Folder of a random checkpoint of a family, built once."""
-    built: dict[str, Path] = {}
-
-    def build(family: str) -> Path:
-        if family not in built:
-            built[family] = build_checkpoint(family, tmp_path_factory.mktemp(family))
-        return built[family]
-
-    return build
+    """Folder of a random checkpoint of a family, built once per test run."""
+    return lambda family: made_once(tmp_path_factory, family, partial(build_checkpoint, family))
 
 
 @pytest.fixture(scope="session")

@@ -59,11 +59,20 @@ def command_line(process: psutil.Process) -> list[str]:
         return []
 
 
+def ends_of_logs(log_dir: Path) -> str:
+    """The last lines of each log, below its name."""
+    logs = sorted(log_dir.glob("*.log"))
+    return "\n".join(line for log in logs for line in (f"{log.name}:", *log.read_text().splitlines()[-10:]))
+
+
 @asynccontextmanager
 async def started(
-    model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = ()
+    model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = (), start_s: float = START_S
 ) -> AsyncIterator[MeshProcess]:
-    """Start a mesh on a free port, and kill its processes at the end. `prefix` is a command that runs another."""
+    """Start a mesh on a free port, and kill its processes at the end. `prefix` is a command that runs another.
+
+    AssertionError if it is not ready within `start_s`, with all that it and its services have said.
+    """
     command = [
         *prefix,
         sys.executable,
@@ -85,11 +94,14 @@ async def started(
     assert process.stdout is not None
     assert process.stderr is not None
     stderr = asyncio.create_task(process.stderr.read())
+    line = ""
     try:
-        line = (await asyncio.wait_for(process.stdout.readline(), START_S)).decode()
+        with contextlib.suppress(TimeoutError):
+            line = (await asyncio.wait_for(process.stdout.readline(), start_s)).decode()
         if not line.startswith("ready "):
             process.kill()
-            raise AssertionError(f"no ready line, but {line!r}; stderr: {(await stderr).decode()}")
+            said = f"stderr: {(await stderr).decode()}; logs: {ends_of_logs(log_dir)}"
+            raise AssertionError(f"no ready line within {start_s:g} s, but {line!r}; {said}")
         http = ""
         if any(flag.startswith("--http-port") for flag in flags):
             http = (await process.stdout.readline()).decode().split()[1]
@@ -102,9 +114,11 @@ async def started(
 
 
 @asynccontextmanager
-async def mesh(model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = ()) -> AsyncIterator[MeshProcess]:
+async def mesh(
+    model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[str] = (), start_s: float = START_S
+) -> AsyncIterator[MeshProcess]:
     """Start a mesh on a free port; stop it as Ctrl-C does and check that nothing is left."""
-    async with started(model, log_dir, *flags, prefix=prefix) as running:
+    async with started(model, log_dir, *flags, prefix=prefix, start_s=start_s) as running:
         yield running
         children = running.children()
         running.process.send_signal(signal.SIGINT)
@@ -114,12 +128,16 @@ async def mesh(model: Path | str, log_dir: Path, *flags: str, prefix: Sequence[s
 
 async def wait_serving(client: tandem.AsyncClient, role: str, without: int = 0, *, at_least: int = 1) -> None:
     """Return once so many processes besides `without` serve in the role."""
-    async with asyncio.timeout(RESTART_S):
-        while True:
-            serving = [w for w in await client.workers() if w.role == role and w.serving and w.pid != without]
-            if len(serving) >= at_least:
-                return
-            await asyncio.sleep(0.2)
+    workers: list[tandem.Worker] = []
+    try:
+        async with asyncio.timeout(RESTART_S):
+            while True:
+                workers = await client.workers()
+                if sum(w.role == role and w.serving and w.pid != without for w in workers) >= at_least:
+                    return
+                await asyncio.sleep(0.2)
+    except TimeoutError:
+        raise TimeoutError(f"not {at_least} {role} workers that serve within {RESTART_S:g} s, but {workers}") from None
 
 
 async def pools_are_whole(client: tandem.AsyncClient, within_s: float = LIMIT_S) -> None:

@@ -20,6 +20,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TextIO
 
+START_S = 600.0
+"""For a node or a worker of Ray, each of which imports Ray, on a busy machine. Ray's own limits are 30 s and 60 s."""
+_END_S = 300.0
 _MIB = 1 << 20
 _GIB = 1 << 30
 
@@ -51,7 +54,11 @@ def ray_nodes(*cpus: int) -> Iterator[RayNodes]:
     has an address of its own on loopback. Ray also listens on other addresses, and asks there for the token of
     `RayNodes.environ`.
     """
-    environ = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    environ = {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_worker_register_timeout_seconds": f"{START_S:.0f}",
+    }
     command = [sys.executable, "-m", "tests.e2e.ray_nodes"]
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=os.environ | environ
@@ -65,7 +72,7 @@ def ray_nodes(*cpus: int) -> Iterator[RayNodes]:
             yield nodes
         finally:
             process.stdin.close()  # type: ignore[union-attr]
-            process.wait(60)
+            process.wait(_END_S)
 
 
 class _Commands:
@@ -83,7 +90,9 @@ class _Commands:
         return str(self._cluster.address)
 
     def add(self, cpus: str) -> int:
-        self._nodes.append(self._cluster.add_node(**self._of_node(int(cpus))))
+        node = self._cluster.add_node(wait=False, **self._of_node(int(cpus)))
+        self._cluster._wait_for_node(node, START_S)
+        self._nodes.append(node)
         return len(self._nodes) - 1
 
     def lose(self, number: str) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ import tandem
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
 from tests.e2e.in_middle import stream_and_hit
 from tests.e2e.mesh_process import MeshProcess, mesh, pools_are_whole
+from tests.made_once import made_once
 
 TOLERANCE = 1e-4
 NUM_NEW = 36
@@ -33,7 +34,7 @@ MODES = {
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_encoder_decoder("t5-1.1", tmp_path_factory.mktemp("t5-1.1"))
+    return made_once(tmp_path_factory, "t5-1.1", partial(build_encoder_decoder, "t5-1.1"))
 
 
 @lru_cache

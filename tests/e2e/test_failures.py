@@ -59,29 +59,41 @@ def check_same(events: list[tandem.TokenEvent], expected: tandem.Result) -> None
     assert events[-1].usage.completion_tokens == NUM_TOKENS
 
 
-@pytest.mark.parametrize(
-    "numbers",
-    [
-        # Drained, so that running sequences finish where they are; then killed.
-        pytest.param((signal.SIGTERM, signal.SIGKILL), id="ended"),
-        # Frozen, not dead: found out by its silence. In `make test` among all faults under load (tests/chaos).
-        pytest.param((signal.SIGSTOP,), id="frozen", marks=pytest.mark.soak),
-    ],
-)
-async def test_lost_decode_worker_is_not_noticed(
-    numbers: tuple[signal.Signals, ...], checkpoint: Callable[[str], Path], tmp_path: Path
+FLAGS = ("--decode", "2", "--set", "prefill.max_batch_prefill_tokens=64")
+
+
+async def test_lost_workers_are_not_noticed(
+    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
 ) -> None:
     async with (
-        mesh(checkpoint("llama-tied"), tmp_path, "--decode", "2") as running,
+        mesh(checkpoint("llama-tied"), tmp_path, *FLAGS) as running,
         tandem.AsyncClient(running.address) as client,
     ):
-        expected = await undisturbed(client)
-        for number in numbers:
-            await wait_serving(client, "decode", at_least=2)
-            hit = await run_and_signal(running, client, number)
-            for events, result in zip(hit, expected, strict=True):
-                check_same(events, result)
-            await pools_are_whole(client)
+        # Drained, so that running sequences finish where they are; then killed.
+        await check_lost_decode_workers(running, client, signal.SIGTERM, signal.SIGKILL)
+        await wait_serving(client, "decode", at_least=2)
+        await check_killed_prefill_worker(running, client, reference("llama-tied"))
+        await check_frozen_prefill_worker(running, client, reference("llama-tied"))
+
+
+@pytest.mark.soak
+async def test_frozen_decode_worker_is_not_noticed(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+    """Not dead: found out by its silence. In `make test` among all faults under load (tests/chaos)."""
+    async with (
+        mesh(checkpoint("llama-tied"), tmp_path, *FLAGS) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        await check_lost_decode_workers(running, client, signal.SIGSTOP)
+
+
+async def check_lost_decode_workers(running: MeshProcess, client: tandem.AsyncClient, *numbers: signal.Signals) -> None:
+    expected = await undisturbed(client)
+    for number in numbers:
+        await wait_serving(client, "decode", at_least=2)
+        hit = await run_and_signal(running, client, number)
+        for events, result in zip(hit, expected, strict=True):
+            check_same(events, result)
+        await pools_are_whole(client)
 
 
 @pytest.mark.soak
@@ -103,28 +115,22 @@ async def test_lost_decode_worker_is_not_noticed_while_tokens_are_guessed(
         assert any(worker.load.accepted_tokens for worker in await client.workers())
 
 
-async def test_lost_prefill_worker_is_not_noticed(
-    checkpoint: Callable[[str], Path], reference: Callable[[str], Reference], tmp_path: Path
-) -> None:
-    """Killed while prompts are on their way; then its successor is frozen, found out by its silence."""
-    async with (
-        mesh(checkpoint("llama-tied"), tmp_path, "--set", "prefill.max_batch_prefill_tokens=64") as running,
-        tandem.AsyncClient(running.address) as client,
-    ):
-        prompts = [[(11 * i + j) % 256 for j in range(330)] for i in range(16)]
-        tasks = [asyncio.create_task(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True)) for p in prompts]
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        assert not all(task.done() for task in tasks)
-        killed = running.signal("prefill_worker", signal.SIGKILL)
-        for prompt, result in zip(prompts, await asyncio.gather(*tasks), strict=True):
-            assert len(result.tokens) == 8
-            reference("llama-tied").check_greedy(prompt, result.tokens)
-        await pools_are_whole(client)
-        await wait_serving(client, "prefill", killed)
-        await check_frozen_prefill_worker(running, client, reference("llama-tied"))
+async def check_killed_prefill_worker(running: MeshProcess, client: tandem.AsyncClient, theirs: Reference) -> None:
+    """Killed while prompts are on their way. Returns when its successor serves."""
+    prompts = [[(11 * i + j) % 256 for j in range(330)] for i in range(16)]
+    tasks = [asyncio.create_task(client.generate(token_ids=p, max_new_tokens=8, ignore_eos=True)) for p in prompts]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    assert not all(task.done() for task in tasks)
+    killed = running.signal("prefill_worker", signal.SIGKILL)
+    for prompt, result in zip(prompts, await asyncio.gather(*tasks), strict=True):
+        assert len(result.tokens) == 8
+        theirs.check_greedy(prompt, result.tokens)
+    await pools_are_whole(client)
+    await wait_serving(client, "prefill", killed)
 
 
 async def check_frozen_prefill_worker(running: MeshProcess, client: tandem.AsyncClient, theirs: Reference) -> None:
+    """Found out by its silence."""
     prompts = [[(13 * i + j) % 256 for j in range(100)] for i in range(4)]
     pid = running.signal("prefill_worker", signal.SIGSTOP)
     async with asyncio.timeout(60):  # found out by five seconds of silence, then prefilled by the decode worker

@@ -9,25 +9,32 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
 import tandem
+from tests.e2e import mesh_process
 from tests.e2e.in_middle import stream_and_hit
-from tests.e2e.mesh_process import RESTART_S, mesh, pools_are_whole, started, wait_serving
-from tests.e2e.ray_nodes import RayNodes, ray_nodes
+from tests.e2e.mesh_process import RESTART_S, mesh, pools_are_whole, wait_serving
+from tests.e2e.ray_nodes import START_S, RayNodes, ray_nodes
 from tests.e2e.test_failures import check_same, requests, undisturbed
+from tests.waiting import until_told
 
 pytest.importorskip("ray", reason="needs the extra ray")
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3 * START_S)]
 
 KEY = "a mesh key of these tests"
 API_KEY = "an API key of these tests"
-WORKERS = ("--prefill", "1", "--decode", "2", "--threads-per-worker", "1")
+WORKERS = ("--on", "ray", "--prefill", "1", "--decode", "2", "--threads-per-worker", "1")
 NOTHING = {"groups": 0, "actors": 0}
+GONE_S = 300.0
+
+mesh_on_ray = partial(mesh, start_s=START_S)
+started_on_ray = partial(mesh_process.started, start_s=START_S)
 
 
 @pytest.fixture
@@ -55,9 +62,12 @@ def services() -> list[psutil.Process]:
 
 async def wait_gone(cluster: RayNodes) -> None:
     """Return once nothing is left of the mesh: neither actors, nor placement groups, nor processes."""
-    async with asyncio.timeout(60):
-        while await cluster.ask_soon("state") != NOTHING or services():  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
+
+    async def left() -> tuple[object, list[int]]:
+        await asyncio.sleep(0.2)
+        return await cluster.ask_soon("state"), [process.pid for process in services()]
+
+    await until_told(left, lambda told: told == (NOTHING, []), GONE_S)
 
 
 async def wait_back(client: tandem.AsyncClient) -> None:
@@ -73,7 +83,7 @@ async def test_streams_survive_the_loss_of_a_node(
     async with mesh(model, tmp_path / "here") as running, tandem.AsyncClient(running.address) as client:
         expected = await undisturbed(client)
     async with (
-        mesh(model, tmp_path / "logs", "--on", "ray", *WORKERS, "--no-worker-timeout-s", str(RESTART_S)) as running,
+        mesh_on_ray(model, tmp_path / "logs", *WORKERS, "--no-worker-timeout-s", str(RESTART_S)) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         nodes = await cluster.ask_soon("nodes")
@@ -102,7 +112,7 @@ async def test_streams_survive_the_loss_of_a_node(
 
 async def test_a_worker_that_ends_is_started_again(cluster: RayNodes, tmp_path: Path) -> None:
     async with (
-        mesh("tandem-small", tmp_path / "logs", "--on", "ray", *WORKERS) as running,
+        mesh_on_ray("tandem-small", tmp_path / "logs", *WORKERS) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         pid = next(worker.pid for worker in await client.workers() if worker.worker_id == "decode-0")
@@ -116,7 +126,7 @@ async def test_a_worker_that_ends_is_started_again(cluster: RayNodes, tmp_path: 
 
 
 async def test_a_killed_command_leaves_nothing(cluster: RayNodes, tmp_path: Path) -> None:
-    async with started("tandem-small", tmp_path / "logs", "--on", "ray", *WORKERS) as running:
+    async with started_on_ray("tandem-small", tmp_path / "logs", *WORKERS) as running:
         assert len(services()) == 3
         running.process.kill()
         await running.process.wait()
@@ -126,7 +136,7 @@ async def test_a_killed_command_leaves_nothing(cluster: RayNodes, tmp_path: Path
 async def test_a_worker_of_two_ranks_is_on_one_node(cluster: RayNodes, checkpoint, tmp_path: Path) -> None:
     flags = ("--on", "ray", "--prefill", "1", "--decode", "1", "--set", "decode.tensor_parallel=2")
     async with (
-        mesh(checkpoint("llama-tied"), tmp_path / "logs", *flags) as running,
+        mesh_on_ray(checkpoint("llama-tied"), tmp_path / "logs", *flags) as running,
         tandem.AsyncClient(running.address) as client,
     ):
         [worker] = [worker for worker in await client.workers() if worker.role == "decode"]
@@ -141,7 +151,7 @@ async def test_a_worker_of_two_ranks_is_on_one_node(cluster: RayNodes, checkpoin
 def refused(*flags: str) -> str:
     """The line with which `tandem up` refuses to start."""
     command = [sys.executable, "-m", "tandem_cli", "up", "--port", "0", "--no-http", *flags]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=START_S)
     assert result.returncode == 2, result.stderr
     return result.stderr.splitlines()[-1]
 

@@ -44,7 +44,7 @@ async def worker(client: tandem.AsyncClient, worker_id: str) -> tandem.Worker:
     return next(each for each in await client.workers() if each.worker_id == worker_id)
 
 
-async def test_roles_change_and_change_back_while_streams_run(tmp_path: Path) -> None:
+async def test_roles_change_and_change_back_while_streams_run_also_when_a_worker_is_killed(tmp_path: Path) -> None:
     flags = ("--prefill", "2", "--decode", "2", "--switchable")
     async with mesh("tandem-small", tmp_path, *flags) as up, tandem.AsyncClient(up.address) as client:
         undisturbed = await answers(client, asyncio.Event())
@@ -60,21 +60,20 @@ async def test_roles_change_and_change_back_while_streams_run(tmp_path: Path) ->
         status, said = await switch(up.address, "prefill-1", "decode")
         assert (status, "prefill-1 is the last prefill worker that serves" in said) == (1, True)
         assert (await switch(up.address, "decode-7", "decode"))[1] == "tandem: there is no worker 'decode-7'\n"
+        await check_killed_while_it_changes(up.address, client, undisturbed)
 
 
-async def test_a_worker_killed_while_it_changes_is_started_again_in_its_first_role(tmp_path: Path) -> None:
-    flags = ("--prefill", "1", "--decode", "2", "--switchable")
-    async with mesh("tandem-small", tmp_path, *flags) as up, tandem.AsyncClient(up.address) as client:
-        undisturbed = await answers(client, asyncio.Event())
-        begun = asyncio.Event()
-        streams = asyncio.create_task(answers(client, begun))
-        await begun.wait()
-        pid = (await worker(client, "decode-1")).pid
-        assert await switch(up.address, "decode-1", "prefill", "--wait", "0") == (0, "")
-        await until_told(lambda: worker(client, "decode-1"), lambda now: now.state == "draining")
-        os.kill(pid, signal.SIGKILL)
-        assert await streams == undisturbed
-        again = await until_told(
-            lambda: worker(client, "decode-1"), lambda now: now.serving and now.pid != pid, within_s=RESTART_S
-        )
-        assert again.role == "decode"
+async def check_killed_while_it_changes(address: str, client: tandem.AsyncClient, undisturbed: list[list[int]]) -> None:
+    """The worker is started again in its first role."""
+    begun = asyncio.Event()
+    streams = asyncio.create_task(answers(client, begun))
+    await begun.wait()
+    pid = (await worker(client, "decode-1")).pid
+    assert await switch(address, "decode-1", "prefill", "--wait", "0") == (0, "")
+    await until_told(lambda: worker(client, "decode-1"), lambda now: now.state == "draining")
+    os.kill(pid, signal.SIGKILL)
+    assert await streams == undisturbed
+    again = await until_told(
+        lambda: worker(client, "decode-1"), lambda now: now.serving and now.pid != pid, within_s=RESTART_S
+    )
+    assert again.role == "decode"

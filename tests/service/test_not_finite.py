@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from router.settings import RouterSettings
 from tests.component.arms import embedding
 from tests.component.checkpoints import build_checkpoint
 from tests.defects import Repaired
+from tests.made_once import made_once
 from tests.parity import moves_kv
 
 BAD_TOKEN = 261
@@ -71,7 +73,7 @@ async def answers(client: tandem.AsyncClient, *, with_bad: bool) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return made_once(tmp_path_factory, "llama", partial(build_checkpoint, "llama"))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from switchable_worker.settings import SwitchableSettings
 from tests.chaos.cluster import free_ports
 from tests.component.checkpoints import build_checkpoint
 from tests.exposition import fetch
+from tests.made_once import made_once
 from tests.waiting import until, until_told
 
 STEP_S = 0.01
@@ -97,7 +99,7 @@ class Mesh:
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build_checkpoint("llama", tmp_path_factory.mktemp("llama"))
+    return made_once(tmp_path_factory, "llama", partial(build_checkpoint, "llama"))
 
 
 @asynccontextmanager

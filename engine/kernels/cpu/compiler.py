@@ -28,6 +28,7 @@ import numpy as np
 from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils, config
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic, overload
 
 from engine.kernels.cpu.code_cache import CodeCache, open_folder
@@ -51,6 +52,10 @@ if LIMIT_NAME in os.environ and _config.CPU_FEATURES is None:
     _features = _binding.get_host_cpu_features()
     _features.update({name: has and is_allowed(name) for name, has in _features.items()})
     _config.CPU_FEATURES = _features.flatten()
+# numba reads the declarations of its library, which takes a third of a second, before it runs its first function. It
+# does so here, because forked services share what was read before.
+_cpu_target: Any = cpu_target
+_cpu_target.target_context.refresh()
 OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 dispatchers: list[Any] = []
 """numba's objects of all functions that `jit` has made: they count what they load and compile."""

@@ -13,6 +13,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, NoWorkers, Ov
 from router.text import template_process
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.template_process import TemplateProcess
+from router.text.template_program import MAX_MEMORY_BYTES
 from tests.defects import Repaired
 from tests.evidence import Evidence
 
@@ -195,7 +196,7 @@ def test_the_process_has_limits_and_no_secrets(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TANDEM_MESH_KEY", "hunter2")
     with running("well") as process:
         child = child_of(process)
-        assert child.rlimit(psutil.RLIMIT_AS) == (template_process.MAX_MEMORY_BYTES, template_process.MAX_MEMORY_BYTES)
+        assert child.rlimit(psutil.RLIMIT_AS) == (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES)
         assert "TANDEM_MESH_KEY" not in child.environ()
     assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
 

@@ -1,0 +1,25 @@
+"""Folders that the processes of one test run make once and share, such as checkpoints."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+def made_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """The folder `name` of this run. The first process that asks for it makes it; others wait until it is whole. Tests
+    only read it.
+    """
+    base = factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "made-once"
+    shared.mkdir(exist_ok=True)
+    folder = shared / name
+    with open(shared / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not folder.exists():
+            partly = Path(factory.mktemp("partly")) / name
+            make(partly)
+            partly.rename(folder)
+    return folder

@@ -29,6 +29,8 @@ from router.admission.placement import Placement
 
 _FIRST_BACKOFF_S = 0.5
 _MAX_BACKOFF_S = 10.0
+_MAX_CANARIES = 64
+"""At a time. When a thousand workers join, canaries that all ran at once would all be late."""
 _MAX_CANARIES_OF_PARTNER = 4
 TRANSFER_ERRORS = (TransferFailed, TransferCorrupt, LeaseExpired)
 
@@ -100,13 +102,17 @@ class WorkerHealth:
         self._records = {info.incarnation: self._record(info) for info in infos}
 
     def start_due(self, usable: Sequence[WorkerInfo]) -> list[Canary]:
-        """Return the canaries to send now, at most one per worker. The caller must report each by `passed` or `failed`.
+        """Return the canaries to send now, at most one per worker, and no more than may run at a time. The caller must
+        report each by `passed` or `failed`.
 
         `usable` are the workers that could get requests if they were proven.
         """
         now_s = self._clock()
         due: list[Canary] = []
+        room = self._room
         for canary, record in self._pending(usable):
+            if len(due) == room:
+                break
             if record.next_try_s <= now_s:
                 record.is_testing = True
                 self._num_helping.update(_partners_of(canary))
@@ -115,6 +121,8 @@ class WorkerHealth:
 
     def next_due_s(self, usable: Sequence[WorkerInfo]) -> float | None:
         """Seconds until the next canary is due; None if none is due before the mesh changes or a canary ends."""
+        if not self._room:
+            return None
         now_s = self._clock()
         return min((max(0.0, record.next_try_s - now_s) for _, record in self._pending(usable)), default=None)
 
@@ -137,6 +145,11 @@ class WorkerHealth:
         subject.num_failed_canaries += 1
         subject.canary_error = error
         subject.next_try_s = self._clock() + _backoff_s(subject.num_failed_canaries)
+
+    @property
+    def _room(self) -> int:
+        """Number of canaries that may be sent besides those under way."""
+        return max(0, _MAX_CANARIES - sum(record.is_testing for record in self._records.values()))
 
     def _pending(self, usable: Sequence[WorkerInfo]) -> Iterator[tuple[Canary, _Record]]:
         """Yield the next canary of each worker that needs one, is not being tested, and finds a partner with time."""

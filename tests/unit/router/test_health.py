@@ -259,7 +259,8 @@ def test_hundreds_that_join_at_once_share_their_partners() -> None:
     """Each canary takes a second. A partner is in four at a time, and those who are proven help."""
     joining = [decode(f"d{number}").info for number in range(300)]
     bench = Bench(P0, *joining)
-    bench.run_due()  # each decode worker on its own
+    while any(trust is Trust.NONE for trust in bench.trust_levels()):
+        bench.run_due()  # each decode worker on its own
     rounds, busiest = 0, 0
     while canaries := bench.health.start_due(bench.infos):
         helpers = Counter(canary.placement.prefill for canary in canaries if canary.subject.role is WorkerRole.DECODE)
@@ -271,6 +272,21 @@ def test_hundreds_that_join_at_once_share_their_partners() -> None:
     assert busiest == 4
     assert rounds <= 300 // 4 + 1
     assert set(bench.trust_levels()) == {Trust.FULL}
+
+
+def test_a_thousand_that_join_at_once_are_tried_a_few_dozen_at_a_time() -> None:
+    """The sick ones hold their places until they fail, and then wait; the others are proven meanwhile."""
+    joining = [decode(f"d{number}").info for number in range(1000)]
+    bench = Bench(*joining)
+    held = bench.health.start_due(joining)
+    assert len(held) == 64
+    assert bench.health.start_due(joining) == []
+    assert bench.health.next_due_s(joining) is None, "nothing is due until one of them ends"
+    for canary in held[:60]:
+        bench.health.failed(canary)
+    bench.run_until(0.1)
+    assert Counter(bench.trust_levels()) == {Trust.NONE: 64, Trust.LOCAL: 936}
+    assert bench.health.next_due_s(joining) == pytest.approx(0.4), "the sick ones are tried again"
 
 
 def test_proven_prefill_workers_help_to_prove_the_rest() -> None:

@@ -234,7 +234,8 @@ async def check_finding(page: Page) -> None:
     await expect(rows).to_have_count(0)
     await page.get_by_label("Find requests").fill("")
     await expect(page.locator("#timeline .chart", has_text="first token").locator("b")).to_contain_text("s")
-    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"))
+    # A line takes two readings of the router, which takes one every 5 s.
+    await expect(page.locator("#timeline path").first).to_have_attribute("d", re.compile("M.*L"), timeout=60_000)
     chart = page.locator("#timeline .chart").first
     await expect(chart.locator(".axis")).to_have_text(re.compile("10.min.ago.*now"))
     await chart.locator("svg").hover()

@@ -1,7 +1,7 @@
-"""What the arithmetic of this CPU allows at most, measured with its own instructions on operands in registers.
+"""Measures the highest arithmetic speed of this CPU: its own multiply-add instructions, with operands in registers.
 
-Where it has no instructions for bf16, that is what fp32 allows: numbers are widened. ONEDNN_MAX_CPU_ISA limits the
-instructions, as it limits the engines.
+A CPU without instructions for bf16 has the speed of fp32, because its numbers are widened. ONEDNN_MAX_CPU_ISA limits
+these instructions as it limits those of the engines.
 """
 
 import threading
@@ -85,7 +85,7 @@ def _loops() -> Mapping[str, Loop]:
 
 
 def _vector_loop(instruction: _Instruction) -> Loop:
-    """As many sums as fit into the registers, so that none waits for itself."""
+    """Adds to as many sums as there are registers: adding to one alone would wait for the previous addition."""
     lanes, num_sums = (16, 24) if knows_avx512() else (8, 12)
     vector = ir.VectorType(INT32, lanes)
     results = ir.LiteralStructType([vector, vector])

@@ -1,4 +1,4 @@
-"""What the cores and the memory of this machine allow at most, and what a load can reach on them.
+"""Prints the speed limits of this machine's cores and memory, and the tokens/s that they allow a load.
 
     python -m bench.limits [--shape 135m 0.5b] [--quantize none bf16 int8] [--clients 1 8 32]
     python -m bench.limits --reached FILE.json      # the shares of what bench.peers.compare --json FILE.json measured
@@ -37,6 +37,7 @@ WEIGHTS = {
     "int4": ("auto", "int4"),
 }
 """By their names in bench.peers: dtype and quantization."""
+_COMPARED = ("shape", "precision", "input_tokens", "output_tokens", "rows")
 
 
 def this_machine(num_threads: int) -> Device:
@@ -44,7 +45,13 @@ def this_machine(num_threads: int) -> Device:
     rates = {arithmetic: operations_per_s(arithmetic, num_threads) for arithmetic in ARITHMETICS}
     rates["int4"] = rates["int8"]
     memory_bytes = psutil.virtual_memory().total
-    return Device(f"{num_threads} threads", memory_bytes, read_bytes_per_s(num_threads), rates, "measured now")
+    return Device(
+        "1 thread" if num_threads == 1 else f"{num_threads} threads",
+        memory_bytes,
+        read_bytes_per_s(num_threads),
+        rates,
+        "measured now",
+    )
 
 
 def roofline(device: Device, model_dir: Path, quantize: str) -> Capacity:
@@ -60,6 +67,20 @@ def tokens_per_s(capacity: Capacity, clients: int, input_tokens: int, output_tok
     prompts_s = clients * capacity.prefill_s(input_tokens)
     steps_s = (output_tokens - 1) * capacity.decode_step_s(clients, input_tokens + output_tokens / 2)
     return clients * output_tokens / (prompts_s + steps_s)
+
+
+def read_comparison(file: Path) -> Mapping[str, Any]:
+    """What `bench.peers.compare --json` has written. Exits with the reason if the file is not that."""
+    try:
+        compared: dict[str, Any] = json.loads(file.read_text())
+    except OSError as error:
+        raise SystemExit(f"{file}: {error.strerror}") from error
+    except ValueError as error:
+        raise SystemExit(f"{file} is not what bench.peers.compare --json writes: {error}") from error
+    missing = [name for name in _COMPARED if name not in compared]
+    if missing:
+        raise SystemExit(f"{file} lacks {missing[0]!r}: write it anew with bench.peers.compare --json")
+    return compared
 
 
 def _limits_table(devices: Sequence[Device]) -> Table:
@@ -101,19 +122,20 @@ def _reached_table(device: Device, compared: Mapping[str, Any]) -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.limits", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--shape", nargs="+", default=["135m", "0.5b"], help=f"of {', '.join(SHAPES)}")
+    parser.add_argument("--shape", nargs="+", choices=SHAPES, default=["135m", "0.5b"])
     parser.add_argument("--quantize", nargs="+", choices=WEIGHTS, default=list(WEIGHTS), help="none is fp32")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     parser.add_argument("--reached", type=Path, metavar="FILE", help="what bench.peers.compare --json FILE has written")
     options = parser.parse_args()
+    compared = read_comparison(options.reached) if options.reached else None
     console = Console(width=120)
     num_cores = len(os.sched_getaffinity(0))
     devices = [this_machine(threads) for threads in sorted({1, num_cores})]
     console.print(_limits_table(devices))
-    if options.reached:
-        console.print(_reached_table(devices[-1], json.loads(options.reached.read_text())))
+    if compared is not None:
+        console.print(_reached_table(devices[-1], compared))
     else:
         console.print(_loads_table(devices[-1], options))
 

@@ -75,9 +75,7 @@ def cell(case: Case, medians: Mapping[Case, float], peers: frozenset[str]) -> st
     alone = medians.get(Case(case.arm, case.clients, 0))
     cell = f"{medians[case]:.0f}" + (f", {medians[case] / alone:.0%}" if alone and case.hogs else "")
     beside = [medians.get(Case(peer, case.clients, case.hogs), 0.0) for peer in peers]
-    return (
-        cell if case.arm in peers or not any(beside) else f"{cell}, {medians[case] / max(beside):.2f} of the best peer"
-    )
+    return cell if case.arm in peers or not any(beside) else f"{cell}, {medians[case] / max(beside):.2f} x"
 
 
 async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace) -> None:
@@ -95,7 +93,11 @@ async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace
                     rates.setdefault(Case(arm.label, clients, hogs), []).append(measured.tokens_per_s)
 
     async for _ in in_turn(arms, options.repeats, once):
-        print_table(rates, peers, f"{setup.shape}, {setup.precision}: tokens/s beside endless loops")
+        print_table(
+            rates,
+            peers,
+            f"{setup.shape}, {setup.precision}: tokens/s beside endless loops, share of the quiet, x best peer",
+        )
         if options.json:
             rows = [{**asdict(case), "tokens_per_s": of_case} for case, of_case in rates.items()]
             options.json.write_text(

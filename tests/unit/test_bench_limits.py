@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from bench.arithmetic import ARITHMETICS, operations_per_s
-from bench.limits import roofline, tokens_per_s
+from bench.limits import read_comparison, roofline, tokens_per_s
 from bench.peers.neighbours import Case, busy, cell
 from bench.shapes import write_shape
 from tandem_cli.capacity.roofline import Device
@@ -26,6 +26,18 @@ def test_weights_are_of_the_type_that_was_asked_for(tmp_path: Path, quantize: st
     capacity = roofline(MACHINE, write_shape("narrow", tmp_path), quantize)
     assert capacity.precision.weights == weights
     assert capacity.device.flops_per_s == MACHINE.flops_per_s[weights]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "No such file"), ("{", "is not what bench.peers.compare"), ('{"rows": []}', "lacks 'shape'")],
+)
+def test_a_file_without_a_comparison_is_refused(tmp_path: Path, content: str | None, said: str) -> None:
+    file = tmp_path / "compared.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(SystemExit, match=said):
+        read_comparison(file)
 
 
 @pytest.mark.parametrize("arithmetic", ARITHMETICS)
@@ -50,6 +62,6 @@ def test_a_cell_says_the_share_of_the_quiet_machine_and_the_ratio_to_the_best_pe
         Case("vllm", 8, 0): 150.0,
     }
     peers = frozenset({"vllm", "openvino"})
-    assert cell(Case("tandem", 8, 1), rates, peers) == "96, 48%, 1.60 of the best peer"
+    assert cell(Case("tandem", 8, 1), rates, peers) == "96, 48%, 1.60 x"
     assert cell(Case("vllm", 8, 1), rates, peers) == "60, 40%"
     assert cell(Case("tandem", 8, 3), rates, peers) == ""

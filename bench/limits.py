@@ -70,7 +70,7 @@ def tokens_per_s(capacity: Capacity, clients: int, input_tokens: int, output_tok
 
 
 def read_comparison(file: Path) -> Mapping[str, Any]:
-    """What `bench.peers.compare --json` has written. Exits with the reason if the file is not that."""
+    """Read a file that `bench.peers.compare --json` has written. Exits with the reason if the file is not that."""
     try:
         compared: dict[str, Any] = json.loads(file.read_text())
     except OSError as error:

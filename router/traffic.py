@@ -196,7 +196,7 @@ def parse_traffic(text: str) -> TrafficTable:
 
 
 def traffic_to_json(table: TrafficTable) -> str:
-    """What operators have set, for other routers."""
+    """The shares that operators have set, for other routers."""
     return json.dumps({name: {"set_at": at, "shares": dict(table.shares[name])} for name, at in table.set_at.items()})
 
 

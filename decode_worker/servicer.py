@@ -58,7 +58,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         except InvalidRequest as error:  # fail this sequence only; other sequences share the stream
             keys = [(fork.request_id, fork.attempt) for fork in start.sequence.forks]
             for key in ((start.sequence.request_id, start.sequence.attempt), *keys):
-                session.send(Failed(key, SequenceFailure.INTERNAL, str(error)))
+                session.send(Failed(key, SequenceFailure.REFUSED, str(error)))
             return
         self._service.start(session, request, start.transfer_id)
 

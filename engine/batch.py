@@ -37,6 +37,12 @@ class ScheduledSequence:
         return self.sequence.token_ids[self.start : self.end] + list(self.drafts)
 
 
+def batch_order(item: ScheduledSequence) -> tuple[bool, str]:
+    """The sort key of a batch: single tokens come first, because attention treats them alike, a prompt's last token
+    included; rows with the same adapter come together, so that its matrices are read once."""
+    return item.num_tokens > 1, item.sequence.request.adapter
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The work of one step. Items with a single token come first.

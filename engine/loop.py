@@ -6,6 +6,7 @@ error, the owner gets one `on_death` call, and later commands are refused. If th
 """
 
 import asyncio
+import contextlib
 import queue
 import sys
 import threading
@@ -34,6 +35,7 @@ from mesh.domain.tokens import SequenceOutput
 log = structlog.get_logger(__name__)
 
 STOP_WAIT_S = 10.0
+_MAX_FETCH_S = 10.0  # well below the time in which routers expect a reservation
 
 T = TypeVar("T")
 Command = Callable[[Scheduler], T]
@@ -286,10 +288,15 @@ class EngineLoop:
             await asyncio.wrap_future(preparing)
 
     async def fetch_evicted(self, sequence: SequenceState) -> None:
-        """Give the sequence those of its blocks that were evicted and kept. Called before it is added."""
+        """Give the sequence those of its blocks that were evicted and kept. Called before it is added.
+
+        A disk that is too slow costs _MAX_FETCH_S; then the blocks are computed, as they would be without a disk.
+        """
         evicted = self._engine.scheduler.evicted
         if evicted is not None and (missing := await self.call(lambda scheduler: scheduler.missing(sequence))):
-            sequence.from_disk = await asyncio.wrap_future(evicted.fetch(missing))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_MAX_FETCH_S):
+                    sequence.from_disk = await asyncio.wrap_future(evicted.fetch(missing))
 
     def abort(self, sequence: SequenceState) -> None:
         """`Engine.abort` between two steps. Does not wait; idempotent."""

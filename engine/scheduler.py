@@ -35,7 +35,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Protocol
 
-from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence
+from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, batch_order
 from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.runner import RunnerOutput
 from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
@@ -244,9 +244,7 @@ class Scheduler:
         ):
             chunks.append(self._chunk(admitted, budget))
             budget -= chunks[-1].num_tokens
-        # A one-token chunk (a prompt's last token) belongs with the decodes: attention treats it alike. Rows with the
-        # same adapter come together, so that its matrices are read once.
-        items = sorted((*decodes, *chunks), key=lambda item: (item.num_tokens > 1, item.sequence.request.adapter))
+        items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
             return ScheduledBatch(())
         number = self._in_flight.begin(item.sequence for item in items)

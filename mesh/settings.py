@@ -239,13 +239,26 @@ def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None
 
 
 def _convert(name: str, raw: object, hint: object, origin: str) -> object:
-    kinds = [kind for kind in get_args(hint) or (hint,) if kind is not type(None)]
-    if kinds[0] is str and isinstance(raw, dict):  # a TOML table for a setting that takes JSON
-        return json.dumps(raw)
+    kind = next(kind for kind in get_args(hint) or (hint,) if kind is not type(None))
     try:
-        return _to_bool(raw) if kinds[0] is bool else kinds[0](raw)
+        if kind is bool:
+            return _to_bool(raw)
+        if kind is str:
+            return _to_text(raw)
+        if isinstance(raw, bool) or (kind is int and isinstance(raw, float)):  # TOML's, which Python would convert
+            raise ValueError(raw)
+        return kind(raw)
     except (TypeError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{name} must be {kinds[0].__name__}, got {raw!r} (from {origin})") from error
+        raise ConfigurationError(f"{name} must be {kind.__name__}, got {raw!r} (from {origin})") from error
+
+
+def _to_text(raw: object) -> str:
+    """A TOML value as a flag would give it: lists with commas, tables as JSON."""
+    if isinstance(raw, dict):
+        return json.dumps(raw)
+    if isinstance(raw, list):
+        return ",".join(map(_to_text, raw))
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
 
 
 def is_bool(text: str) -> bool:

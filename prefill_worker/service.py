@@ -89,8 +89,8 @@ class _Prompt:
     sequence: SequenceState
     destination: Destination
     receivers: tuple[KVEndpoint, ...]
+    started: asyncio.Future[None]
     first_token: asyncio.Future[SequenceOutput]
-    started: asyncio.Event = field(default_factory=asyncio.Event)
     transfer: Outgoing | None = None
     begun_s: float = 0.0
     opened_s: float = 0.0
@@ -154,7 +154,7 @@ class PrefillService:
             raise InvalidRequest("this attempt is running here already")
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
-        prompt = _Prompt(sequence, destination, receivers, self._loop.create_future())
+        prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
         prompt.trace_span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
@@ -163,7 +163,7 @@ class PrefillService:
             await self._engine.prepare([sequence])
             await self._engine.fetch_evicted(sequence)
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
-            await prompt.started.wait()
+            await prompt.started
             yield Started(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
@@ -233,10 +233,16 @@ class PrefillService:
             prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
                 continue
+            if prompt.transfer is None and prompt.started.done():
+                continue  # the call has failed, or is being cancelled
             if prompt.transfer is None:
-                prompt.transfer = prompt.context.run(self._open_transfer, prompt, final.block_table)
+                try:
+                    prompt.transfer = prompt.context.run(self._open_transfer, prompt, final.block_table)
+                except Exception as error:  # must end this prompt only
+                    prompt.started.set_exception(error)
+                    continue
                 prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
-                prompt.started.set()
+                prompt.started.set_result(None)
             blocks = kv.Span(final.blocks.start, len(final.blocks))
             prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
 

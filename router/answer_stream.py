@@ -94,16 +94,19 @@ class GenerationStream:
         """The client has read one of the messages that a chunk was split into."""
         self._reading_since_s = self._loop.time()
 
-    def fail(self, error: Exception) -> None:
-        """End the stream with an error, if it has not ended."""
+    def fail(self, error: BaseException) -> None:
+        """End the stream with an error, if it has none yet. The client is watched until it has read the error."""
         if self._error is None:
             self._error = error
-        self.close()
+        self._cancel_choices()
         self._wake()
 
     def close(self) -> None:
-        """Cancel the choices that still run. Idempotent."""
+        """Cancel the choices that still run; nobody reads any more. Idempotent."""
         self._watchdog.cancel()
+        self._cancel_choices()
+
+    def _cancel_choices(self) -> None:
         for task in self._tasks:
             task.cancel()
 
@@ -140,9 +143,8 @@ class GenerationStream:
         run.choice.on_change = _ignore  # breaks the reference cycle between choice and stream
         self._num_open -= 1
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._error is None:
-            self._error = error
-            self.close()
+        if error is not None:
+            self.fail(error)
         if self._num_open == 0:
             if self._num_best is not None and self._error is None:
                 self._rank(self._num_best)
@@ -169,6 +171,7 @@ class GenerationStream:
         self.fail(DeadlineExceeded(message))
         for choice in self._choices:
             choice.take()
+        self._watchdog.cancel()
         self._watchdog = self._loop.call_later(_LAST_READ_S, lambda: self.on_stuck())
 
 

@@ -80,13 +80,14 @@ class FailureHistory:
         """True if the next attempt should use no prefill worker."""
         return self._num_failures >= _PREFILL_LOCALLY_AFTER
 
-    def after(self, error: Replayable, *, num_tokens: int, blamed: WorkerInfo | None) -> float:
+    def after(self, error: Replayable, *, num_tokens: int, has_prefill: bool, blamed: WorkerInfo | None) -> float:
         """Count a failure and return the minimum seconds to wait before the next attempt.
 
-        `num_tokens` is the choice's number of tokens by now. Raises the final error if there is no next attempt.
+        `num_tokens` is the choice's number of tokens by now, `has_prefill` tells whether a prefill worker computed the
+        prompt. Raises the final error if there is no next attempt.
         """
-        is_transfer = isinstance(error, TRANSFER_ERRORS)
-        if num_tokens > self._num_tokens + is_transfer:  # the prefill worker's own first token is no progress
+        # The first token of an attempt comes from its prefill worker. It says nothing about the decode worker.
+        if num_tokens > self._num_tokens + has_prefill:
             self._num_failures, self._num_losses = 0, 0
             self.avoid = self.cut_off = frozenset()
         self._num_tokens = num_tokens
@@ -95,7 +96,7 @@ class FailureHistory:
         self._num_losses += isinstance(error, WorkerLost)
         if blamed is not None:
             self.avoid |= {blamed.incarnation}
-            if is_transfer and blamed.role is WorkerRole.PREFILL:
+            if isinstance(error, TRANSFER_ERRORS) and blamed.role is WorkerRole.PREFILL:
                 self.cut_off |= {blamed.incarnation}
         if self._num_failures >= self._max_attempts or self._num_losses >= self._max_losses:
             raise self._final(error) from error
@@ -210,8 +211,11 @@ class Dispatcher:
                 "cause": type(error).__name__,
                 "error": str(error),
             }
+            has_prefill = attempt is not None and attempt.placement.prefill is not None
             try:
-                delay_s = failures.after(error, num_tokens=len(choice.token_ids), blamed=blamed)
+                delay_s = failures.after(
+                    error, num_tokens=len(choice.token_ids), has_prefill=has_prefill, blamed=blamed
+                )
             except MeshError:
                 log.info("no replay: too many failures", **failure)
                 raise

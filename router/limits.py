@@ -1,5 +1,6 @@
 """The limits of a model's requests: by the settings, the model, and the workers that are there."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from checkpoint.model_files import ModelFacts
@@ -28,14 +29,15 @@ class LimitPolicy:
         self._max_input = settings.max_input_length or self._max_total - 1
         require_input_below_total(self._max_input, self._max_total)
 
-    def resolve(self, largest_decode_tokens: int | None) -> Limits:
-        """Return the limits with decode workers of which the largest can hold a sequence of this length.
-
-        Without workers, None: by settings and model only.
+    def resolve(self, decode_capacities: Collection[int]) -> Limits:
+        """Return the limits with decode workers that can hold sequences of these lengths; without any, those by
+        settings and model only.
         """
-        capacity = self._max_total if largest_decode_tokens is None else largest_decode_tokens - self._num_hidden
-        max_total = min(self._max_total, capacity)
-        return Limits(min(self._max_input, max_total - 1), max_total)
+        smallest, largest = (
+            min(self._max_total, pick(decode_capacities, default=_UNLIMITED_TOKENS) - self._num_hidden)
+            for pick in (min, max)
+        )
+        return Limits(min(self._max_input, largest - 1), largest, smallest)
 
 
 @dataclass(frozen=True, slots=True)

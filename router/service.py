@@ -188,7 +188,7 @@ class GenerationService:
         self._one_ended()
 
     def _limits(self) -> Limits:
-        return self._limit_policy.resolve(self._mesh.largest_decode_tokens)
+        return self._limit_policy.resolve(self._mesh.decode_capacities)
 
     def _queue_entry(self, params: GenerateParams, time_left_s: float | None) -> QueueEntry:
         """Return the queue entry of a request that arrives now. Raises InvalidRequest if its priority is too high."""

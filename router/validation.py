@@ -25,10 +25,19 @@ _EMPTY = "the prompt is empty: at least one token is needed"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The limits that hold for a request now."""
+    """The limits that hold for a request now. `common_total_tokens`: the longest sequence that all decode workers can
+    hold, where the largest of them can hold `max_total_tokens`.
+    """
 
     max_input_tokens: int
     max_total_tokens: int
+    common_total_tokens: int
+
+    def default_new_tokens(self, num_prompt_tokens: int) -> int:
+        """Return max_new_tokens of a request that does not say it: so many that any decode worker can serve it, unless
+        its prompt takes more than half of a small worker."""
+        is_common = 2 * num_prompt_tokens <= self.common_total_tokens
+        return (self.common_total_tokens if is_common else self.max_total_tokens) - num_prompt_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,14 +177,12 @@ def check_prompt_logprobs(params: GenerateParams, num_prompt_tokens: int) -> Non
 def complete_sampling(
     sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, limits: Limits
 ) -> SamplingParams:
-    """Return checked parameters with a seed and max_new_tokens, by default the rest of max_total_tokens.
-
-    Raises InvalidRequest.
-    """
+    """Return checked parameters with a seed and max_new_tokens. Raises InvalidRequest."""
     sampling.validate(vocab_size)
-    remaining = limits.max_total_tokens - num_prompt_tokens
-    max_new = remaining if sampling.max_new_tokens is None else sampling.max_new_tokens
-    if max_new > remaining:
+    max_new = sampling.max_new_tokens
+    if max_new is None:
+        max_new = limits.default_new_tokens(num_prompt_tokens)
+    if num_prompt_tokens + max_new > limits.max_total_tokens:
         raise InvalidRequest(
             f"prompt tokens ({num_prompt_tokens}) + max_new_tokens ({max_new}) must be <= max_total_tokens "
             f"({limits.max_total_tokens})"

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from engine.batch import ScheduledBatch, ScheduledSequence
+from engine.batch import ScheduledBatch, ScheduledSequence, batch_order
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceKey, SequenceState
@@ -115,4 +115,4 @@ def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> Sc
         else item
         for item in batch.items
     ]
-    return replace(batch, items=tuple(sorted(items, key=lambda item: item.num_tokens > 1)))
+    return replace(batch, items=tuple(sorted(items, key=batch_order)))

@@ -249,10 +249,9 @@ class MeshSnapshot:
         return self._roster(WorkerRole.DECODE)
 
     @cached_property
-    def largest_decode_tokens(self) -> int:
-        """The longest sequence that any known decode worker can hold, whatever its state."""
-        decoders = (view.info for view in self.views if view.info.role is WorkerRole.DECODE)
-        return max(map(capacity_tokens, decoders), default=0)
+    def decode_capacities(self) -> frozenset[int]:
+        """The lengths of the longest sequences that the known decode workers can hold, whatever their state."""
+        return frozenset(capacity_tokens(view.info) for view in self.views if view.info.role is WorkerRole.DECODE)
 
     @cached_property
     def longest_short_tokens(self) -> float:
@@ -283,7 +282,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         return NoPlacement.NO_ADAPTER
     fit &= decoders.capacity_tokens >= query.max_total_tokens
     if not fit.any():
-        could_hold = snapshot.largest_decode_tokens >= query.max_total_tokens
+        could_hold = max(snapshot.decode_capacities, default=0) >= query.max_total_tokens
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
     fit &= decode_has_capacity(query, decoders, snapshot.num_canary_slots)
     if not fit.any():

@@ -280,10 +280,11 @@ class ChatTemplate:
         turns = [message.members() for message in messages]
         if how.continues_final:
             turns[-1]["content"] = messages[-1].content + _END_OF_MESSAGE
-        if _TEXT_ARGUMENTS.search(self.source):
-            turns = [_with_text_arguments(turn) for turn in turns]
         tools = _parse_tools(tools_json)
-        if tools and _TOOLS_IN_SYSTEM in self.source:
+        source = self.tool_source if tools and self.tool_source else self.source
+        if _TEXT_ARGUMENTS.search(source):
+            turns = [_with_text_arguments(turn) for turn in turns]
+        if tools and _TOOLS_IN_SYSTEM in source:
             turns = _with_tools_in_system(turns, tools)
         reserved = {
             "messages": turns,

@@ -57,7 +57,7 @@ class FairSlots:
         try:
             await waiter.turn
         except asyncio.CancelledError:
-            if not self._waiters.remove(waiter):
+            if not self._waiters.remove(waiter) and not waiter.turn.cancelled():
                 self._pass_on()  # the slot was already granted
             raise
         finally:

@@ -120,9 +120,14 @@ class Membership:
             _require_same_adapters(peer, info)
 
     def heartbeat(self, worker_id: str, incarnation: str, load: WorkerLoad, state: WorkerState) -> None:
-        """Update a worker. Heartbeats of other than its current incarnation are ignored."""
+        """Update a worker. Heartbeats of other than its current incarnation are ignored.
+
+        Raises LayoutMismatch for a worker that was gone and is incompatible with those that have joined since.
+        """
         view = self._current(worker_id, incarnation)
         if view is not None:
+            if view.state.is_gone:
+                self._require_compatible(view.info)
             now = self._views[worker_id] = replace(view, load=load, state=state, last_seen_s=self._clock())
             if state is view.state:
                 self._reported(now)
@@ -183,7 +188,7 @@ class Membership:
             if silence > _MAX_SWITCH_S and view.state is WorkerState.SWITCHING:
                 self._set_gone(view, WorkerState.LOST)
             if silence > forget_s:
-                del self._views[view.info.worker_id]
+                del self._views[view.info.worker_id], self._next_event[view.info.worker_id]
                 self._changed()
 
     def _current(self, worker_id: str, incarnation: str) -> WorkerView | None:

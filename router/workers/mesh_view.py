@@ -138,6 +138,6 @@ class MeshView:
         return len(self.snapshot().decode) > 0
 
     @property
-    def largest_decode_tokens(self) -> int | None:
-        """The longest sequence that any decode worker can hold, briefly lost ones included; None without any."""
-        return self.snapshot().largest_decode_tokens or None
+    def decode_capacities(self) -> frozenset[int]:
+        """The lengths of the longest sequences that decode workers can hold, briefly lost ones included."""
+        return self.snapshot().decode_capacities

@@ -14,6 +14,7 @@ SharedRegistry is the Coordination of routers that share workers and permits: it
 import asyncio
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 
 import grpc
 import structlog
@@ -198,9 +199,9 @@ class RedisRegistry:
                 self._outbox[info.worker_id] = b""
 
     def _has_joined(self, info: WorkerInfo) -> bool:
-        """Add a worker that is new or has restarted. False if it is incompatible."""
+        """Add a worker that is new, has restarted or was gone. False if it is incompatible."""
         known = self._membership.find(info.worker_id)
-        if known is not None and known.info.incarnation == info.incarnation:
+        if known is not None and known.info.incarnation == info.incarnation and not known.state.is_gone:
             return True
         try:
             self._membership.join(info)
@@ -320,7 +321,8 @@ class DirectChecks:
             now.state if now.state in (WorkerState.STALLED, WorkerState.DRAINING) else WorkerState.DRAINING
         )
         state = WorkerState.READY if serving else state_if_not_serving
-        self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
+        with suppress(LayoutMismatch):  # it stays lost, and is told when Redis is back
+            self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
 
     async def _load(self, channel: grpc.aio.Channel, view: WorkerView) -> WorkerLoad | None:
         """Return the load; None if another run of a worker has taken over the address."""

@@ -221,8 +221,12 @@ async def test_no_room_for_ever_is_overload(make_mesh: Any) -> None:
     assert dict(error.trailing_metadata() or ())["retry-after-ms"]
 
 
-async def test_a_request_that_kills_workers_is_not_handed_round(make_mesh: Any) -> None:
+@pytest.mark.parametrize("has_prefill", [False, True])
+async def test_a_request_that_kills_workers_is_not_handed_round(make_mesh: Any, has_prefill: bool) -> None:
+    """Not even if its prefill workers bring a new first token each time."""
     mesh = await make_mesh(max_worker_losses=2)
+    if has_prefill:
+        await mesh.prefill()
     workers = [await mesh.decode(f"decode-{n}") for n in range(4)]
     for worker in workers:
         worker.scripts = [DecodeScript(break_link_after=0)]

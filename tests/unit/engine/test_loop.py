@@ -2,19 +2,22 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
 
 import pytest
 import pytest_asyncio
 from structlog.testing import capture_logs
 
+from engine import loop as loop_module
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
 from engine.scheduler import Scheduler
-from engine.sequence import SequenceState
+from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import WorkerLost
+from mesh.domain.kv import BlockHash
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation
@@ -73,6 +76,28 @@ async def test_tokens_come_one_step_at_a_time(rig: Rig) -> None:
     await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=4))))
     ids = [(await rig.steps.get()).outputs[0].tokens[0].id for _ in range(4)]
     assert ids == fake_continuation([1, 2, 3], 4)
+
+
+class SilentDisk:
+    """A disk that never answers."""
+
+    def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
+        return Future()
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        raise AssertionError("nothing was read")
+
+    def close(self) -> None:
+        pass
+
+
+async def test_a_silent_disk_holds_a_prompt_up_for_a_while_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_module, "_MAX_FETCH_S", 0.05)
+    rig.scheduler.evicted = SilentDisk()
+    sequence = SequenceState(make_request("a", list(range(3 * FAKE_LAYOUT.block_size)), max_new_tokens=1))
+    await asyncio.wait_for(rig.loop.fetch_evicted(sequence), 60)
+    await rig.loop.call(lambda scheduler: scheduler.add(sequence))
+    assert len((await rig.steps.get()).outputs) == 1
 
 
 async def test_the_runner_hears_before_each_step_which_cores_are_lent(rig: Rig) -> None:

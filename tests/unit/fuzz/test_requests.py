@@ -123,7 +123,7 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         RouterSettings(model="tiny"),
         limiter=limiter,
         forecast=Forecast(time.monotonic),
-        mesh=SimpleNamespace(largest_decode_tokens=None, has_path=True, adapters=dict, adapter_digest=str.lower),  # type: ignore[arg-type]
+        mesh=SimpleNamespace(decode_capacities=(), has_path=True, adapters=dict, adapter_digest=str.lower),  # type: ignore[arg-type]
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )

@@ -33,6 +33,21 @@ def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None
     assert load([*config, "--port", "9"], {"PORT": "7"}).origins["port"] == "flag --port"
 
 
+@pytest.mark.parametrize("line", ["port = 1.9", "port = true", "ratio = true", "fast = 2", "port = [1]"])
+def test_a_value_of_another_type_in_a_file_is_refused(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "tandem.toml"
+    file.write_text(line)
+    with pytest.raises(ConfigurationError, match="must be"):
+        load(["--config", str(file)])
+
+
+def test_lists_and_numbers_in_a_file_are_texts_where_flags_have_texts(tmp_path: Path) -> None:
+    file = tmp_path / "tandem.toml"
+    for value, text in (('["a", "b"]', "a,b"), ("2", "2"), ("true", "true"), ("{x = 1}", '{"x": 1}')):
+        file.write_text(f"[client]\nkey = {value}\n")
+        assert load(["--config", str(file)]).values.key == text
+
+
 def test_empty_environment_counts_as_unset() -> None:
     assert load([], {"TANDEM_PORT": ""}).origins["port"] == "default"
 

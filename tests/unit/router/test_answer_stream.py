@@ -7,6 +7,7 @@ import pytest
 
 from mesh.domain.errors import DeadlineExceeded, NoWorkers
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
+from router import answer_stream
 from router.admission.limiter import LocalLimiter
 from router.answer_stream import ChoiceRun, GenerationStream
 from router.choice import Choice, ChoiceEvents
@@ -133,6 +134,25 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     await asyncio.wait_for(driver.stream.ended, 60)
     assert driver.limiter.num_held == 0
     with pytest.raises(DeadlineExceeded):
+        await anext(chunks)
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(answer_stream, "_LAST_READ_S", 0.02)
+    fails = asyncio.Event()
+
+    async def fails_later(choice: Choice) -> None:
+        choice.accept(output(0, [40]))
+        await fails.wait()
+        raise NoWorkers("nobody there")
+
+    driver, stuck = Driver(fails_later, slow_reader_s=0.02), asyncio.Event()
+    driver.stream.on_stuck = stuck.set
+    chunks = driver.stream.chunks()
+    await anext(chunks)
+    fails.set()
+    await asyncio.wait_for(stuck.wait(), 60)
+    with pytest.raises(NoWorkers):
         await anext(chunks)
 
 

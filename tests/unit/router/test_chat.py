@@ -167,6 +167,19 @@ def test_a_template_that_joins_arguments_with_text() -> None:
     assert ChatTemplate(writes, {}).render([turn]) == '{"a": "für"}'
 
 
+def test_each_template_gets_arguments_as_it_takes_them() -> None:
+    """Conversations with tools have a template of their own, which joins texts where the other one does not."""
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    turn = ChatMessage("assistant", "", json.dumps({"tool_calls": [call]}))
+    template = ChatTemplate(
+        "{{ messages[0].tool_calls[0]['function']['arguments'].a }}",
+        {},
+        "{{ messages[0].tool_calls[0]['function']['arguments'] + '.' }}",
+    )
+    assert template.render([turn], '[{"type": "function", "function": {"name": "f"}}]') == '{"a": 1}.'
+    assert template.render([turn]) == "1"
+
+
 def test_a_template_for_tools_tells_before_the_other() -> None:
     assert ChatTemplate("{{ messages }}", {}, "{{ '[TOOL_CALLS]' }}").tool_call_format == "mistral"
 

@@ -85,6 +85,22 @@ async def test_work_that_has_begun_keeps_its_slot_when_its_caller_leaves() -> No
     assert await stays == "stays"
 
 
+async def test_a_caller_that_leaves_as_a_slot_is_passed_on_does_not_pass_it_on_again() -> None:
+    desk = Desk(FairSlots(1))
+    tasks = [desk.bring("runs"), desk.bring("leaves")]
+    await settled()
+    desk.ends["runs"].set_result("runs")
+    await asyncio.sleep(0)  # the work ends now; its slot is passed on in the next turn
+    tasks[1].cancel()
+    await settled()
+    tasks += [desk.bring("first"), desk.bring("second")]
+    await settled()
+    assert desk.begun == ["runs", "first"]
+    await desk.finish("first")
+    await desk.finish("second")
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 @given(st.lists(st.tuples(st.sampled_from(["bring", "leave", "finish"]), st.integers(0, 5)), max_size=40))
 def test_no_slot_is_lost(steps: list[tuple[str, int]]) -> None:
     async def check() -> None:

@@ -89,6 +89,18 @@ def test_a_worker_that_has_said_farewell_is_not_lost(
     assert membership.workers() == []
 
 
+def test_a_lost_worker_must_still_fit_when_it_comes_back(membership: Membership) -> None:
+    membership.lose("decode-0", "one")
+    other = replace(INFO, worker_id="decode-1", incarnation="other", layout=replace(INFO.layout, model_fingerprint="x"))
+    membership.join(other)
+    with pytest.raises(LayoutMismatch):
+        membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    assert state(membership) is WorkerState.LOST
+    membership.lose("decode-1", "other")
+    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    assert state(membership) is WorkerState.READY
+
+
 def test_former_self_is_ignored(membership: Membership) -> None:
     membership.join(replace(INFO, incarnation="two"))
     membership.lose("decode-0", "one")

@@ -25,7 +25,7 @@ from router.validation import (
 from router.workers.membership import capacity_tokens
 from tests.fakes.router_views import decode
 
-LIMITS = Limits(max_input_tokens=10, max_total_tokens=16)
+LIMITS = Limits(max_input_tokens=10, max_total_tokens=16, common_total_tokens=16)
 PROMPT = TokenPrompt((1, 2))
 
 
@@ -71,13 +71,21 @@ def test_the_served_name_is_the_folders(tmp_path: Path) -> None:
 )
 def test_limits(tmp_path: Path, changes: dict[str, Any], positions: int, workers: list[Any], expected: Any) -> None:
     policy = LimitPolicy(settings(tmp_path, **changes), ModelFacts(10, frozenset(), positions, "t"))
-    limits = policy.resolve(max((capacity_tokens(view.info) for view in workers), default=None))
+    limits = policy.resolve({capacity_tokens(view.info) for view in workers})
     assert (limits.max_input_tokens, limits.max_total_tokens) == expected
+
+
+def test_answers_without_a_length_fit_all_workers(tmp_path: Path) -> None:
+    policy = LimitPolicy(settings(tmp_path), ModelFacts(10, frozenset(), None, "t"))
+    limits = policy.resolve({1000, 1010})
+    assert limits.max_total_tokens == 1010
+    assert limits.default_new_tokens(100) == 900
+    assert limits.default_new_tokens(600) == 410
 
 
 def test_a_decoders_first_token_takes_room_at_workers(tmp_path: Path) -> None:
     policy = LimitPolicy(settings(tmp_path), ModelFacts(10, frozenset(), None, "t", decoder_start_token_id=0))
-    limits = policy.resolve(capacity_tokens(decode().info))
+    limits = policy.resolve({capacity_tokens(decode().info)})
     assert (limits.max_input_tokens, limits.max_total_tokens) == (62, 63)
 
 

@@ -54,13 +54,16 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-        with torch.cuda.stream(self._stream):
-            run()  # compiles kernels and allocates workspaces, which a capture must not do
-        self._stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            hidden = run()
+        # torch synchronises with the thread's current device, and so would take memory of another worker's.
+        with torch.cuda.device(self._stream.device):
+            self._stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self._stream):
+                run()  # compiles kernels and allocates workspaces, which a capture must not do
+            self._stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # Other threads may do as they like meanwhile: by default, what allocates there would end the capture.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                hidden = run()
         return Captured(graph, hidden)
 
 

@@ -59,10 +59,11 @@ class Staging:
             self._sent.synchronize()
 
     def send(self, num_bytes: int) -> None:
-        """Copy the first bytes to the device, after what the current stream does now."""
+        """Copy the first bytes to the device, after what the device's current stream does now."""
         self.device[:num_bytes].copy_(self._pinned[:num_bytes], non_blocking=True)
         if self._sent is not None:
-            self._sent.record()
+            # By default, it would be that of the thread's current device: cuda:0, whatever the worker has.
+            self._sent.record(torch.cuda.current_stream(self.device.device))
 
 
 class PackedCopies:

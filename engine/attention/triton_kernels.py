@@ -7,8 +7,8 @@ interpreter, such as no `or` of three terms, and a variable that a loop carries 
 A tile is ROWS rows of scores: the `GROUP` query heads that read one KV head, for as many neighbouring queries as fit.
 Keys are read in tiles of KEYS, which begin at multiples of KEYS in the sequence whatever else the step computes. With
 them, softmax is computed online (Milakov and Gimelshein 2018), in base 2. With SPLIT, the keys of a sequence are cut at
-multiples of SPLIT, and each cut is a program of its own (Flash-Decoding, Dao et al. 2023); `combine_splits` joins them.
-So the result of a row depends on the length of its own sequence, and not on others in the batch.
+multiples of SPLIT, and several programs attend to the parts (Flash-Decoding, Dao et al. 2023); `combine_splits` joins
+them. So the result of a row depends on the length of its own sequence, and not on others in the batch.
 """
 
 import triton
@@ -84,6 +84,68 @@ def write_rows(
     tl.store(to + values_at, value.to(cache.dtype.element_ty), mask=is_column)
 
 
+@triton.jit
+def _attend_keys(
+    q,
+    position,
+    slope,
+    start,
+    end,
+    cache,
+    table,
+    kv_head,
+    values_at,
+    scale,
+    softcap,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr,
+    HAS_ALIBI: tl.constexpr,
+):
+    """Largest scores [ROWS], sums of weights [ROWS] and weighted values [ROWS, PADDED_DIM] over the keys [start, end)
+    of a sequence. q: [ROWS, PADDED_DIM]; position, slope: of its rows, [ROWS, 1]; table: the sequence's row of tables.
+    """
+    dims = tl.arange(0, PADDED_DIM)
+    is_dim = (dims < HEAD_DIM)[None, :]
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for first_key in range(start // KEYS * KEYS, end, KEYS):
+        key = first_key + tl.arange(0, KEYS)
+        is_key = key < end
+        block = tl.load(table + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
+        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
+        k_at = cache + ((slot * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
+        k = _load_cached(k_at, is_key[:, None] & is_dim, q.dtype)
+        # "ieee": by default, products of fp32 would be rounded to TF32.
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if HAS_SOFTCAP:
+            # tanh, which Triton has in a library for CUDA only
+            away = tl.exp2(tl.maximum(scores, -scores) / softcap * (-2 * _LOG2_E))
+            scores = softcap * tl.where(scores < 0, away - 1, 1 - away) / (1 + away)
+        if HAS_ALIBI:
+            scores -= slope * (position - key[None, :])
+        is_seen = is_key[None, :] & (key[None, :] <= position)
+        if WINDOW:
+            is_seen = is_seen & (key[None, :] > position - WINDOW)
+        scores = tl.where(is_seen, scores * _LOG2_E, -float("inf"))
+        now_largest = tl.maximum(largest, tl.max(scores, 1))
+        # A row that has seen no key yet has no largest score, and infinity minus infinity is NaN.
+        base = tl.where(now_largest == -float("inf"), 0.0, now_largest)
+        weights = tl.exp2(scores - base[:, None])
+        decay = tl.exp2(largest - base)
+        total = total * decay + tl.sum(weights, 1)
+        v = _load_cached(k_at + values_at, is_key[:, None] & is_dim, q.dtype)
+        mixed = mixed * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
+        largest = now_largest
+    return largest, total, mixed
+
+
 @triton.jit(do_not_specialize=["first_seq", "max_queries", "num_splits", "table_stride"])
 def attend_tiles(
     queries,
@@ -116,17 +178,16 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
-    IS_PARTIAL: tl.constexpr,
 ):
-    """Attend from one tile of a sequence to its keys, or to one split of them. Grid: (sequences, KV heads x tiles of
-    the longest sequence, splits). Sequences with fewer than MIN_QUERIES or more than max_queries queries are skipped.
+    """Attend from one tile of a sequence to its keys, or to some splits of them. Grid: (sequences, KV heads x tiles of
+    the longest sequence, programs). Sequences with fewer than MIN_QUERIES or more than max_queries queries are skipped.
 
-    SPLIT, WINDOW: 0 for none. IS_PARTIAL: write sums and maxima for `combine_splits` instead of the result:
-    partials [sequences, max_queries, heads, num_splits, HEAD_DIM], stats [.., num_splits, 2], both fp32.
+    SPLIT, WINDOW: 0 for none. With SPLIT, the programs take turns at the splits that the sequence has now, and write
+    sums and maxima for `combine_splits` instead of the result: partials [sequences, max_queries, heads, num_splits,
+    HEAD_DIM], stats [.., num_splits, 2], both fp32. So a grid for contexts that are much longer costs little.
     """
     seq = first_seq + tl.program_id(0)
     tile, kv_head = tl.program_id(1) // NUM_KV_HEADS, tl.program_id(1) % NUM_KV_HEADS
-    split = tl.program_id(2)
     first_row = tl.load(query_starts + seq)
     num_queries = tl.load(query_starts + seq + 1) - first_row
     context_len = tl.load(context_lens + seq)
@@ -134,72 +195,84 @@ def attend_tiles(
     if (first_query >= num_queries) | (num_queries < MIN_QUERIES) | (num_queries > max_queries):
         return
 
-    # Keys [start, end) that some row of the tile sees, in this split.
+    # Keys [start, end) that some row of the tile sees.
     num_cached = context_len - num_queries
     start = 0
     end = tl.minimum(num_cached + first_query + ROWS // GROUP, context_len)
     if WINDOW:
         start = tl.maximum(num_cached + first_query - WINDOW + 1, 0)
-    if SPLIT:
-        first_split = 0
-        if WINDOW:
-            first_split = tl.maximum(num_cached - WINDOW + 1, 0) // SPLIT
-        start = tl.maximum(start, (first_split + split) * SPLIT)
-        end = tl.minimum(end, (first_split + split + 1) * SPLIT)
-    if end <= start:
-        return
 
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     query, head = first_query + rows // GROUP, kv_head * GROUP + rows % GROUP
     is_row = (rows < ROWS // GROUP * GROUP) & (query < num_queries)
-    is_dim = (dims < HEAD_DIM)[None, :]
+    is_out = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     position = (num_cached + query)[:, None]
-    q_at = (first_row + query) * query_stride + head * query_head_stride
-    q = tl.load(queries + q_at[:, None] + dims[None, :], mask=is_row[:, None] & is_dim, other=0.0)
+    row = (first_row + query).to(tl.int64)
+    q_at = row * query_stride + head * query_head_stride
+    q = tl.load(queries + q_at[:, None] + dims[None, :], mask=is_out, other=0.0)
+    slope = tl.zeros([ROWS, 1], tl.float32)
     if HAS_ALIBI:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)[:, None]
+    table = tables + seq * table_stride.to(tl.int64)
 
-    largest = tl.full([ROWS], -float("inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    mixed = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    for first_key in range(start // KEYS * KEYS, end, KEYS):
-        key = first_key + tl.arange(0, KEYS)
-        is_key = key < end
-        block = tl.load(tables + seq * table_stride + key // BLOCK_SIZE, mask=is_key, other=0).to(tl.int64)
-        slot = block * BLOCK_SIZE + key % BLOCK_SIZE
-        k_at = cache + ((slot * NUM_KV_HEADS + kv_head) * HEAD_DIM)[:, None] + dims[None, :]
-        k = _load_cached(k_at, is_key[:, None] & is_dim, q.dtype)
-        # "ieee": by default, products of fp32 would be rounded to TF32.
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        if HAS_SOFTCAP:
-            # tanh, which Triton has in a library for CUDA only
-            away = tl.exp2(tl.maximum(scores, -scores) / softcap * (-2 * _LOG2_E))
-            scores = softcap * tl.where(scores < 0, away - 1, 1 - away) / (1 + away)
-        if HAS_ALIBI:
-            scores -= slope * (position - key[None, :])
-        is_seen = is_key[None, :] & (key[None, :] <= position)
+    if SPLIT:
+        first_split = 0  # that the sequence's first query sees
         if WINDOW:
-            is_seen = is_seen & (key[None, :] > position - WINDOW)
-        scores = tl.where(is_seen, scores * _LOG2_E, -float("inf"))
-        now_largest = tl.maximum(largest, tl.max(scores, 1))
-        # A row that has seen no key yet has no largest score, and infinity minus infinity is NaN.
-        base = tl.where(now_largest == -float("inf"), 0.0, now_largest)
-        weights = tl.exp2(scores - base[:, None])
-        decay = tl.exp2(largest - base)
-        total = total * decay + tl.sum(weights, 1)
-        v = _load_cached(k_at + values_at, is_key[:, None] & is_dim, q.dtype)
-        mixed = mixed * decay[:, None] + tl.dot(weights.to(q.dtype), v, input_precision="ieee")
-        largest = now_largest
-
-    is_out = is_row[:, None] & is_dim
-    if IS_PARTIAL:
-        row = (tl.program_id(0) * max_queries + query) * (NUM_KV_HEADS * GROUP) + head
-        at = row * num_splits + split
-        tl.store(partials + at[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_out)
-        tl.store(stats + 2 * at, largest, mask=is_row)
-        tl.store(stats + 2 * at + 1, total, mask=is_row)
+            first_split = tl.maximum(num_cached - WINDOW + 1, 0) // SPLIT
+        past_split = (end + SPLIT - 1) // SPLIT - first_split
+        for split in range(tl.program_id(2), past_split, tl.num_programs(2)):
+            cut = (first_split + split) * SPLIT
+            largest, total, mixed = _attend_keys(
+                q,
+                position,
+                slope,
+                tl.maximum(start, cut),
+                tl.minimum(end, cut + SPLIT),
+                cache,
+                table,
+                kv_head,
+                values_at,
+                scale,
+                softcap,
+                NUM_KV_HEADS,
+                HEAD_DIM,
+                PADDED_DIM,
+                BLOCK_SIZE,
+                ROWS,
+                KEYS,
+                WINDOW,
+                HAS_SOFTCAP,
+                HAS_ALIBI,
+            )
+            part = (tl.program_id(0) * max_queries + query).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head
+            at = part * num_splits + split
+            tl.store(partials + at[:, None] * HEAD_DIM + dims[None, :], mixed, mask=is_out)
+            tl.store(stats + 2 * at, largest, mask=is_row)
+            tl.store(stats + 2 * at + 1, total, mask=is_row)
     else:
-        at = ((first_row + query) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+        largest, total, mixed = _attend_keys(
+            q,
+            position,
+            slope,
+            start,
+            end,
+            cache,
+            table,
+            kv_head,
+            values_at,
+            scale,
+            softcap,
+            NUM_KV_HEADS,
+            HEAD_DIM,
+            PADDED_DIM,
+            BLOCK_SIZE,
+            ROWS,
+            KEYS,
+            WINDOW,
+            HAS_SOFTCAP,
+            HAS_ALIBI,
+        )
+        at = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         result = mixed / tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_out)
 
@@ -243,7 +316,7 @@ def combine_splits(
     for first in range(start, end, SPLITS_AT_ONCE):
         split = first + tl.arange(0, SPLITS_AT_ONCE)
         is_split = split < end
-        at = (index * NUM_HEADS + head) * num_splits + split
+        at = (index.to(tl.int64) * NUM_HEADS + head) * num_splits + split
         maxima = tl.load(stats + 2 * at, mask=is_split, other=-float("inf"))
         totals = tl.load(stats + 2 * at + 1, mask=is_split, other=0.0)
         sums = tl.load(partials + at[:, None] * HEAD_DIM + dims[None, :], mask=is_split[:, None] & is_dim, other=0.0)
@@ -252,5 +325,5 @@ def combine_splits(
         total = total * decay + tl.sum(weights * totals, 0)
         mixed = mixed * decay + tl.sum(weights[:, None] * sums, 0)
         largest = now_largest
-    at = ((first_row + query) * NUM_HEADS + head) * HEAD_DIM
+    at = ((first_row + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out + at + dims, (mixed / total).to(out.dtype.element_ty), mask=is_dim)

@@ -19,11 +19,14 @@ from engine.kv_types import as_bytes
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)
 SPLIT_TOKENS = 256
-"""Keys of one program of a decode. A constant, so that a token's result does not depend on the rest of the batch."""
+"""Keys of one part of a decode. A constant, so that a token's result does not depend on the rest of the batch."""
 FEW_QUERIES = 16
 """Chunks of up to so many queries, such as drafts with their token, are split over their keys like decodes."""
 _MAX_PARTIALS = 2**24  # fp32 numbers (64 MiB) that the programs of one launch leave for `combine_splits`
 _SPLITS_AT_ONCE = 16
+_MAX_PROGRAMS = 4096
+"""Of one launch that has splits: several for each place on a GPU. The grid of a graph is for the longest context that
+there may be, and most of its programs would find no split."""
 _TILE_BYTES = 16384  # of keys in a tile: keys and values of two stages fit into the shared memory of any such GPU
 _MAX_KEYS = 64
 _MIN_ROWS = 16  # of a matrix product
@@ -138,14 +141,14 @@ class TritonAttention:
         if len(few) < len(chunks):
             max_queries, longest = metadata.max_chunk_queries, metadata.max_chunk_context
             sequences = _Sequences(num_decodes, len(chunks), FEW_QUERIES + 1, max_queries, longest)
-            self._attend_tiles(layer, sequences, _MAX_ROWS, num_splits=0)
+            self._attend_tiles(layer, sequences, _MAX_ROWS)
         return out
 
     def _attend_splits(self, layer: _Layer, sequences: _Sequences) -> None:
-        """A program for each split of the keys. Sequences take turns if their partial results would be too large."""
+        """Attend to each split by itself. Sequences take turns if their partial results would be too large."""
         num_splits = _num_splits(sequences, layer.window)
         if num_splits == 1:
-            self._attend_tiles(layer, sequences, _MIN_ROWS, num_splits)
+            self._attend_tiles(layer, sequences, _MIN_ROWS)
             return
         shape = self._shape
         sequence_numbers = sequences.max_queries * shape.num_heads * num_splits * shape.head_dim
@@ -155,7 +158,7 @@ class TritonAttention:
         for first in range(sequences.first, sequences.first + sequences.count, at_once):
             count = min(at_once, sequences.first + sequences.count - first)
             some = replace(sequences, first=first, count=count)
-            self._attend_tiles(layer, some, _MIN_ROWS, num_splits, (partials, stats))
+            self._attend_tiles(layer, some, _MIN_ROWS, (partials, stats), num_splits)
             self._combine(layer, some, num_splits, (partials, stats))
 
     def _attend_tiles(
@@ -163,16 +166,17 @@ class TritonAttention:
         layer: _Layer,
         sequences: _Sequences,
         max_rows: int,
-        num_splits: int,
         partials: tuple[Tensor, Tensor] | None = None,
+        num_splits: int = 1,
     ) -> None:
-        """Launch `attend_tiles`, with up to `max_rows` rows a tile if a group fits. num_splits: 0 for none."""
+        """Launch `attend_tiles`, with up to `max_rows` rows a tile if a group fits. Without `partials` no keys are split."""
         shape, cache, metadata = self._shape, layer.cache, layer.metadata
         group, padded_dim = shape.queries_per_kv_head, max(_MIN_ROWS, _power_of_two(shape.head_dim))
         row_bytes = padded_dim * layer.queries.element_size()
         rows = max(_MIN_ROWS, min(max_rows, 2 * _TILE_BYTES // row_bytes), _power_of_two(group))
         num_tiles = -(-sequences.max_queries // (rows // group))
-        grid = (sequences.count, shape.num_kv_heads * num_tiles, max(1, num_splits))
+        num_tiles *= shape.num_kv_heads
+        grid = (sequences.count, num_tiles, min(num_splits, -(-_MAX_PROGRAMS // (sequences.count * num_tiles))))
         with self._on_device():
             self._kernels.attend_tiles[grid](
                 layer.queries,
@@ -199,11 +203,10 @@ class TritonAttention:
                 BLOCK_SIZE=cache.shape[2],
                 ROWS=rows,
                 KEYS=max(_MIN_ROWS, min(_MAX_KEYS, _TILE_BYTES // row_bytes)),
-                SPLIT=SPLIT_TOKENS if num_splits else 0,
+                SPLIT=0 if partials is None else SPLIT_TOKENS,
                 WINDOW=layer.window or 0,
                 HAS_SOFTCAP=shape.softcap is not None,
                 HAS_ALIBI=shape.alibi is not None,
-                IS_PARTIAL=partials is not None,
                 num_stages=2,
                 enable_fp_fusion=True,
             )

@@ -1,6 +1,7 @@
 """Triton kernels in Triton's interpreter, on CPU; run by test_triton_attention.py in a process of its own."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,18 @@ def test_a_token_does_not_depend_on_the_batch(window: int | None) -> None:
 def test_splits_are_joined_some_at_once(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     monkeypatch.setattr(triton_paged, "_SPLITS_AT_ONCE", 2)
     require_near(Case(GROUPED, [(0, 1), (1299, 1300)], 64, window), CPU)
+
+
+@pytest.mark.parametrize("window", [None, 600])
+def test_programs_take_turns_at_splits_of_a_graph_for_longer_contexts(
+    monkeypatch: pytest.MonkeyPatch, window: int | None
+) -> None:
+    case = Case(GROUPED, [*DECODES, (1299, 1300)], window=window)
+    given = random_inputs(case, CPU)
+    exact = attend(case, given, CPU)
+    monkeypatch.setattr(triton_paged, "_MAX_PROGRAMS", 2 * len(case.work))
+    longer = replace(given, metadata=replace(given.metadata, max_decode_context=1 << 17))
+    assert torch.equal(attend(case, longer, CPU), exact)
 
 
 def test_sequences_take_turns_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -68,3 +69,21 @@ def test_a_staging_never_moves() -> None:
     staging.send(32)
     assert staging.device.tolist() == [3] * 32 + [0] * 32
     assert (staging.host.ctypes.data, staging.device.data_ptr()) == before
+
+
+class FakeEvent:
+    """As torch.cuda.Event; without a stream, `record` means that of the thread's current device."""
+
+    def __init__(self) -> None:
+        self.stream: object = None
+
+    def record(self, stream: object = "of cuda:0") -> None:
+        self.stream = stream
+
+
+def test_a_worker_of_another_gpu_waits_for_its_own_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    staging, event = Staging(64, CPU), FakeEvent()
+    monkeypatch.setattr(staging, "_sent", event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"of {device}")
+    staging.send(8)
+    assert event.stream == "of cpu", "the stream of the memory that is copied to"

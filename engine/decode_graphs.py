@@ -1,14 +1,15 @@
 """DecodeGraphs: decode steps as CUDA graphs. A GPU repeats the work of a captured step without the host's launches.
 
-    at start   for each number of rows: run the layers once on buffers that never move, and capture what they launch
+    at start   for each shape of step: run the layers once on buffers that never move, and capture what they launch
     a step     its arrays -> the buffers, by one copy -> replay -> hidden states
 
 A graph repeats shapes, addresses and every number that the host knew at capture. So all that differs between steps is
 in the buffers, and tables are read as if sequences were as long as they may become: attention must read the lengths
 on the device.
 
-A step is replayed with the smallest captured number of rows that holds it. Further rows compute one token each, in a
-spare block that no sequence has. Steps with prompts, drafts or adapters are not captured, nor are logits and sampling.
+A step is replayed with the smallest captured number of sequences that holds it. If some of them have drafts to verify,
+all have rows for as many drafts as there may be. Further rows write to a spare block that no sequence has, and nobody
+reads what they compute. Steps with prompts or adapters are not captured, nor are logits and sampling.
 """
 
 from bisect import bisect_left
@@ -21,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.backend import ForwardMetadata
+from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.device_copies import Staging, part
 from engine.model import LayerGroups, Model
 from engine.step_input import StepInput
@@ -46,6 +47,23 @@ Capture = Callable[[Callable[[], Tensor]], Captured]
 """Captures the work of a function, which it may run several times. Plug point: CudaCapture."""
 
 
+class StepShape(NamedTuple):
+    """A step of `num_seqs` sequences with up to `num_queries` tokens each."""
+
+    num_seqs: int
+    num_queries: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.num_seqs * self.num_queries
+
+
+def step_shapes(sizes: Sequence[int], max_drafts: int) -> list[StepShape]:
+    """What is captured for these numbers of sequences: steps without drafts, and with. The largest first."""
+    shapes = {StepShape(size, num_queries) for size in sizes for num_queries in (1, 1 + max_drafts)}
+    return sorted(shapes, key=lambda shape: (shape.num_rows, shape), reverse=True)
+
+
 class CudaCapture:
     """Captures on a GPU. All graphs share one pool of memory: no two are replayed at the same time."""
 
@@ -68,53 +86,69 @@ class CudaCapture:
 
 
 class DecodeGraphs:
-    """The captured steps of one model. The constructor captures them, for each number of rows in `sizes`."""
+    """The captured steps of one model. The constructor captures them, for each number of sequences in `sizes`, without
+    drafts and with up to `max_drafts` for each.
+    """
 
-    def __init__(self, model: Model, buffers: "DecodeBuffers", sizes: Sequence[int], capture: Capture) -> None:
+    def __init__(
+        self, model: Model, buffers: "DecodeBuffers", sizes: Sequence[int], capture: Capture, max_drafts: int = 0
+    ) -> None:
         self._model = model
         self._buffers = buffers
         self._sizes = sorted(sizes)
+        self._max_queries = 1 + max_drafts
         # The largest first: its memory serves the others.
         with torch.inference_mode():
-            self._captured = {rows: capture(partial(self._forward, rows)) for rows in reversed(self._sizes)}
+            self._captured = {shape: capture(partial(self._forward, shape)) for shape in step_shapes(sizes, max_drafts)}
 
     def can_run(self, step: StepInput) -> bool:
-        num_rows = len(step.token_ids)
-        is_decode = num_rows == step.num_decodes == len(step.sample_rows)
-        return is_decode and num_rows <= self._sizes[-1] and not step.adapters and self._buffers.hold(step)
+        is_decode = len(step.token_ids) == len(step.sample_rows)  # no prompt: tokens and their drafts
+        fits = len(step.context_lens) <= self._sizes[-1] and _longest(step) <= self._max_queries
+        return is_decode and fits and not step.adapters and self._buffers.hold(step)
 
     def run(self, step: StepInput) -> Tensor:
         """Hidden states [num_tokens, hidden_size] of a step that `can_run` accepts, valid until the next call."""
-        num_rows = len(step.token_ids)
-        captured_rows = self._sizes[bisect_left(self._sizes, num_rows)]
-        self._buffers.fill(step, captured_rows)
-        graph, hidden = self._captured[captured_rows]
+        size = self._sizes[bisect_left(self._sizes, len(step.context_lens))]
+        shape = StepShape(size, 1 if _longest(step) == 1 else self._max_queries)
+        self._buffers.fill(step, shape)
+        graph, hidden = self._captured[shape]
         graph.replay()
-        return hidden[:num_rows]
+        return hidden[: len(step.token_ids)]
 
-    def _forward(self, num_rows: int) -> Tensor:
+    def _forward(self, shape: StepShape) -> Tensor:
         groups = LayerGroups(self._model.config.num_layers, self._model.config.num_layers)
-        return self._model.begin(self._buffers.token_ids(num_rows), self._buffers.metadata(num_rows), groups)()
+        return self._model.begin(self._buffers.token_ids(shape), self._buffers.metadata(shape), groups)()
 
 
-_WIDE = ("token_ids", "positions", "rope_lengths", "slots")
-_NARROW = ("context_lens", "prompt_lens")
+def _longest(step: StepInput) -> int:
+    """The most tokens that a sequence of the step computes."""
+    return int(np.diff(step.query_starts).max())
+
+
+_OF_ROWS = ("token_ids", "positions", "rope_lengths", "slots")
+_OF_SEQUENCES = ("context_lens", "prompt_lens")
 
 
 class DecodeBuffers:
-    """The arrays of decode steps of up to `num_rows` sequences, on the device, at addresses that never change.
+    """The arrays of decode steps of up to the `largest` shape, on the device, at addresses that never change.
 
     `spare_block` is a block of the model's cache that no sequence gets. Block tables have rows of `max_blocks`. Only
     their columns in use are sent, and then spread on the device; behind them remain older ids of blocks.
     """
 
-    def __init__(self, num_rows: int, max_blocks: int, block_size: int, spare_block: int, device: torch.device) -> None:
+    def __init__(
+        self, largest: StepShape, max_blocks: int, block_size: int, spare_block: int, device: torch.device
+    ) -> None:
         self._max_context = max_blocks * block_size
-        # Begins as padding: work that is done before the first step, at capture, is in the spare block, too.
+        num_seqs = largest.num_seqs
+        # Begins as padding, of sequences without a token: what is done at capture is in the spare block, too.
         padding = {"slots": spare_block * block_size, "rope_lengths": 1, "context_lens": 1, "prompt_lens": 1}
-        arrays: dict[str, NDArray[Any]] = {name: np.full(num_rows, padding.get(name, 0), np.int64) for name in _WIDE}
-        arrays |= {name: np.full(num_rows, padding[name], np.int32) for name in _NARROW}
-        arrays["tables"] = np.full(num_rows * max_blocks, spare_block, np.int32)
+        arrays: dict[str, NDArray[Any]] = {
+            name: np.full(largest.num_rows, padding.get(name, 0), np.int64) for name in _OF_ROWS
+        }
+        arrays |= {name: np.full(num_seqs, padding[name], np.int32) for name in _OF_SEQUENCES}
+        arrays["query_starts"] = np.zeros(num_seqs + 1, np.int32)
+        arrays["tables"] = np.full(num_seqs * max_blocks, spare_block, np.int32)
         self._padding = {name: int(array[0]) for name, array in arrays.items()}
         self._staging = Staging(sum(array.nbytes for array in arrays.values()), device)
         self._host: dict[str, NDArray[Any]] = {}
@@ -127,41 +161,49 @@ class DecodeBuffers:
             self._device[name] = part(self._staging.device, offset, array)
             offset += array.nbytes
         self._staging.send(offset)
-        self._block_tables = self._device["tables"].view(num_rows, max_blocks).clone()
-        self._query_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self._block_tables = self._device["tables"].view(num_seqs, max_blocks).clone()
 
     def hold(self, step: StepInput) -> bool:
         """True if no block table of the step is too long."""
         return step.block_tables.shape[1] <= self._block_tables.shape[1]
 
-    def fill(self, step: StepInput, num_rows: int) -> None:
-        """Send a step of single tokens, and padding up to `num_rows` rows."""
-        num_used, width = step.block_tables.shape
+    def fill(self, step: StepInput, shape: StepShape) -> None:
+        """Send a step, and padding up to this shape: sequences of one token, or of none where others have drafts."""
+        num_tokens, (num_used, width) = len(step.token_ids), step.block_tables.shape
+        num_seqs = shape.num_seqs
         self._staging.wait()
-        for name in (*_WIDE, *_NARROW):
-            self._host[name][:num_used] = getattr(step, name)
-            self._host[name][num_used:num_rows] = self._padding[name]
-        tables = self._host["tables"][: num_rows * width].reshape(num_rows, width)
+        for names, num_filled, end in ((_OF_ROWS, num_tokens, shape.num_rows), (_OF_SEQUENCES, num_used, num_seqs)):
+            for name in names:
+                self._host[name][:num_filled] = getattr(step, name)
+                self._host[name][num_filled:end] = self._padding[name]
+        starts = self._host["query_starts"]
+        starts[: num_used + 1] = step.query_starts
+        starts[num_used + 1 : num_seqs + 1] = num_tokens
+        if shape.num_queries == 1:
+            starts[num_used + 1 : num_seqs + 1] += np.arange(1, num_seqs - num_used + 1, dtype=np.int32)
+        tables = self._host["tables"][: num_seqs * width].reshape(num_seqs, width)
         tables[:num_used] = step.block_tables
         tables[num_used:] = self._padding["tables"]
         self._staging.send(self._tables_at + tables.nbytes)
-        self._block_tables[:num_rows, :width] = self._device["tables"][: num_rows * width].view(num_rows, width)
+        self._block_tables[:num_seqs, :width] = self._device["tables"][: num_seqs * width].view(num_seqs, width)
 
-    def token_ids(self, num_rows: int) -> Tensor:
-        return self._device["token_ids"][:num_rows]
+    def token_ids(self, shape: StepShape) -> Tensor:
+        return self._device["token_ids"][: shape.num_rows]
 
-    def metadata(self, num_rows: int) -> ForwardMetadata:
-        """Metadata of a step of so many sequences, as long as they may become."""
-        device = self._device
+    def metadata(self, shape: StepShape) -> ForwardMetadata:
+        """Metadata of a step of this shape, whose sequences are as long as they may become."""
+        device, (num_seqs, num_queries), num_rows = self._device, shape, shape.num_rows
+        has_drafts = num_queries > 1
+        lens = [self._max_context] * num_seqs if has_drafts else []
         return ForwardMetadata(
             positions=device["positions"][:num_rows],
             rope_lengths=device["rope_lengths"][:num_rows],
             slot_mapping=device["slots"][:num_rows],
-            block_tables=self._block_tables[:num_rows],
-            context_lens=device["context_lens"][:num_rows],
-            prompt_lens=device["prompt_lens"][:num_rows],
-            query_starts=self._query_starts[: num_rows + 1],
-            num_decodes=num_rows,
-            chunks=(),
-            max_decode_context=self._max_context,
+            block_tables=self._block_tables[:num_seqs],
+            context_lens=device["context_lens"][:num_seqs],
+            prompt_lens=device["prompt_lens"][:num_seqs],
+            query_starts=device["query_starts"][: num_seqs + 1],
+            num_decodes=0 if has_drafts else num_seqs,
+            chunks=chunks_of(range(0, num_rows + 1, num_queries), lens, 0) if has_drafts else (),
+            max_decode_context=0 if has_drafts else self._max_context,
         )

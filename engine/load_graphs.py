@@ -5,7 +5,8 @@ import time
 import structlog
 import torch
 
-from engine.decode_graphs import Capture, CudaCapture, DecodeBuffers, DecodeGraphs
+from engine.attention.triton_paged import FEW_QUERIES
+from engine.decode_graphs import Capture, CudaCapture, DecodeBuffers, DecodeGraphs, step_shapes
 from engine.kv_cache import KVCache
 from engine.kv_memory import gib
 from engine.model import Model
@@ -44,14 +45,14 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
     """
     if why_no_graphs(settings, config) is not None or isinstance(config, EncoderDecoderConfig):
         return 0
-    sizes = settings.graphs.sizes
+    shapes = step_shapes(settings.graphs.sizes, _max_drafts(settings))
     heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
     row_numbers = 6 * config.hidden_size + 3 * heads + 3 * config.intermediate_size
-    kept_numbers = sum(sizes) * config.hidden_size
-    numbers = max(sizes) * row_numbers + kept_numbers
-    tables = 2 * max(sizes) * _max_blocks(settings) * torch.int32.itemsize
+    kept_numbers = sum(shape.num_rows for shape in shapes) * config.hidden_size
+    numbers = shapes[0].num_rows * row_numbers + kept_numbers
+    tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * torch.int32.itemsize
     activations = numbers * int(getattr(torch, settings.dtype).itemsize)
-    return activations + tables + len(sizes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes
+    return activations + tables + len(shapes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes
 
 
 def load_graphs(settings: RunnerSettings, model: Model, cache: KVCache) -> DecodeGraphs | None:
@@ -77,6 +78,7 @@ def load_graphs(settings: RunnerSettings, model: Model, cache: KVCache) -> Decod
     log.info(
         "decode steps captured",
         sizes=settings.graphs.sizes,
+        drafts=_max_drafts(settings),
         seconds=round(time.monotonic() - started_s, 2),
         memory=gib(taken),
         counted=gib(graph_bytes(settings, model.config, cache.layout)),
@@ -86,9 +88,15 @@ def load_graphs(settings: RunnerSettings, model: Model, cache: KVCache) -> Decod
 
 def capture_graphs(settings: RunnerSettings, model: Model, cache: KVCache, capture: Capture) -> DecodeGraphs:
     """The model's decode steps on a cache with a spare block, captured."""
-    sizes, size = settings.graphs.sizes, cache.layout.block_size
-    buffers = DecodeBuffers(max(sizes), _max_blocks(settings), size, cache.num_blocks, cache.tensor.device)
-    return DecodeGraphs(model, buffers, sizes, capture)
+    sizes, max_drafts = settings.graphs.sizes, _max_drafts(settings)
+    largest, block_size = step_shapes(sizes, max_drafts)[0], cache.layout.block_size
+    buffers = DecodeBuffers(largest, _max_blocks(settings), block_size, cache.num_blocks, cache.tensor.device)
+    return DecodeGraphs(model, buffers, sizes, capture, max_drafts)
+
+
+def _max_drafts(settings: RunnerSettings) -> int:
+    """Attention computes more of them in another way."""
+    return min(settings.graphs.max_drafts, FEW_QUERIES - 1)
 
 
 def _max_blocks(settings: RunnerSettings) -> int:

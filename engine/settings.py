@@ -68,11 +68,12 @@ class SchedulerConfig:
 @dataclass(frozen=True, slots=True)
 class GraphSettings:
     """Decode steps of so many sequences as in `sizes` are captured as CUDA graphs, for sequences of up to `max_tokens`
-    tokens.
+    tokens; and steps that verify up to `max_drafts` drafts of each.
     """
 
     sizes: tuple[int, ...] = ()
     max_tokens: int = 0
+    max_drafts: int = 0
 
 
 NO_GRAPHS = GraphSettings()

@@ -17,7 +17,7 @@ from mesh.domain.host import Cores
 from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
 from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
-from tandem_cli.devices import num_sharing, worker_devices
+from tandem_cli.devices import num_gpus, num_sharing, spread, worker_devices
 from tandem_cli.low_code_values import flag
 from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
@@ -86,8 +86,8 @@ class Deployment:
     core_table: Path | None = None
     config: str | None = None
     values: Values = field(default_factory=dict)
-    memory_shares: Mapping[str, int] = field(default_factory=dict)
-    """Number of workers that share the KV memory of a device, by the name of the worker."""
+    device_values: Mapping[str, Mapping[str, object]] = field(default_factory=dict)
+    """Settings of each worker, by name, that follow from the devices of all."""
     value_origins: Values = field(default_factory=dict)
     """The key or variable that each entry of `values` comes from, unless it comes from a flag."""
     decode_host: str = "127.0.0.1"
@@ -183,22 +183,22 @@ class Deployment:
         models = (replace(model, cores=assigned) for model, assigned in zip(self.models, cores, strict=True))
         return replace(self, models=tuple(models))
 
-    def sharing_memory(self, environ: Mapping[str, str]) -> "Deployment":
-        """The same deployment, in which workers on one device share its KV memory equally, unless their settings say
-        otherwise.
+    def on_devices(self, environ: Mapping[str, str]) -> "Deployment":
+        """The same deployment, in which workers that ask for any GPU have one each as far as there are enough, and
+        workers on one device share its KV memory equally, unless their settings say otherwise.
 
         Raises ConfigurationError as `resolve` does.
         """
         workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
-        devices = {
-            name: worker_devices(settings.device, settings.num_local_ranks) for name, settings in workers.items()
-        }
-        shares = {
-            name: max(num_sharing(device, devices.values()) for device in devices[name])
-            for name, settings in workers.items()
-            if not settings.kv_memory_shares
-        }
-        return replace(self, memory_shares=shares)
+        asked = {name: (settings.device, settings.num_local_ranks) for name, settings in workers.items()}
+        chosen = spread(asked, num_gpus(environ))
+        devices = {name: worker_devices(chosen.get(name, asked[name][0]), asked[name][1]) for name in workers}
+        values: dict[str, dict[str, object]] = {name: {"device": device} for name, device in chosen.items()}
+        for name, settings in workers.items():
+            if not settings.kv_memory_shares:
+                num_workers = max(num_sharing(device, devices.values()) for device in devices[name])
+                values.setdefault(name, {})["kv_memory_shares"] = num_workers
+        return replace(self, device_values=values)
 
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will load. Raises the same ConfigurationError that the service would raise."""
@@ -231,8 +231,7 @@ class Deployment:
         else:
             flags = self._flags(role, settings, model.values.get(role, {}))
         extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
-        if name in self.memory_shares:
-            extra_flags += _flags(kv_memory_shares=self.memory_shares[name])
+        extra_flags += _flags(**self.device_values.get(name, {}))
         if self.pin:
             extra_flags += _flags(cpu_list=format_cores(cores))
         lent = model.cores.lent_to(role, number)

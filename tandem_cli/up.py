@@ -123,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         deployment = with_partition(deployment, environ, display)  # which may say how many ranks there are
         if settings.on:
             return _serve_on_ray(deployment, display, trial, programs=args.programs, environ=environ)
-        deployment = deployment.with_cores_for_ranks(environ, available_cores()).sharing_memory(environ)
+        deployment = deployment.with_cores_for_ranks(environ, available_cores()).on_devices(environ)
         for model in deployment.models if deployment.pin else ():
             display.line(model.cores.describe(model.name if len(deployment.models) > 1 else ""))
         return _serve(deployment, display, trial, programs=args.programs, environ=environ)

@@ -242,7 +242,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         ),
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.layer_group_bytes,
-        graphs=GraphSettings(limits.graph_sizes, max_model_len),
+        graphs=GraphSettings(limits.graph_sizes, max_model_len, limits.speculation.max_drafts),
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )

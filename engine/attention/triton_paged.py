@@ -169,7 +169,7 @@ class TritonAttention:
         partials: tuple[Tensor, Tensor] | None = None,
         num_splits: int = 1,
     ) -> None:
-        """Launch `attend_tiles`, with up to `max_rows` rows a tile if a group fits. Without `partials` no keys are split."""
+        """Launch `attend_tiles`, with up to `max_rows` rows a tile if a group fits; `partials`: for split keys."""
         shape, cache, metadata = self._shape, layer.cache, layer.metadata
         group, padded_dim = shape.queries_per_kv_head, max(_MIN_ROWS, _power_of_two(shape.head_dim))
         row_bytes = padded_dim * layer.queries.element_size()

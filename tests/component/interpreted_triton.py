@@ -15,14 +15,17 @@ from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAtten
 from engine.kv_types import FP8, as_bytes, as_stored
 from engine.load_runner import load_model_runner
 from engine.sequence import SequenceState
+from engine.settings import GraphSettings
 from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
 from tests.component import arms, parity
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
 from tests.component.paged_attention import Case, attend, change_beside_others, random_inputs, require_near
 from tests.component.parity import check_parity
+from tests.component.test_decode_graphs import Traffic, load, require_same_steps
 from tests.component.test_encoder_decoder import require_same, run_mixed
 from tests.component.test_forks import choices, run
+from tests.fakes.tape import ReplayDiffers, TapeCapture
 
 CPU = torch.device("cpu")
 GROUPED = AttentionShape(3, 1, 16)
@@ -63,6 +66,13 @@ def cases(draw: st.DrawFn) -> Case:
 @settings(max_examples=10, deadline=None, derandomize=True)
 @given(cases())
 def test_any_step(case: Case) -> None:
+    require_near(case, CPU)
+
+
+@pytest.mark.soak
+@settings(max_examples=400, deadline=None, derandomize=True)
+@given(cases())
+def test_any_of_many_steps(case: Case) -> None:
     require_near(case, CPU)
 
 
@@ -189,6 +199,31 @@ def test_encoder_decoder(tmp_path: Path) -> None:
     theirs = EncoderDecoderReference.load(model_dir)
     for one in run_mixed(load_model_runner(arms.settings(model_dir, **FORCED))):
         require_same(one, theirs)
+
+
+@pytest.mark.parametrize("num_steps", [12, pytest.param(300, marks=pytest.mark.soak)])
+def test_steps_with_drafts_are_the_same_with_and_without_graphs(
+    checkpoint: Callable[[str], Path], num_steps: int
+) -> None:
+    """Captured for contexts of two splits."""
+    capture, graphs = TapeCapture(), GraphSettings((1, 3, 10), 300, max_drafts=3)
+    plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
+    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.3), num_steps)
+    num_rows = {len(graph.hidden) for graph in capture.graphs if graph.num_replays}
+    assert num_rows & {4, 12, 40}, "no step with drafts was replayed"
+    assert num_steps < 100 or num_rows == {1, 3, 4, 10, 12, 40}
+
+
+def test_a_number_of_the_host_in_a_launch_is_found_out(checkpoint: Callable[[str], Path]) -> None:
+    """Grids and limits that belong to the step of the capture."""
+    capture, graphs = TapeCapture(), GraphSettings((2,), 300, max_drafts=3)
+    runner = load(checkpoint("llama"), capture, graphs, attention="triton")
+    assert runner._graphs is not None
+    buffers = runner._graphs._buffers
+    captured = buffers.metadata
+    buffers.metadata = lambda shape: replace(captured(shape), max_decode_context=1)  # type: ignore[method-assign]
+    with pytest.raises(ReplayDiffers):
+        require_same_steps(load(checkpoint("llama"), None, attention="triton"), runner, Traffic(seed=1), 12)
 
 
 def test_forks_are_those_of_torch(checkpoint: Callable[[str], Path]) -> None:

@@ -1,6 +1,5 @@
 """Decode steps that are captured and replayed, by a stand-in for CUDA graphs, against steps that are not."""
 
-import os
 import random
 import shutil
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from engine.attention.triton_paged import TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.decode_graphs import DecodeGraphs
 from engine.kv_cache import KVCache
@@ -29,12 +29,12 @@ from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
 from tests.component.test_load import edit_weights
 from tests.fakes.requests import make_request
-from tests.fakes.tape import NotCapturable, TapeCapture
+from tests.fakes.tape import NotCapturable, TapeCapture, TapedKernels
 
 SIZES = (1, 2, 4, 8)
 MAX_TOKENS = 40
+GRAPHS = GraphSettings(SIZES, MAX_TOKENS)
 MAX_SEQS = 10  # more than the largest captured step
-NUM_STEPS = int(os.environ.get("TANDEM_GRAPH_STEPS", "250"))
 KINDS: list[dict[str, Any]] = [
     {},
     {"temperature": 1.0, "top_k": 20},
@@ -43,24 +43,29 @@ KINDS: list[dict[str, Any]] = [
 ]
 
 
-def load(model_dir: Path, capture: TapeCapture | None, kv_dtype: str = "auto") -> ModelRunner:
-    """A runner of the eager decoder on CPU, with captured steps if `capture` is given."""
-    asked = {"attention": "torch", "enforce_eager": True, "kv_dtype": kv_dtype}
-    wanted = settings(model_dir, block_size=4, num_blocks=200, **asked)
-    wanted, config = resolve(replace(wanted, graphs=GraphSettings(SIZES, MAX_TOKENS)))
+def load(model_dir: Path, capture: TapeCapture | None, graphs: GraphSettings = GRAPHS, **asked: str) -> ModelRunner:
+    """A runner of the eager decoder on CPU, with captured steps if `capture` is given. `asked`: more settings."""
+    wanted = settings(model_dir, block_size=4, num_blocks=200, **{"attention": "torch", "enforce_eager": True} | asked)
+    wanted, config = resolve(replace(wanted, graphs=graphs))
     assert isinstance(config, ModelConfig)
     device = torch.device("cpu")
     cache = KVCache(kv_layout(config, wanted), 200, device, num_spare=1)
     parameters = load_parameters(wanted, config, parameter_specs(config))
-    model = Decoder(config, parameters, decoder_memory(wanted, config, cache))
-    graphs: DecodeGraphs | None = None if capture is None else capture_graphs(wanted, model, cache, capture)
-    return assemble_runner(wanted, model, cache, graphs=graphs)
+    memory = decoder_memory(wanted, config, cache)
+    if isinstance(memory.attention, TritonAttention):
+        memory.attention._kernels = TapedKernels(memory.attention._kernels)
+    model = Decoder(config, parameters, memory)
+    captured: DecodeGraphs | None = None if capture is None else capture_graphs(wanted, model, cache, capture)
+    return assemble_runner(wanted, model, cache, graphs=captured)
 
 
 class Traffic:
-    """Random steps over sequences that come and go. Two runners get the same steps; blocks are scattered and reused."""
+    """Random steps over sequences that come and go. Two runners get the same steps; blocks are scattered and reused.
+    A sequence has drafts with a chance of `drafted`.
+    """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, drafted: float = 0.03) -> None:
+        self._drafted = drafted
         self._rng = random.Random(seed)
         self._free = list(range(200))
         self._rng.shuffle(self._free)
@@ -90,7 +95,7 @@ class Traffic:
             return ScheduledSequence(sequence, start, self._rng.randint(1, sequence.num_uncomputed_tokens))
         space = sequence.request.max_total_tokens - sequence.num_tokens
         drafts = tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(min(3, space - 1)))
-        if self._rng.random() > 0.03:
+        if self._rng.random() > self._drafted:
             drafts = ()
         return ScheduledSequence(sequence, start, 1 + len(drafts), drafts)
 
@@ -107,12 +112,25 @@ class Traffic:
                     runner.forget(sequence)
 
 
-@pytest.mark.timeout(300 + NUM_STEPS)
-def test_random_steps_are_the_same_with_and_without_graphs(checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize(
+    "num_steps",
+    [
+        pytest.param(250, marks=pytest.mark.timeout(600)),
+        pytest.param(5_000, marks=[pytest.mark.soak, pytest.mark.timeout(6_000)]),
+    ],
+)
+def test_random_steps_are_the_same_with_and_without_graphs(checkpoint: Callable[[str], Path], num_steps: int) -> None:
     capture = TapeCapture()
     plain, graphed = load(checkpoint("llama"), None), load(checkpoint("llama"), capture)
-    traffic, num_tokens, num_others = Traffic(seed=1), 0, 0
-    for _ in range(NUM_STEPS):
+    require_same_steps(plain, graphed, Traffic(seed=1), num_steps)
+    assert capture.num_replays > num_steps / 2
+    assert all(graph.num_replays for graph in capture.graphs), "every captured size was replayed"
+
+
+def require_same_steps(plain: ModelRunner, graphed: ModelRunner, traffic: "Traffic", num_steps: int) -> None:
+    """Both compute these steps alike, and leave the same KV."""
+    num_tokens = num_others = 0
+    for _ in range(num_steps):
         batch = traffic.next_batch()
         wanted, outputs = plain.begin(batch)(), graphed.begin(batch)()
         for one, other in zip(outputs, wanted, strict=True):
@@ -124,8 +142,6 @@ def test_random_steps_are_the_same_with_and_without_graphs(checkpoint: Callable[
                 assert ours.id != theirs.id or ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         traffic.update(batch, wanted, plain, graphed)
     assert num_others <= num_tokens / 2000
-    assert capture.num_replays > NUM_STEPS / 2
-    assert all(graph.num_replays for graph in capture.graphs), "every captured size was replayed"
     # Padding wrote to the spare block only.
     blocks = slice(0, plain.kv_cache.num_blocks)
     ours, theirs = graphed.kv_cache.tensor[:, :, blocks], plain.kv_cache.tensor[:, :, blocks]
@@ -146,7 +162,9 @@ def test_steps_with_scaled_fp8_kv_can_be_captured(checkpoint: Callable[[str], Pa
     model_dir, capture = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model")), TapeCapture()
     scales = {f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor(0.3) for layer in range(3) for kind in "kv"}
     edit_weights(model_dir, lambda tensors: tensors.update(scales))
-    require_same_until_replayed(load(model_dir, None, "fp8"), load(model_dir, capture, "fp8"), capture)
+    require_same_until_replayed(
+        load(model_dir, None, kv_dtype="fp8"), load(model_dir, capture, kv_dtype="fp8"), capture
+    )
 
 
 def require_same_until_replayed(plain: ModelRunner, graphed: ModelRunner, capture: TapeCapture) -> None:

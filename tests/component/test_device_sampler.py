@@ -1,6 +1,5 @@
 """The sampler as GPUs run it, with torch on packed copies, against the CPU's; and that it reads nothing back."""
 
-import os
 import random
 
 import numpy as np
@@ -16,7 +15,7 @@ from mesh.domain.tokens import SampledToken
 from tests.component.test_sampler import CASES, VOCAB_SIZE, logits_for, sequence
 from tests.fakes.device import DEVICE, FakeCopies, MixesDevices, no_waiting
 
-NUM_DRAWS, BATCH = int(os.environ.get("TANDEM_SAMPLER_DRAWS", "4000")), 250
+BATCH = 250
 CPU = torch.device("cpu")
 
 
@@ -36,9 +35,10 @@ def batch_of(number: int, size: int) -> list[SequenceState]:
     return sequences
 
 
-def test_the_same_tokens_and_log_probs_as_on_cpu() -> None:
+@pytest.mark.parametrize("num_draws", [4_000, pytest.param(100_000, marks=pytest.mark.soak)])
+def test_the_same_tokens_and_log_probs_as_on_cpu(num_draws: int) -> None:
     host, device = Sampler(), on_device()
-    for number in range(NUM_DRAWS // BATCH):
+    for number in range(num_draws // BATCH):
         sequences, logits = batch_of(number, BATCH), logits_for(BATCH, seed=number)
         ours, theirs = device.sample(logits, sequences), host.sample(logits, sequences)
         assert [token.id for token in ours] == [token.id for token in theirs]

@@ -238,11 +238,32 @@ def test_a_flag_that_wins_is_blamed_itself(monkeypatch: pytest.MonkeyPatch, caps
     ],
 )
 def test_workers_are_told_with_how_many_they_share_memory(
-    prepared: Prepared, flags: tuple[str, ...], shares: set[str]
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], shares: set[str]
 ) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     deployment, launch = prepared(*flags)
     workers: list[Any] = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert {str(worker.kv_memory_shares) for worker in workers} == shares
+
+
+@pytest.mark.parametrize(
+    ("flags", "devices", "shares"),
+    [
+        (("--decode", "2"), ["cuda:0", "cuda:1", "cuda:2"], {1}),
+        (("--decode", "3"), ["cuda:0", "cuda:1", "cuda:2", "cuda:0"], {1, 2}),
+        (("--tensor-parallel", "2"), ["cuda:0", "cuda:0"], {2}),
+        (("--set", "decode.device=cuda:2"), ["cuda:0", "cuda:2"], {1}),
+        (("--switch-roles", "true", "--colocated", "false"), ["cuda:0", "cuda:1"], {1}),
+    ],
+)
+def test_workers_that_ask_for_any_gpu_have_one_each(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], devices: list[str], shares: set[int]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
+    deployment, launch = prepared("--device", "cuda", *flags)
+    workers: list[Any] = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
+    assert [worker.device for worker in workers] == devices
+    assert {worker.kv_memory_shares for worker in workers} == shares
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.source import ModelSource
-from engine.settings import Speculation, graph_sizes
+from engine.settings import NO_SPECULATION, Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from worker.settings import (
@@ -96,5 +96,7 @@ class DecodeSettings(WorkerSettings):
             kind = "draft"
         elif kind == "auto":
             kind = "ngram" if self.num_speculative_tokens else "none"
+        if kind == "none":
+            return NO_SPECULATION
         draft_model = ModelSource(self.draft_model, cache_dir=self.model_cache).locate() if self.draft_model else None
         return Speculation(kind, self.num_speculative_tokens or _USUAL_DRAFTS, draft_model)

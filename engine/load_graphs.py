@@ -12,6 +12,7 @@ from engine.kv_memory import gib
 from engine.model import Model
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.runner_settings import RunnerSettings
+from engine.step_memory import row_numbers
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -46,10 +47,8 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
     if why_no_graphs(settings, config) is not None or isinstance(config, EncoderDecoderConfig):
         return 0
     shapes = step_shapes(settings.graphs.sizes, _max_drafts(settings))
-    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-    row_numbers = 6 * config.hidden_size + 3 * heads + 3 * config.intermediate_size
     kept_numbers = sum(shape.num_rows for shape in shapes) * config.hidden_size
-    numbers = shapes[0].num_rows * row_numbers + kept_numbers
+    numbers = shapes[0].num_rows * row_numbers(config) + kept_numbers
     tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * torch.int32.itemsize
     activations = numbers * int(getattr(torch, settings.dtype).itemsize)
     return activations + tables + len(shapes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes

@@ -37,6 +37,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import NO_GRAPHS, Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
+from engine.step_memory import step_bytes
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
@@ -55,11 +56,11 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     settings, config = resolve(settings)
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
-    later_bytes = graph_bytes(settings, config, layout)
-    reservation = reserve_memory(settings, config, later_bytes)
+    captured_bytes = graph_bytes(settings, config, layout)
+    reservation = reserve_memory(settings, config, captured_bytes + step_bytes(settings, config))
     build = _load_model(settings, config, layout, on_progress)
     with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
-        cache = KVCache(layout, num_blocks, device, reservation=reservation, num_spare=1 if later_bytes else 0)
+        cache = KVCache(layout, num_blocks, device, reservation=reservation, num_spare=1 if captured_bytes else 0)
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)
         adapters = _adapter_slots(settings, model)

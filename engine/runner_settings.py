@@ -17,7 +17,8 @@ class RunnerSettings:
     most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
     "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, but fp32 on CPU where the compiled decoder
     would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
-    steps of several ranks, which share their memory. At most `max_loaded_adapters` are in memory; 0: all.
+    steps of several ranks, which share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At
+    most `max_loaded_adapters` are in memory; 0: all.
     """
 
     model_dir: Path
@@ -39,6 +40,7 @@ class RunnerSettings:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     max_batch_tokens: int = 2048
+    max_sampled_rows: int = 64
     rope: RopeOverride = NO_ROPE_OVERRIDE
     adapters: tuple[AdapterFiles, ...] = ()
     max_loaded_adapters: int = 0

@@ -233,6 +233,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
     runner_settings = replace(
         model_settings(settings),
         max_batch_tokens=limits.max_batch_tokens,
+        max_sampled_rows=min(limits.max_num_seqs * (1 + limits.speculation.max_drafts), limits.max_batch_tokens),
         kv_memory=KVMemorySettings(
             settings.kv_memory_fraction,
             settings.memory_utilization,

@@ -39,6 +39,7 @@ from engine.ranks.shared import (
 )
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
+from engine.step_memory import step_bytes
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, WorkerBusy
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -151,7 +152,9 @@ class OwnMemoryRank:
         device = torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread, for kernels that are told no device
-        self.reservation = KVReservation.enter(device, settings.kv_memory, weights_bytes(settings, specs))
+        self.reservation = KVReservation.enter(
+            device, settings.kv_memory, weights_bytes(settings, specs), later_bytes=step_bytes(settings, config)
+        )
         max_blocks = max_sequence_blocks(settings, config)
         max_rows, num_stages = settings.max_batch_tokens, settings.pipeline_parallel
         self.memory = StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from engine.attention import triton_paged
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv_types import FP8, as_bytes, as_stored
 from engine.load_runner import load_model_runner
 from engine.sequence import SequenceState
@@ -25,7 +26,8 @@ from tests.component.parity import check_parity
 from tests.component.test_decode_graphs import Traffic, load, require_same_steps
 from tests.component.test_encoder_decoder import require_same, run_mixed
 from tests.component.test_forks import choices, run
-from tests.fakes.tape import ReplayDiffers, TapeCapture
+from tests.fakes.requests import make_request
+from tests.fakes.tape import TapeCapture
 
 CPU = torch.device("cpu")
 GROUPED = AttentionShape(3, 1, 16)
@@ -201,29 +203,29 @@ def test_encoder_decoder(tmp_path: Path) -> None:
         require_same(one, theirs)
 
 
-@pytest.mark.parametrize("num_steps", [12, pytest.param(300, marks=pytest.mark.soak)])
-def test_steps_with_drafts_are_the_same_with_and_without_graphs(
-    checkpoint: Callable[[str], Path], num_steps: int
-) -> None:
-    """Captured for contexts of two splits."""
-    capture, graphs = TapeCapture(), GraphSettings((1, 3, 10), 300, max_drafts=3)
+def test_a_captured_step_verifies_drafts(checkpoint: Callable[[str], Path]) -> None:
+    capture, graphs = TapeCapture(), GraphSettings((2,), 40, max_drafts=2)
     plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
-    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.3), num_steps)
-    num_rows = {len(graph.hidden) for graph in capture.graphs if graph.num_replays}
-    assert num_rows & {4, 12, 40}, "no step with drafts was replayed"
-    assert num_steps < 100 or num_rows == {1, 3, 4, 10, 12, 40}
+    batch = ScheduledBatch((drafted("a", 0, 9, ()), drafted("b", 1, 6, (3, 9))))
+    for one, other in zip(graphed.begin(batch)(), plain.begin(batch)(), strict=True):
+        assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
+        assert [token.logprob for token in one.tokens] == pytest.approx([t.logprob for t in other.tokens], abs=1e-4)
+    assert {len(graph.hidden): graph.num_replays for graph in capture.graphs} == {6: 1, 2: 0}
 
 
-def test_a_number_of_the_host_in_a_launch_is_found_out(checkpoint: Callable[[str], Path]) -> None:
-    """Grids and limits that belong to the step of the capture."""
-    capture, graphs = TapeCapture(), GraphSettings((2,), 300, max_drafts=3)
-    runner = load(checkpoint("llama"), capture, graphs, attention="triton")
-    assert runner._graphs is not None
-    buffers = runner._graphs._buffers
-    captured = buffers.metadata
-    buffers.metadata = lambda shape: replace(captured(shape), max_decode_context=1)  # type: ignore[method-assign]
-    with pytest.raises(ReplayDiffers):
-        require_same_steps(load(checkpoint("llama"), None, attention="triton"), runner, Traffic(seed=1), 12)
+def drafted(name: str, number: int, num_tokens: int, drafts: tuple[int, ...]) -> ScheduledSequence:
+    sequence = SequenceState(make_request(name, range(num_tokens), max_new_tokens=8))
+    sequence.block_table += range(5 * number, 5 * number + 5)
+    return ScheduledSequence(sequence, num_tokens - 1, 1 + len(drafts), drafts)
+
+
+@pytest.mark.soak
+def test_steps_with_drafts_are_the_same_with_and_without_graphs(checkpoint: Callable[[str], Path]) -> None:
+    """Captured for contexts of two splits."""
+    capture, graphs = TapeCapture(), GraphSettings((1, 4), 300, max_drafts=2)
+    plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
+    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.4), 60)
+    assert {len(graph.hidden) for graph in capture.graphs if graph.num_replays} == {1, 3, 4, 12}
 
 
 def test_forks_are_those_of_torch(checkpoint: Callable[[str], Path]) -> None:

@@ -1,4 +1,4 @@
-"""Steps of every family on a GPU that is not there read from it once, and bring it arrays twice."""
+"""Steps of every family on a GPU that is not there: what they read from it, bring to it, and hold in its memory."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +14,20 @@ from engine.load import assemble_runner
 from engine.model import DecoderMemory
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
+from engine.models.encoder_decoder.config import EncoderDecoderConfig
+from engine.models.encoder_decoder.model import EncoderDecoder
+from engine.models.encoder_decoder.parameters import encoder_decoder_specs
+from engine.models.encoder_decoder.step import SequenceTokens
 from engine.models.parameters import parameter_specs
-from engine.models.read_config import load_decoder_config
-from engine.resolve import kv_layout
+from engine.models.read_config import load_config, load_decoder_config
+from engine.resolve import attention_shape_of, kv_layout
 from engine.sequence import SequenceState
+from engine.step_memory import StepSize, activation_bytes
 from engine.weights import WeightsTarget, dummy_weights
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
-from tests.fakes.device import DEVICE, FakeCopies, no_waiting
+from tests.component.encoder_decoders import FORMS, build_encoder_decoder
+from tests.fakes.device import DEVICE, FakeCopies, HostReads, PeakBytes, no_waiting
 from tests.fakes.requests import make_request
 
 BLOCK_SIZE = 4
@@ -51,21 +57,77 @@ def load(model_dir: Path, dtype: str) -> ModelRunner:
 def test_a_step_reads_from_the_gpu_once(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
-    copies = FakeCopies()
+    """And mixtures of experts twice more in each of their layers: which are chosen, and by which rows."""
+    copies, reads = FakeCopies(), HostReads()
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: copies)
-    has_experts = load_decoder_config(checkpoint(family)).experts is not None
+    experts = load_decoder_config(checkpoint(family)).experts
     runner = load(checkpoint(family), dtype)
-    with no_waiting():
-        if has_experts:
-            with pytest.raises((RuntimeError, NotImplementedError)):  # they are selected on the host
-                runner.begin(batch())()
-            return
-    runner.begin(batch())()  # the first step makes constants
-    copies.num_sent = 0
+    with reads:
+        runner.begin(batch())()  # the first step makes constants
+    copies.num_sent = reads.count = 0
     copies.read.clear()
-    with no_waiting():
+    with no_waiting(), reads:
         outputs = runner.begin(batch())()
     assert [len(output.tokens) for output in outputs] == [1] * 4
     assert copies.num_sent == 2, "the step's arrays, and the parameters of sampling"
     total, tokens, logprobs = ((), (4,), (4,))
     assert copies.read == [[total, tokens, logprobs]]
+    assert reads.count == (0 if experts is None else sum(experts.layers) * (1 + experts.num_experts))
+
+
+def prompts() -> ScheduledBatch:
+    """The first parts of two prompts: nothing is sampled."""
+    items = []
+    for number in range(2):
+        sequence = SequenceState(make_request(f"r{number}", range(32)))
+        sequence.block_table += range(8 * number, 8 * number + 8)
+        items.append(ScheduledSequence(sequence, 0, 30))
+    return ScheduledBatch(tuple(items))
+
+
+@pytest.mark.parametrize(("steps", "num_sampled"), [(batch, 4), (prompts, 0)])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "bloom", "gpt2", "falcon-7b", "mixtral", "qwen2-moe"])
+def test_a_step_holds_as_much_memory_as_is_counted(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    steps: Callable[[], ScheduledBatch],
+    num_sampled: int,
+) -> None:
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
+    runner = load(checkpoint(family), "bfloat16")
+    config, used, step = load_decoder_config(checkpoint(family)), PeakBytes(), steps()
+    with HostReads():
+        runner.begin(step)()
+        with used:
+            runner.begin(step)()
+    counted = activation_bytes(config, StepSize(step.num_tokens, num_sampled), torch.bfloat16.itemsize)
+    assert counted / 4 <= used.peak <= counted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_step_of_an_encoder_decoder_stays_on_the_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """It reads the lengths of its sequences, which this GPU does not have."""
+    model_dir, copies = build_encoder_decoder(form, tmp_path), FakeCopies()
+    config = load_config(model_dir)
+    assert isinstance(config, EncoderDecoderConfig)
+    wanted = settings(model_dir, dtype="bfloat16", kv_dtype="bfloat16", block_size=BLOCK_SIZE)
+    cache = KVCache(kv_layout(config, wanted), 16, DEVICE)
+    target = WeightsTarget(DEVICE, torch.bfloat16)
+    parameters = dummy_weights(encoder_decoder_specs(config, own_lm_head=False), target)
+    memory = DecoderMemory(cache, TorchAttention(attention_shape_of(config)))
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: copies)
+    lengths = [SequenceTokens(0, 0, 1, 0, 5, 8), SequenceTokens(1, 1, 8, 6, 6, 7)]
+    monkeypatch.setattr("engine.models.encoder_decoder.step._sequences", lambda metadata: lengths)
+    items = []
+    for number, (num_tokens, start) in enumerate([(8, 7), (7, 0)]):
+        sequence = SequenceState(make_request(f"r{number}", range(num_tokens)))
+        sequence.block_table += range(4 * number, 4 * number + 4)
+        items.append(ScheduledSequence(sequence, start, num_tokens - start))
+    outputs = assemble_runner(wanted, EncoderDecoder(config, parameters, memory), cache).begin(
+        ScheduledBatch(tuple(items))
+    )()
+    assert [len(output.tokens) for output in outputs] == [1, 1]
+    assert copies.read == [[(), (2,), (2,)]]

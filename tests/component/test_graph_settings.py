@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from decode_worker.settings import DecodeSettings
+from engine.decode_graphs import step_shapes
 from engine.load_graphs import graph_bytes, why_no_graphs
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout
@@ -66,9 +67,22 @@ def test_graphs_are_captured_on_cuda_only_and_counted_then(
     if reason is None:
         assert given is None
         assert num_bytes > layout.block_bytes
-        longer = replace(wanted, graphs=GraphSettings((1, 2, 4, 8), 1024))
-        assert graph_bytes(longer, config, layout) > num_bytes
+        for more in (GraphSettings((1, 2, 4, 8), 1024), GraphSettings((1, 2, 4), 512, max_drafts=3)):
+            assert graph_bytes(replace(wanted, graphs=more), config, layout) > num_bytes
     else:
         assert given is not None
         assert reason in given
         assert num_bytes == 0
+
+
+def test_what_is_captured_is_the_largest_first() -> None:
+    assert step_shapes((1, 4), 0) == [(4, 1), (1, 1)]
+    assert step_shapes((1, 4), 3) == [(4, 4), (4, 1), (1, 4), (1, 1)]
+
+
+@pytest.mark.parametrize(
+    ("asked", "drafts"), [({}, 0), ({"speculative": "ngram"}, None), ({"num_speculative_tokens": 7}, 7)]
+)
+def test_drafts_are_captured_where_there_are_any(asked: dict[str, Any], drafts: int | None) -> None:
+    speculation = DecodeSettings(model="m", registry_address="none", **asked).speculation()
+    assert speculation.max_drafts == drafts if drafts is not None else speculation.max_drafts > 0

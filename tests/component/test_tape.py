@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.fakes.tape import NotCapturable, ReplayDiffers, TapeCapture
+from tests.fakes.tape import NotCapturable, ReplayDiffers, TapeCapture, TapedKernels
 
 WEIGHTS = torch.randn(6, 6, generator=torch.Generator().manual_seed(0))
 
@@ -48,6 +48,42 @@ def test_a_buffer_that_was_replaced_is_found_out() -> None:
     buffers[0] = torch.ones(4, 6)
     with pytest.raises(ReplayDiffers, match=r"not where they were.*\(4, 6\)"):
         graph.replay()
+
+
+class Scaling:
+    """Stands in for a module of kernels with one kernel, `scaled`, which fills `out`."""
+
+    scaled: "Scaling"
+
+    def __init__(self) -> None:
+        self.scaled = self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(x: Tensor, out: Tensor, *, factor: int) -> None:
+            out[: grid[0]] = x[: grid[0]] * factor
+
+        return launch
+
+
+def test_launches_of_kernels_are_repeated_as_they_were() -> None:
+    """With the grid and the numbers of the capture, on what the buffer holds now."""
+    buffer, kernels, numbers = torch.ones(4, 6), TapedKernels(Scaling()), {"grid": 4, "factor": 2}
+
+    def scaled() -> Tensor:
+        out = torch.empty_like(buffer)
+        kernels.scaled[(numbers["grid"],)](buffer, out, factor=numbers["factor"])
+        return out + 1.0
+
+    graph, result = TapeCapture()(scaled)
+    buffer.fill_(5.0)
+    graph.replay()
+    assert torch.equal(result, torch.full((4, 6), 11.0))
+    for number in numbers:
+        before, numbers[number] = numbers[number], 3
+        with pytest.raises(ReplayDiffers, match="baked"):
+            graph.replay()
+        numbers[number] = before
+    graph.replay()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ Operations whose result the host would have to know fail on it. `no_waiting` ref
 on a GPU the host would wait.
 """
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,57 @@ class _NoNumbers(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and (kwargs or {}).get("device") == DEVICE:
             raise MixesDevices(f"{func.__name__} makes a tensor of numbers of the host")
+        return func(*args, **(kwargs or {}))
+
+
+class PeakBytes(TorchDispatchMode):
+    """Counts the memory of tensors that operations make, as long as somebody holds them or a view of them. `peak`: the
+    most at any time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self._now = 0
+        self._num_holders: dict[int, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+        result = func(*args, **(kwargs or {}))
+        for tensor in (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)):
+            storage = tensor.untyped_storage()
+            if storage._cdata in self._num_holders or storage._cdata not in given:
+                self._hold(tensor, storage._cdata, storage.nbytes())
+        return result
+
+    def _hold(self, tensor: Tensor, storage: int, num_bytes: int) -> None:
+        if storage not in self._num_holders:
+            self._now += num_bytes
+            self.peak = max(self.peak, self._now)
+        self._num_holders[storage] = self._num_holders.get(storage, 0) + 1
+        weakref.finalize(tensor, self._release, storage, num_bytes)
+
+    def _release(self, storage: int, num_bytes: int) -> None:
+        self._num_holders[storage] -= 1
+        if not self._num_holders[storage]:
+            del self._num_holders[storage]
+            self._now -= num_bytes
+
+
+class HostReads(TorchFunctionMode):
+    """Lets the host read what it must know of that GPU, and counts it: flags are all true, rows are all there, numbers
+    are 1.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.item, Tensor.nonzero) and args[0].device == DEVICE:
+            self.count += 1
+            if func is Tensor.nonzero:
+                return torch.zeros((len(args[0]), args[0].dim()), dtype=torch.int64, device=DEVICE)
+            return torch.ones(args[0].shape, dtype=args[0].dtype).tolist()
         return func(*args, **(kwargs or {}))
 
 

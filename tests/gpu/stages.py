@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -213,7 +213,7 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
 
 
 def steps(device: torch.device, seconds: float) -> Figures:
-    """Milliseconds of a prompt and of decode steps, without a mesh."""
+    """Milliseconds of a prompt and of decode steps, without a mesh; and how much graphs save of a step of one."""
     from bench.shapes import write_shape
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
     from tandem_cli.deployment import BUNDLED_MODELS
@@ -230,8 +230,11 @@ def steps(device: torch.device, seconds: float) -> Figures:
             measured = EngineSteps(workload)
             measured.prompt_ms()
             figures[f"{model_dir.name}, prompt of 256, ms"] = round(measured.prompt_ms(), 2)
-            for batch in batches:
-                figures[f"{model_dir.name}, step of {batch}, ms"] = round(measured.decode_ms(batch), 2)
+            times = {batch: measured.decode_ms(batch) for batch in batches}
+            figures |= {f"{model_dir.name}, step of {batch}, ms": round(ms, 2) for batch, ms in times.items()}
+            del measured
+            eager_ms = EngineSteps(replace(workload, max_batch=1, enforce_eager=True)).decode_ms(1)
+            figures[f"{model_dir.name}, step of 1 with graphs / without"] = round(times[1] / eager_ms, 3)
     return figures
 
 

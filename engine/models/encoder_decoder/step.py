@@ -76,7 +76,7 @@ class Step:
 
 
 def plan_step(metadata: ForwardMetadata, block_size: int) -> Step:
-    """Split the step's tokens between encoder and decoder. On CUDA it synchronises with the device once."""
+    """Split the step's tokens between encoder and decoder. On CUDA the host waits for it several times."""
     sequences = _sequences(metadata)
     device = metadata.positions.device
     encoder_rows = _rows([(sequence.start, sequence.start + sequence.num_encoding) for sequence in sequences], device)

@@ -1,0 +1,50 @@
+"""Memory of a GPU that steps need besides weights and KV: it is subtracted before the KV cache is sized."""
+
+from dataclasses import dataclass
+
+import torch
+
+from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.runner_settings import RunnerSettings
+
+# Priors, not measured yet: workspaces of libraries, and partial results of attention.
+_WORKSPACE_BYTES = 128 << 20
+# Of one logit: as it is computed, as it is returned, scaled, penalised, kept or not, sorted with its place, summed up.
+_LOGIT_BYTES = 56
+
+
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    """The largest step: its tokens, and the rows that it samples."""
+
+    num_tokens: int
+    num_sampled: int
+
+
+def activation_bytes(config: AnyConfig, size: StepSize, itemsize: int) -> int:
+    """What the tensors of a step take at most, with numbers of `itemsize` bytes. The layers are over when the step is
+    sampled, so memory is counted for the larger of the two.
+    """
+    layers = size.num_tokens * row_numbers(config) * itemsize
+    sampling = size.num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * size.num_tokens * config.hidden_size * itemsize
+    return max(layers, sampling)
+
+
+def row_numbers(config: AnyConfig) -> int:
+    """Numbers of a token that are held at the same time in a layer, at most."""
+    width = config.hidden_size
+    if isinstance(config, EncoderDecoderConfig):
+        return 8 * width + 8 * config.num_heads * config.head_dim + 3 * config.intermediate_size
+    heads, inner, routed = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, config.intermediate_size, 0
+    if config.experts is not None:  # a token's row in each expert, one after the other, and its weights in fp32
+        inner = max(inner, config.experts.intermediate_size, config.experts.shared_size)
+        routed = 4 * width + 6 * config.experts.num_experts
+    return 6 * width + 3 * heads + 3 * inner + routed
+
+
+def step_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
+    """Memory of the largest step on a GPU; 0 on CPU, where free memory is shared with everything else anyway."""
+    if torch.device(settings.device).type != "cuda":
+        return 0
+    size = StepSize(settings.max_batch_tokens, settings.max_sampled_rows)
+    return activation_bytes(config, size, int(getattr(torch, settings.dtype).itemsize)) + _WORKSPACE_BYTES

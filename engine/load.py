@@ -102,6 +102,8 @@ def load_parameters(
             f"{settings.model_dir} is partitioned for the compiled decoder, which cannot run here ({reason}): "
             "serve the original checkpoint"
         )
+    # Containers of NVIDIA allow TF32, by TORCH_ALLOW_TF32_CUBLAS_OVERRIDE.
+    torch.set_float32_matmul_precision("highest")
     parameters = _parameters(settings, config, specs, on_progress)
     parameters.read_all()
     return parameters

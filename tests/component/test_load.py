@@ -248,3 +248,9 @@ def test_fingerprint_tells_models_apart(model_dir: Path, tmp_path: Path) -> None
     assert len({original, *(fingerprint(model_dir, "dummy", seed) for seed in (0, 0, 1))}) == 3
     edit_config(model_dir, rms_norm_eps=1e-3)
     assert fingerprint(model_dir) != original
+
+
+def test_products_in_fp32_are_exact_whatever_the_container_allows(checkpoint: Checkpoint) -> None:
+    torch.set_float32_matmul_precision("high")  # as torch begins with TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1
+    load_model_runner(RunnerSettings(checkpoint("llama"), num_blocks=4, enforce_eager=True))
+    assert torch.get_float32_matmul_precision() == "highest"

@@ -26,11 +26,6 @@ def settings(model_dir: Path, attention: str, dtype: str) -> RunnerSettings:
     )
 
 
-@pytest.fixture(autouse=True)
-def _exact_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", False)
-
-
 @pytest.mark.parametrize("attention", ["torch", "triton"])
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
 def test_fp32(tmp_path: Path, family: str, attention: str) -> None:

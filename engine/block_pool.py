@@ -65,7 +65,7 @@ class BlockPool:
         self._block_of: dict[BlockHash, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached = EvictionQueue(num_blocks, clock)
-        self._worth: dict[int, Worth] = {}  # of blocks that have been free since they were published
+        self._hinted: dict[int, Worth] = {}  # of the blocks that clients have given hints for
         self._on_evict = on_evict
         self._clock = clock
 
@@ -123,7 +123,7 @@ class BlockPool:
         assert block_hash is not None
         if self._on_evict is not None and is_worth_keeping:
             self._on_evict(block_id, block_hash)
-        self._worth.pop(block_id, None)
+        self._hinted.pop(block_id, None)
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self.log.add(block_hash, evicted=True)
@@ -141,18 +141,34 @@ class BlockPool:
 
         Raises ValueError for a block that is not held.
         """
-        now_s = self._clock()
-        worth = worth_of(tenant, hints, now_s)
+        worth = worth_of(tenant, hints, self._clock())
+        may_differ = worth.is_hinted or bool(self._hinted)
+        cached: list[int] = []
         for block_id in reversed(block_ids):
             if self._references[block_id] <= 0:
                 raise ValueError(f"block {block_id} is freed but not held")
             self._references[block_id] -= 1
-            if self._hash_of[block_id] is not None:
-                self._worth[block_id] = combined(self._worth.get(block_id, worth), worth, now_s)
-                if self._references[block_id] == 0:
-                    self._cached.add(block_id, self._worth[block_id])
-            elif self._references[block_id] == 0:
+            is_indexed, is_free = self._hash_of[block_id] is not None, self._references[block_id] == 0
+            own = self._note_worth(block_id, worth) if may_differ and is_indexed else worth
+            if not is_free:
+                continue
+            if not is_indexed:
                 self._blank.append(block_id)
+            elif own is worth:
+                cached.append(block_id)
+            else:
+                self._cached.add([block_id], own)
+        if cached:
+            self._cached.add(cached, worth)
+
+    def _note_worth(self, block_id: int, worth: Worth) -> Worth:
+        """The worth of a block, now that a sequence to which it has `worth` has left it."""
+        worth = combined(self._hinted.get(block_id, worth), worth, self._clock())
+        if worth.is_hinted:
+            self._hinted[block_id] = worth
+        else:
+            self._hinted.pop(block_id, None)
+        return worth
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise ValueError unless the holders' block tables account for every reference. For tests and idle checks."""
@@ -274,5 +290,6 @@ class Forks:
     def drop(self, sequence: SequenceState) -> None:
         """Release the original block of this sequence, if it holds one."""
         if sequence.copy_from is not None:
-            self._pool.free([sequence.copy_from])
+            request = sequence.request
+            self._pool.free([sequence.copy_from], request.cache_namespace, request.cache_hints)
             sequence.copy_from = None

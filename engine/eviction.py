@@ -10,8 +10,8 @@ tenants are those that have cached blocks here which are not expendable. The old
 
 import heapq
 import math
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from mesh.domain.cache_hints import CacheHints, KeepPriority
@@ -26,6 +26,11 @@ class Worth(NamedTuple):
     session_id: str = ""
     priority: KeepPriority = KeepPriority.NORMAL
     until_s: float = math.inf
+
+    @property
+    def is_hinted(self) -> bool:
+        """False if nothing was said about the block."""
+        return self.priority is not KeepPriority.NORMAL or self.until_s < math.inf
 
 
 def worth_of(tenant: str, hints: CacheHints, now_s: float) -> Worth:
@@ -55,7 +60,7 @@ class EvictionQueue:
         self._expendable: _Blocks = OrderedDict()
         self._ordinary: _Blocks = OrderedDict()
         self._protected: defaultdict[str, _Blocks] = defaultdict(OrderedDict)
-        self._num_of: Counter[str] = Counter()  # by tenant, the blocks that are not expendable
+        self._num_of: dict[str, int] = {}  # by tenant, the blocks that are not expendable
         self._ends: list[tuple[float, int]] = []  # a heap; entries of blocks that have left or changed are ignored
 
     def __len__(self) -> int:
@@ -64,19 +69,20 @@ class EvictionQueue:
     def __iter__(self) -> Iterator[int]:
         return iter(self._worth)
 
-    def add(self, block_id: int, worth: Worth) -> None:
-        """Append a block."""
-        self._worth[block_id] = worth
+    def add(self, block_ids: Sequence[int], worth: Worth) -> None:
+        """Append blocks, at least one."""
+        added = dict.fromkeys(block_ids)
+        self._worth.update(dict.fromkeys(block_ids, worth))
         if worth.priority is KeepPriority.LOW:
-            self._expendable[block_id] = None
+            self._expendable.update(added)
             return
         if worth.until_s < math.inf:
-            self._note_end(worth.until_s, block_id)
+            self._note_ends(worth.until_s, block_ids)
         is_protected = worth.priority is KeepPriority.HIGH
-        blocks = self._protected[worth.tenant] if is_protected else self._ordinary
-        blocks[block_id] = None
-        self._num_of[worth.tenant] += 1
-        if self._num_of[worth.tenant] == 1:  # a new tenant: everyone's share is smaller now
+        (self._protected[worth.tenant] if is_protected else self._ordinary).update(added)
+        is_new = worth.tenant not in self._num_of
+        self._num_of[worth.tenant] = self._num_of.get(worth.tenant, 0) + len(block_ids)
+        if is_new:  # everyone's share is smaller now
             for tenant in self._protected:
                 self._limit(tenant)
         elif is_protected:
@@ -84,22 +90,24 @@ class EvictionQueue:
 
     def remove(self, block_id: int) -> None:
         """Take out a block that is used again."""
-        tenant = self._worth.pop(block_id).tenant
-        if block_id in self._expendable:
+        worth = self._worth.pop(block_id)
+        if worth.priority is KeepPriority.LOW:
             del self._expendable[block_id]
             return
-        protected = self._protected.get(tenant, OrderedDict())
-        for blocks in (self._ordinary, protected):
-            blocks.pop(block_id, None)
-        if not protected:
-            self._protected.pop(tenant, None)
-        self._num_of[tenant] -= 1
-        if not self._num_of[tenant]:
-            del self._num_of[tenant]
+        if block_id in self._ordinary:
+            del self._ordinary[block_id]
+        else:
+            del self._protected[worth.tenant][block_id]
+            if not self._protected[worth.tenant]:
+                del self._protected[worth.tenant]
+        self._num_of[worth.tenant] -= 1
+        if not self._num_of[worth.tenant]:
+            del self._num_of[worth.tenant]
 
     def take(self) -> tuple[int, bool]:
         """Remove the block that goes first. Returns it, and False if its content is worth nothing to anybody."""
-        self._expire()
+        if self._ends:
+            self._expire()
         is_worth_keeping = not self._expendable
         block_id = next(iter(self._first()))
         self.remove(block_id)
@@ -118,8 +126,9 @@ class EvictionQueue:
             self._ordinary[block_id] = None
             self._ordinary.move_to_end(block_id, last=False)
 
-    def _note_end(self, until_s: float, block_id: int) -> None:
-        heapq.heappush(self._ends, (until_s, block_id))
+    def _note_ends(self, until_s: float, block_ids: Sequence[int]) -> None:
+        for block_id in block_ids:
+            heapq.heappush(self._ends, (until_s, block_id))
         if len(self._ends) > 2 * self._num_blocks:  # most are of blocks that were used again
             self._ends = [(worth.until_s, block) for block, worth in self._worth.items() if worth.until_s < math.inf]
             heapq.heapify(self._ends)
@@ -132,4 +141,4 @@ class EvictionQueue:
             worth = self._worth.get(block_id)
             if worth is not None and worth.until_s == until_s:
                 self.remove(block_id)
-                self.add(block_id, Worth(worth.tenant, worth.session_id, KeepPriority.LOW))
+                self.add([block_id], Worth(worth.tenant, worth.session_id, KeepPriority.LOW))

@@ -35,28 +35,28 @@ def order(queue: EvictionQueue) -> list[int]:
 def test_without_hints_the_oldest_goes_first() -> None:
     queue = EvictionQueue(8, Clock())
     for block_id in (3, 1, 2):
-        queue.add(block_id, Worth())
+        queue.add([block_id], Worth())
     queue.remove(1)
-    queue.add(1, Worth())
+    queue.add([1], Worth())
     assert order(queue) == [3, 2, 1]
 
 
 def test_low_goes_first_and_high_last_and_only_low_is_worthless() -> None:
     queue = EvictionQueue(8, Clock())
     for block_id, priority in enumerate((HIGH, NORMAL, LOW, HIGH, LOW)):
-        queue.add(block_id, Worth(priority=priority))
+        queue.add([block_id], Worth(priority=priority))
     assert [queue.take() for _ in range(5)] == [(2, False), (4, False), (1, True), (0, True), (3, True)]
 
 
 def test_a_block_goes_first_once_its_time_to_live_is_over() -> None:
     clock = Clock()
     queue = EvictionQueue(8, clock)
-    queue.add(0, Worth())
-    queue.add(1, worth_of("", CacheHints(keep_priority=HIGH, time_to_live_s=60), clock()))
-    queue.add(2, worth_of("", CacheHints(time_to_live_s=90), clock()))
+    queue.add([0], Worth())
+    queue.add([1], worth_of("", CacheHints(keep_priority=HIGH, time_to_live_s=60), clock()))
+    queue.add([2], worth_of("", CacheHints(time_to_live_s=90), clock()))
     clock.now_s = 59.9
     assert queue.take() == (0, True)
-    queue.add(0, Worth())
+    queue.add([0], Worth())
     clock.now_s = 60.0
     assert queue.take() == (1, False)
     clock.now_s = 90.0
@@ -67,11 +67,11 @@ def test_an_end_that_has_moved_is_forgotten() -> None:
     clock = Clock()
     queue = EvictionQueue(4, clock)
     for _ in range(100):  # used again and again before its end
-        queue.add(0, worth_of("", CacheHints(time_to_live_s=10), clock()))
+        queue.add([0], worth_of("", CacheHints(time_to_live_s=10), clock()))
         clock.now_s += 5
         queue.remove(0)
-    queue.add(0, Worth())
-    queue.add(1, Worth())
+    queue.add([0], Worth())
+    queue.add([1], Worth())
     clock.now_s += 1000
     assert queue.take() == (0, True)
 
@@ -79,9 +79,9 @@ def test_an_end_that_has_moved_is_forgotten() -> None:
 def test_a_tenant_protects_no_more_than_its_share() -> None:
     queue = EvictionQueue(8, Clock())
     for block_id in range(6):
-        queue.add(block_id, Worth("greedy", priority=HIGH))
-    queue.add(6, Worth("other"))  # now the share is four blocks
-    queue.add(7, Worth("other"))
+        queue.add([block_id], Worth("greedy", priority=HIGH))
+    queue.add([6], Worth("other"))  # now the share is four blocks
+    queue.add([7], Worth("other"))
     assert order(queue) == [1, 0, 6, 7, 2, 3, 4, 5]
 
 
@@ -96,7 +96,7 @@ def test_of_older_blocks_no_more_than_a_share_outlives_those_of_a_tenant_without
     clock, num_blocks = Clock(), len(blocks) + num_used + 1
     queue = EvictionQueue(num_blocks, clock)
     for block_id, (tenant, priority, time_to_live_s) in enumerate(blocks):
-        queue.add(block_id, worth_of(tenant, CacheHints("", priority, time_to_live_s), clock()))
+        queue.add([block_id], worth_of(tenant, CacheHints("", priority, time_to_live_s), clock()))
         clock.now_s += 0.25
     gone = order(queue)
     assert sorted(gone) == list(range(len(blocks)))

@@ -65,7 +65,8 @@ async def talk(address: str, num_sessions: int, num_turns: int, num_kept: int = 
     async with tandem.AsyncClient(address) as client:
         for turn in range(num_turns):
             for number, session in enumerate(sessions):
-                turns, priority = (kept, "high") if number < num_kept else (others, None)
+                turns = kept if number < num_kept else others
+                priority = "high" if turns is kept else None
                 session += words(_QUESTION_TOKENS)
                 asked_s, first_token_s = clock(), 0.0
                 async for event in client.stream(

@@ -152,13 +152,17 @@ def chat_of(body: PromptBody) -> Json:
 
 def _cache_hints(body: MessagesBody) -> Json:
     """Tandem's own members come before `cache_control`, of which the longest counts."""
-    turns = [block for turn in body.messages for block in turn.blocks]
     system = body.system if isinstance(body.system, list) else []
-    marks = [part.cache_control for part in (body, *system, *(body.tools or ()), *turns) if part.cache_control]
-    seconds = max((_TTL_S[mark.ttl] for mark in marks), default=None)
+    marks = [
+        body.cache_control,
+        *(part.cache_control for part in system),
+        *(tool.cache_control for tool in body.tools or ()),
+        *(block.cache_control for turn in body.messages for block in turn.blocks),
+    ]
+    seconds = max((_TTL_S[mark.ttl] for mark in marks if mark is not None), default=None)
     return {
         "prompt_cache_key": body.session_id,
-        "keep_priority": body.keep_priority or (marks and "high") or None,
+        "keep_priority": body.keep_priority or ("high" if seconds else None),
         "time_to_live": seconds if body.time_to_live is None else body.time_to_live,
     }
 

@@ -9,15 +9,15 @@ from collections.abc import Iterable, Sized
 
 from google.protobuf.duration_pb2 import Duration
 
+from mesh.cache_hints import hints_from_proto, hints_to_proto
 from mesh.domain import request as limits
-from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
-from tandem.v1 import cache_pb2, sampling_pb2
+from tandem.v1 import sampling_pb2
 
 _FINISH = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
@@ -41,21 +41,9 @@ _STATE: dict[WorkerState, worker_pb2.WorkerState] = {
 }
 _STATE_BACK = {value: state for state, value in _STATE.items()}
 
-_KEEP: dict[KeepPriority, cache_pb2.KeepPriority] = {
-    priority: getattr(cache_pb2, f"KEEP_PRIORITY_{priority.name}") for priority in KeepPriority
-}
-_KEEP_BACK = {value: priority for priority, value in _KEEP.items()}
-
 _PLAIN_SAMPLING = (
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 _PLAIN_WORKER = (
@@ -190,7 +178,7 @@ def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
         traceparent=request.traceparent,
         adapter=request.adapter,
-        cache_hints=None if request.cache_hints == NO_HINTS else _hints_to_proto(request.cache_hints),
+        cache_hints=hints_to_proto(request.cache_hints),
         forks=[
             sequence_pb2.SequenceFork(
                 request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed, traceparent=fork.traceparent
@@ -216,7 +204,7 @@ def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
         traceparent=spec.traceparent,
         adapter=spec.adapter,
         forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in spec.forks),
-        cache_hints=hints_from_proto(spec.cache_hints) if spec.HasField("cache_hints") else NO_HINTS,
+        cache_hints=hints_from_proto(spec.cache_hints),
     )
     if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
         raise InvalidRequest("a sequence and its forks need different request_ids")
@@ -227,26 +215,6 @@ def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
     if request.num_generated >= request.sampling.max_new_tokens:
         raise InvalidRequest("max_new_tokens must exceed the number of tokens generated so far")
     return request
-
-
-def _hints_to_proto(hints: CacheHints) -> cache_pb2.CacheHints:
-    time_to_live_s = hints.time_to_live_s
-    return cache_pb2.CacheHints(
-        session_id=hints.session_id,
-        keep_priority=_KEEP[hints.keep_priority],
-        time_to_live=None if time_to_live_s is None else duration_to_proto(time_to_live_s),
-    )
-
-
-def hints_from_proto(message: cache_pb2.CacheHints) -> CacheHints:
-    """Raises InvalidRequest for values out of range. A priority of a newer version is read as the normal one."""
-    hints = CacheHints(
-        session_id=message.session_id,
-        keep_priority=_KEEP_BACK.get(message.keep_priority, KeepPriority.NORMAL),
-        time_to_live_s=duration_from_proto(message.time_to_live) if message.HasField("time_to_live") else None,
-    )
-    hints.validate()
-    return hints
 
 
 def token_to_proto(token: SampledToken) -> sampling_pb2.SampledToken:

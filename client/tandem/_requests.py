@@ -265,12 +265,15 @@ def _set_cache_hints(request: generation_pb2.GenerateRequest, arguments: Mapping
         return
     _set(request.cache_hints, "session_id", arguments.get("session_id"))
     _set_seconds(request.cache_hints, "time_to_live", arguments.get("time_to_live"))
-    name = arguments.get("keep_priority")
+    _set(request.cache_hints, "keep_priority", _keep_priority(arguments.get("keep_priority")))
+
+
+def _keep_priority(name: str | None) -> int | None:
     if name is None:
-        return
+        return None
     if name not in list(KeepPriority):
         raise InvalidRequest(f"keep_priority must be one of {', '.join(KeepPriority)}, got {name!r}")
-    request.cache_hints.keep_priority = cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
+    return cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
 
 
 def _set_seconds(message: Message, name: str, seconds: float | None) -> None:

@@ -1,10 +1,11 @@
-"""Chat sessions whose KV does not fit into memory: what a disk behind it saves.
+"""Chat sessions whose KV does not fit into memory: what a disk behind it saves, and what hints do.
 
     python -m bench.sessions [--shape 135m] [--quantize int8] [--sessions 20] [--turns 4] [--in-memory 0.1]
 
 Sessions take turns: each sends all that was said so far and a new question, and gets an answer. By the time it comes
 again, the others have taken its memory: all KV of `--in-memory` of the sessions fits. The same is done by a mesh
-without a disk, by one with it (`kv_disk`), and by one whose memory is large enough. Turns after the first are counted.
+without a disk, by one with it (`kv_disk`), by one whose memory is large enough, and by one where as many sessions as
+fit beside another say that their KV has high priority: those are shown apart. Turns after the first are counted.
 """
 
 import argparse
@@ -30,17 +31,32 @@ _VOCABULARY = 1000
 
 @dataclass(slots=True)
 class Turns:
-    """Measurements of all turns but the first of each session."""
+    """Measurements of all turns but the first of some sessions."""
 
     first_token_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
     cached_tokens: int = 0
     seconds: float = 0.0
 
+    def row(self, name: str, num_tokens: int) -> tuple[str, ...]:
+        """The cells of a mesh with memory for `num_tokens` tokens."""
+        first = sorted(self.first_token_s)
+        return (
+            name,
+            str(num_tokens),
+            f"{self.cached_tokens / self.prompt_tokens:.0%}",
+            f"{1e3 * statistics.median(first):.0f}",
+            f"{1e3 * first[int(0.95 * len(first))]:.0f}",
+            f"{self.seconds:.1f}",
+        )
 
-async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
-    """Let all sessions take their turns, one request at a time."""
-    turns, clock, rng = Turns(), asyncio.get_running_loop().time, random.Random(0)
+
+async def talk(address: str, num_sessions: int, num_turns: int, num_kept: int = 0) -> tuple[Turns, Turns]:
+    """Let all sessions take their turns, one request at a time. Returns the turns of the first `num_kept` sessions,
+    whose KV has high priority, and those of the others.
+    """
+    kept, others = Turns(), Turns()
+    clock, rng = asyncio.get_running_loop().time, random.Random(0)
 
     def words(count: int) -> list[int]:
         return [rng.randrange(3, _VOCABULARY) for _ in range(count)]
@@ -48,11 +64,14 @@ async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
     sessions = [words(_FIRST_TOKENS) for _ in range(num_sessions)]
     async with tandem.AsyncClient(address) as client:
         for turn in range(num_turns):
-            begun_s = clock()
-            for session in sessions:
+            for number, session in enumerate(sessions):
+                turns = kept if number < num_kept else others
+                priority = "high" if turns is kept else None
                 session += words(_QUESTION_TOKENS)
                 asked_s, first_token_s = clock(), 0.0
-                async for event in client.stream(token_ids=session, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True):
+                async for event in client.stream(
+                    token_ids=session, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True, keep_priority=priority
+                ):
                     if event.token is not None:
                         first_token_s = first_token_s or clock() - asked_s
                         session.append(event.token.id)
@@ -61,12 +80,12 @@ async def talk(address: str, num_sessions: int, num_turns: int) -> Turns:
                     turns.first_token_s.append(first_token_s)
                     turns.prompt_tokens += usage.prompt_tokens
                     turns.cached_tokens += usage.cached_tokens
-            turns.seconds += clock() - begun_s if turn else 0.0
-    return turns
+                    turns.seconds += clock() - asked_s
+    return kept, others
 
 
 async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table:
-    """Run the sessions on three meshes."""
+    """Run the sessions on four meshes."""
     longest = _FIRST_TOKENS + options.turns * (_QUESTION_TOKENS + _ANSWER_TOKENS)
     all_tokens = options.sessions * longest + 1024
     small = max(2 * longest, int(options.in_memory * all_tokens))
@@ -80,16 +99,12 @@ async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table
     table = Table(*columns, title=f"{options.sessions} sessions, {options.turns} turns, {options.shape}")
     for name, flags in arms.items():
         async with own_mesh((*common, *flags)) as address:
-            turns = await talk(address, options.sessions, options.turns)
-        first = sorted(turns.first_token_s)
-        table.add_row(
-            name,
-            str(all_tokens if name == "memory for all" else small),
-            f"{turns.cached_tokens / turns.prompt_tokens:.0%}",
-            f"{1e3 * statistics.median(first):.0f}",
-            f"{1e3 * first[int(0.95 * len(first))]:.0f}",
-            f"{turns.seconds:.1f}",
-        )
+            _, turns = await talk(address, options.sessions, options.turns)
+        table.add_row(*turns.row(name, all_tokens if name == "memory for all" else small))
+    async with own_mesh((*common, *arms["memory for few"])) as address:
+        kept, others = await talk(address, options.sessions, options.turns, num_kept=small // longest - 1)
+    table.add_row(*kept.row("of few, those of high priority", small))
+    table.add_row(*others.row("beside them, the others", small))
     return table
 
 

@@ -1,8 +1,8 @@
 """KV blocks by id: reference counts, an index of cached blocks by content hash, sharing between sequences. No tensors.
 
 In the BlockPool a block is held (reference count > 0), cached (free, but its content can be found by hash and reused),
-or blank. Cached blocks are evicted oldest first, and only when no blank block remains. (PagedAttention, Kwon et al.
-2023, §4.3; hash-chained prefix caching as in vLLM.)
+or blank. Cached blocks are evicted only when no blank block remains: oldest first, unless clients have said what their
+KV is worth (eviction.py). (PagedAttention, Kwon et al. 2023, §4.3; hash-chained prefix caching as in vLLM.)
 
 Two parts of the scheduler share blocks between sequences. PrefixCache finds cached blocks with a sequence's leading
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
@@ -11,11 +11,13 @@ so the fork gets a copy of it. The copy is made before the fork's first step; un
 original.
 """
 
-from collections import OrderedDict
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from engine.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.sequence import SequenceState
+from mesh.domain.cache_hints import NO_HINTS, CacheHints
 from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash
 from mesh.domain.worker import CacheEvent
 
@@ -46,18 +48,26 @@ class CacheLog:
 class BlockPool:
     """Allocates block ids `0 .. num_blocks - 1`. Freed blocks stay findable by the hash of their content.
 
-    `on_evict` is called with a block and its hash before the block is used anew.
+    `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content.
+    `clock` measures times to live, in seconds.
     """
 
-    def __init__(self, num_blocks: int, on_evict: Callable[[int, BlockHash], None] | None = None) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        on_evict: Callable[[int, BlockHash], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_blocks = num_blocks
         self.log = CacheLog(max_events=4 * num_blocks)
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._cached = EvictionQueue(num_blocks, clock)
+        self._hinted: dict[int, Worth] = {}  # of the blocks that clients have given hints for
         self._on_evict = on_evict
+        self._clock = clock
 
     @property
     def num_free(self) -> int:
@@ -87,7 +97,7 @@ class BlockPool:
         """Add a holder to blocks found by `match`."""
         for block_id in block_ids:
             if self._references[block_id] == 0:
-                del self._cached[block_id]
+                self._cached.remove(block_id)
             self._references[block_id] += 1
 
     def allocate(self, count: int) -> list[int] | None:
@@ -103,16 +113,17 @@ class BlockPool:
         if self._blank:
             block_id = self._blank.pop()
         else:
-            block_id, _ = self._cached.popitem(last=False)
-            self._forget_content(block_id)
+            block_id, is_worth_keeping = self._cached.take()
+            self._forget_content(block_id, is_worth_keeping=is_worth_keeping)
         self._references[block_id] = 1
         return block_id
 
-    def _forget_content(self, block_id: int) -> None:
+    def _forget_content(self, block_id: int, *, is_worth_keeping: bool) -> None:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
-        if self._on_evict is not None:
+        if self._on_evict is not None and is_worth_keeping:
             self._on_evict(block_id, block_hash)
+        self._hinted.pop(block_id, None)
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self.log.add(block_hash, evicted=True)
@@ -124,20 +135,40 @@ class BlockPool:
             self._block_of[block_hash] = block_id
             self.log.add(block_hash, evicted=False)
 
-    def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one holder of each block. Pass a sequence's blocks in order: the tail is then evicted first.
+    def free(self, block_ids: Sequence[int], tenant: str = "", hints: CacheHints = NO_HINTS) -> None:
+        """Drop one holder of each block, with its tenant and its client's hints. Pass a sequence's blocks in order: the
+        tail is then evicted first.
 
         Raises ValueError for a block that is not held.
         """
+        worth = worth_of(tenant, hints, self._clock())
+        may_differ = worth.is_hinted or bool(self._hinted)
+        cached: list[int] = []
         for block_id in reversed(block_ids):
             if self._references[block_id] <= 0:
                 raise ValueError(f"block {block_id} is freed but not held")
             self._references[block_id] -= 1
-            if self._references[block_id] == 0:
-                if self._hash_of[block_id] is None:
-                    self._blank.append(block_id)
-                else:
-                    self._cached[block_id] = None
+            is_indexed, is_free = self._hash_of[block_id] is not None, self._references[block_id] == 0
+            own = self._note_worth(block_id, worth) if may_differ and is_indexed else worth
+            if not is_free:
+                continue
+            if not is_indexed:
+                self._blank.append(block_id)
+            elif own is worth:
+                cached.append(block_id)
+            else:
+                self._cached.add([block_id], own)
+        if cached:
+            self._cached.add(cached, worth)
+
+    def _note_worth(self, block_id: int, worth: Worth) -> Worth:
+        """The worth of a block, now that a sequence to which it has `worth` has left it."""
+        worth = combined(self._hinted.get(block_id, worth), worth, self._clock())
+        if worth.is_hinted:
+            self._hinted[block_id] = worth
+        else:
+            self._hinted.pop(block_id, None)
+        return worth
 
     def check_integrity(self, holders: Iterable[Sequence[int]]) -> None:
         """Raise ValueError unless the holders' block tables account for every reference. For tests and idle checks."""
@@ -259,5 +290,6 @@ class Forks:
     def drop(self, sequence: SequenceState) -> None:
         """Release the original block of this sequence, if it holds one."""
         if sequence.copy_from is not None:
-            self._pool.free([sequence.copy_from])
+            request = sequence.request
+            self._pool.free([sequence.copy_from], request.cache_namespace, request.cache_hints)
             sequence.copy_from = None

@@ -1,4 +1,5 @@
-"""The scheduler: plans each step and applies its results. Pure: ints and lists, no tensors, no clock, no threads.
+"""The scheduler: plans each step and applies its results. Pure: ints and lists, no tensors, no threads; only the
+block pool has a clock, for the time to live of cached KV.
 
 A step is built, computed and sampled elsewhere: `schedule()` here -> `StepInputBuilder.build` (step_input.py) ->
 `ModelRunner` forward and sample (model_runner.py, sampler.py) -> `update()` here.
@@ -517,5 +518,6 @@ class Scheduler:
     def _free(self, sequence: SequenceState) -> None:
         sequence.status = SequenceStatus.FINISHED
         self._forks.drop(sequence)
-        self.pool.free(sequence.block_table)
+        request = sequence.request
+        self.pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
         sequence.block_table.clear()

@@ -79,6 +79,7 @@ TokenIds = Annotated[list[TokenId], Field(max_length=_MAX_VALUES, fail_fast=True
 Bias = Annotated[dict[int, Real], BeforeValidator(_check_num_entries)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_num_values)]
 AnyJson = Annotated[Any, AfterValidator(_check_num_values)]
+KeepPriority = Literal["low", "normal", "high"]
 # A JSON schema, as an object or as JSON text.
 Schema = JsonObject | str
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sized
 
 from google.protobuf.duration_pb2 import Duration
 
+from mesh.cache_hints import hints_from_proto, hints_to_proto
 from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -41,15 +42,8 @@ _STATE: dict[WorkerState, worker_pb2.WorkerState] = {
 _STATE_BACK = {value: state for state, value in _STATE.items()}
 
 _PLAIN_SAMPLING = (
-    "min_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 _PLAIN_WORKER = (
@@ -184,6 +178,7 @@ def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:
         time_left=None if request.time_left_s is None else duration_to_proto(request.time_left_s),
         traceparent=request.traceparent,
         adapter=request.adapter,
+        cache_hints=hints_to_proto(request.cache_hints),
         forks=[
             sequence_pb2.SequenceFork(
                 request_id=fork.request_id, attempt=fork.attempt, seed=fork.seed, traceparent=fork.traceparent
@@ -209,6 +204,7 @@ def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
         traceparent=spec.traceparent,
         adapter=spec.adapter,
         forks=tuple(Fork(fork.request_id, fork.attempt, fork.seed, fork.traceparent) for fork in spec.forks),
+        cache_hints=hints_from_proto(spec.cache_hints),
     )
     if len({request.request_id, *(fork.request_id for fork in request.forks)}) <= len(request.forks):
         raise InvalidRequest("a sequence and its forks need different request_ids")

@@ -266,6 +266,7 @@ class Choice:
             cache_namespace=namespace,
             traceparent=self.traceparent,
             adapter=self._valid.adapter,
+            cache_hints=params.cache_hints,
         )
 
     def accept(self, output: SequenceOutput) -> None:

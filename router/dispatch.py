@@ -40,6 +40,7 @@ from router.attempt import Attempt, AttemptTimeouts, Prefills
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
+from router.session_homes import SessionHomes
 from router.settings import RouterSettings
 from router.timeline import Timeline
 from router.workers.decode_link import Link, Links
@@ -169,6 +170,7 @@ class Dispatcher:
         self._health = health
         self._journal = journal
         self._on_trip = on_trip
+        self._homes = SessionHomes()
         # In the worst case every choice in service needs a second replay at the same moment.
         clock = asyncio.get_running_loop().time
         self._budget = ReplayBudget(clock, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s)
@@ -262,6 +264,7 @@ class Dispatcher:
         query = self._query(choice, request, failures)
         reservation = await self._queue.place(query, choice.queue_entry, is_replay=failures.attempt > 0)
         _note_placed(timeline, reservation.placement)
+        self._homes.note(request, reservation.placement.decode.incarnation)
         link = self._links.find(reservation.placement.decode)
         if link is None:
             reservation.release()
@@ -310,6 +313,7 @@ class Dispatcher:
             cut_off=failures.cut_off,
             prefill_locally=failures.prefill_locally,
             adapter=request.adapter,
+            home=self._homes.find(request),
         )
 
 

@@ -5,6 +5,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from mesh.domain.cache_hints import NO_HINTS, CacheHints
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import (
     MAX_NUM_CHOICES,
@@ -46,6 +47,7 @@ class GenerateParams:
 
     `best_of`: generate this many choices and return the best `num_choices` at the end. `ttft_target_s`: a first token
     later than this is worthless to the client. `adapter`: the name of a LoRA adapter, empty for the base model.
+    `cache_hints`: what the client says about the KV afterwards.
     `revision`: the model that the router has chosen for a name that stands for several (traffic.py); empty otherwise.
     """
 
@@ -66,6 +68,7 @@ class GenerateParams:
     priority: Priority | None = None
     ttft_target_s: float | None = None
     adapter: str = ""
+    cache_hints: CacheHints = NO_HINTS
     revision: str = ""
 
     @property

@@ -7,8 +7,8 @@ from typing import Any, TypedDict
 from google.protobuf.message import Message
 
 from tandem.exceptions import InvalidRequest
-from tandem.models import Priority
-from tandem.v1 import generation_pb2, mesh_pb2, sampling_pb2
+from tandem.models import KeepPriority, Priority
+from tandem.v1 import cache_pb2, generation_pb2, mesh_pb2, sampling_pb2
 
 _ROLES = {"prefill": mesh_pb2.WORKER_ROLE_PREFILL, "decode": mesh_pb2.WORKER_ROLE_DECODE}
 
@@ -68,6 +68,9 @@ class GenerateArguments(TokenizeArguments, total=False):
     not exceed the priority of your API key. At most one of json_schema (an object or its JSON text), json_object,
     regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text. `adapter` is the name of a LoRA
     adapter of the model; its name as `model` means the same.
+
+    `session_id`, `keep_priority` and `time_to_live` (seconds) tell workers how long the KV of this request is worth
+    keeping for later prompts that begin alike. They change no answer.
     """
 
     max_new_tokens: int | None
@@ -105,6 +108,9 @@ class GenerateArguments(TokenizeArguments, total=False):
     priority: Priority | str | None
     ttft_target: float | None
     adapter: str | None
+    session_id: str | None
+    keep_priority: KeepPriority | str | None
+    time_to_live: float | None
 
 
 def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateRequest:
@@ -119,6 +125,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     _set(request, "best_of", values.get("best_of"))
     _set(request, "priority", _priority(values.get("priority")))
     _set_seconds(request, "ttft_target", values.get("ttft_target"))
+    _set_cache_hints(request, values)
     request.sampling.SetInParent()
     _set_sampling(request.sampling, values)
     for name in _OUTPUT:
@@ -251,6 +258,22 @@ def _priority(name: str | None) -> int | None:
     if name not in list(Priority):
         raise InvalidRequest(f"priority must be one of {', '.join(Priority)}, got {name!r}")
     return generation_pb2.Priority.Value(f"PRIORITY_{Priority(name).name}")
+
+
+def _set_cache_hints(request: generation_pb2.GenerateRequest, arguments: Mapping[str, Any]) -> None:
+    if not arguments.keys() & {"session_id", "keep_priority", "time_to_live"}:
+        return
+    _set(request.cache_hints, "session_id", arguments.get("session_id"))
+    _set_seconds(request.cache_hints, "time_to_live", arguments.get("time_to_live"))
+    _set(request.cache_hints, "keep_priority", _keep_priority(arguments.get("keep_priority")))
+
+
+def _keep_priority(name: str | None) -> int | None:
+    if name is None:
+        return None
+    if name not in list(KeepPriority):
+        raise InvalidRequest(f"keep_priority must be one of {', '.join(KeepPriority)}, got {name!r}")
+    return cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
 
 
 def _set_seconds(message: Message, name: str, seconds: float | None) -> None:

@@ -14,6 +14,14 @@ class Priority(StrEnum):
     INTERACTIVE = "interactive"
 
 
+class KeepPriority(StrEnum):
+    """What cached KV goes first when a worker's memory is short. Plain text is accepted too: `keep_priority="low"`."""
+
+    LOW = "low"  # nobody will ask for it again
+    NORMAL = "normal"
+    HIGH = "high"
+
+
 class FinishReason(StrEnum):
     """The reason for the end of a choice. It compares equal to its text: `reason == "length"`."""
 

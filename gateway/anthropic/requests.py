@@ -8,18 +8,30 @@ from pydantic import Field
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
-from gateway.schema import MAX_MESSAGES, Body, Count, Few, Json, JsonObject, Many, Name, Real, Seed
+from gateway.schema import MAX_MESSAGES, Body, Count, Few, Json, JsonObject, KeepPriority, Many, Name, Real, Seed
 from tandem import InvalidRequest
 
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "prompt_cache_key": "session_id",
+}
 """Members that have another name in the chat."""
 
+_TTL_S = {"5m": 300.0, "1h": 3600.0}
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class CacheControl(Body):
+    """A mark: the prompt up to here is worth caching for so long. Here it holds for the whole prompt."""
+
+    ttl: Literal["5m", "1h"] = "5m"
 
 
 class Block(Body):
     """A content block: text, thinking, tool_use or tool_result."""
 
+    cache_control: CacheControl | None = None
     type: Name
     text: str = ""
     thinking: str = ""
@@ -28,6 +40,10 @@ class Block(Body):
     input: JsonObject | None = None
     tool_use_id: Name = ""
     content: str | Many[ContentPart] | None = None
+
+
+class SystemPart(ContentPart):
+    cache_control: CacheControl | None = None
 
 
 class Turn(Body):
@@ -48,6 +64,7 @@ class Tool(Body):
     name: Name
     description: str | None = None
     input_schema: JsonObject | None = None
+    cache_control: CacheControl | None = None
 
 
 class ToolChoice(Body):
@@ -82,10 +99,11 @@ class PromptBody(Body):
 
     model: Name = ""
     messages: Annotated[list[Turn], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
-    system: str | Many[ContentPart] | None = None
+    system: str | Many[SystemPart] | None = None
     tools: Few[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    cache_control: CacheControl | None = None
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -103,6 +121,9 @@ class MessagesBody(PromptBody):
     seed: Seed | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
     ttft_target: Real | None = None
+    session_id: Name | None = None
+    keep_priority: KeepPriority | None = None
+    time_to_live: Real | None = None
 
 
 def chat_of(body: PromptBody) -> Json:
@@ -125,8 +146,25 @@ def chat_of(body: PromptBody) -> Json:
                 "json_schema": {"schema": body.output_config.format.content},
             }
         shared = ("stream", "temperature", "top_p", "top_k", "seed", "priority", "ttft_target")
-        chat |= {name: getattr(body, name) for name in shared}
+        chat |= {name: getattr(body, name) for name in shared} | _cache_hints(body)
     return chat
+
+
+def _cache_hints(body: MessagesBody) -> Json:
+    """Tandem's own members come before `cache_control`, of which the longest counts."""
+    system = body.system if isinstance(body.system, list) else []
+    marks = [
+        body.cache_control,
+        *(part.cache_control for part in system),
+        *(tool.cache_control for tool in body.tools or ()),
+        *(block.cache_control for turn in body.messages for block in turn.blocks),
+    ]
+    seconds = max((_TTL_S[mark.ttl] for mark in marks if mark is not None), default=None)
+    return {
+        "prompt_cache_key": body.session_id,
+        "keep_priority": body.keep_priority or ("high" if seconds else None),
+        "time_to_live": seconds if body.time_to_live is None else body.time_to_live,
+    }
 
 
 def _system(body: PromptBody) -> list[Json]:

@@ -9,6 +9,7 @@ from gateway.schema import Json, structure_arguments
 from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0
+_DAY_S = 24 * 3600.0
 # Placeholders from clients that do not know the model's name: TGI's, huggingface_hub's, LMI's.
 _NO_NAMES = ("", "tgi", "dummy", "lmi")
 # OpenAI's newer role names, as chat templates know them.
@@ -86,7 +87,17 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         priority=body.priority,
         ttft_target=body.ttft_target,
     )
-    return sampling | structure_arguments(body)
+    return sampling | structure_arguments(body) | _cache_hints(body)
+
+
+def _cache_hints(body: SamplingBody) -> GenerateArguments:
+    """Tandem's own members come before OpenAI's, of which one is as good as two of ours."""
+    is_long = body.prompt_cache_retention == "24h"
+    return GenerateArguments(
+        session_id=body.prompt_cache_key,
+        keep_priority=body.keep_priority or ("high" if is_long else None),
+        time_to_live=_DAY_S if body.time_to_live is None and is_long else body.time_to_live,
+    )
 
 
 def _top_k(body: SamplingBody) -> int | None:

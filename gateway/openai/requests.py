@@ -22,6 +22,7 @@ from gateway.schema import (
     Count,
     Few,
     JsonObject,
+    KeepPriority,
     Many,
     Name,
     Real,
@@ -80,6 +81,8 @@ class SamplingBody(StructuredBody):
     logit_bias: Bias | None = None
     seed: _Seed | None = None
     stop: str | Few[str] | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
 
     top_k: Count | None = None
     min_p: Real | None = None
@@ -96,6 +99,8 @@ class SamplingBody(StructuredBody):
     use_beam_search: bool = False
     priority: Literal["batch", "standard", "interactive"] | None = None
     ttft_target: Real | None = None
+    keep_priority: KeepPriority | None = None
+    time_to_live: Real | None = None
     return_token_ids: bool = False
 
 
@@ -205,6 +210,7 @@ class ClientFieldNames:
             "prompt_logprobs": "echo",
             "max_total_tokens": _CONTEXT,
             "max_input_length": _CONTEXT,
+            "session_id": "prompt_cache_key",
             **_names_of_structure(body),
         }
         if isinstance(body, CompletionBody):

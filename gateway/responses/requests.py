@@ -7,7 +7,20 @@ from pydantic import Field
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
-from gateway.schema import MAX_MESSAGES, AnyJson, Body, Count, Few, Json, JsonObject, Many, Name, Real, Seed
+from gateway.schema import (
+    MAX_MESSAGES,
+    AnyJson,
+    Body,
+    Count,
+    Few,
+    Json,
+    JsonObject,
+    KeepPriority,
+    Many,
+    Name,
+    Real,
+    Seed,
+)
 
 NAMES = {
     "messages": "input",
@@ -16,6 +29,10 @@ NAMES = {
 }
 """Members that have another name in the chat."""
 
+_AS_IN_CHATS = (
+    *("stream", "temperature", "top_p", "seed", "priority", "ttft_target"),
+    *("prompt_cache_key", "prompt_cache_retention", "keep_priority", "time_to_live"),
+)
 _TURN = ("reasoning_content", "content", "tool_calls")
 """Members of an assistant's message, in the order of their items."""
 
@@ -90,6 +107,10 @@ class ResponsesBody(Body):
     seed: Seed | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
     ttft_target: Real | None = None
+    prompt_cache_key: Name | None = None
+    prompt_cache_retention: Literal["in_memory", "in-memory", "24h"] | None = None
+    keep_priority: KeepPriority | None = None
+    time_to_live: Real | None = None
     chat_template_kwargs: JsonObject | None = None
 
 
@@ -124,7 +145,7 @@ def chat_of(body: ResponsesBody) -> Json:
         "response_format": _response_format(body.text.format),
         "chat_template_kwargs": _template_values(body),
         "max_completion_tokens": body.max_output_tokens,
-        **{name: getattr(body, name) for name in ("stream", "temperature", "top_p", "seed", "priority", "ttft_target")},
+        **{name: getattr(body, name) for name in _AS_IN_CHATS},
     }
 
 

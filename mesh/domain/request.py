@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+from mesh.domain.cache_hints import NO_HINTS, CacheHints
 from mesh.domain.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 64 << 10
@@ -260,7 +261,7 @@ class SequenceSpec:
     `sampling.max_new_tokens` and `sampling.seed` are always set, stop strings never. `traceparent` is the W3C trace
     context, empty without tracing.
     `forks` start on the same decode worker as soon as the prompt's KV is complete. `adapter` is the digest of the LoRA
-    adapter to use, empty for the base model.
+    adapter to use, empty for the base model. `cache_hints`: what the client says about the KV afterwards.
     """
 
     request_id: str
@@ -276,6 +277,7 @@ class SequenceSpec:
     traceparent: str = ""
     forks: tuple[Fork, ...] = ()
     adapter: str = ""
+    cache_hints: CacheHints = NO_HINTS
 
     @property
     def kv_scope(self) -> str:

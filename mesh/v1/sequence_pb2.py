@@ -23,22 +23,23 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from tandem.v1 import cache_pb2 as tandem_dot_v1_dot_cache__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mesh/v1/sequence.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x18tandem/v1/sampling.proto\"\xe7\x02\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\x12$\n\x05\x66orks\x18\x0f \x03(\x0b\x32\x15.mesh.v1.SequenceFork\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\"V\n\x0cSequenceFork\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"W\n\rPromptLogprob\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprobB\n\n\x08_logprob\"\xeb\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.tandem.v1.SampledToken\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12/\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x16.mesh.v1.PromptLogprob\x12\x15\n\rcached_tokens\x18\x07 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16mesh/v1/sequence.proto\x12\x07mesh.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15tandem/v1/cache.proto\x1a\x18tandem/v1/sampling.proto\"\x93\x03\n\x0cSequenceSpec\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x04 \x01(\r\x12+\n\x08sampling\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x15\n\reos_token_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x08 \x01(\x08\x12\x17\n\x0f\x63\x61\x63he_namespace\x18\t \x01(\t\x12,\n\ttime_left\x18\n \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0btraceparent\x18\x14 \x01(\t\x12$\n\x05\x66orks\x18\x0f \x03(\x0b\x32\x15.mesh.v1.SequenceFork\x12\x0f\n\x07\x61\x64\x61pter\x18\x10 \x01(\t\x12*\n\x0b\x63\x61\x63he_hints\x18\x11 \x01(\x0b\x32\x15.tandem.v1.CacheHints\"V\n\x0cSequenceFork\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0c\n\x04seed\x18\x03 \x01(\x04\x12\x13\n\x0btraceparent\x18\x04 \x01(\t\"W\n\rPromptLogprob\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.tandem.v1.TokenLogprobB\n\n\x08_logprob\"\xeb\x01\n\x0eSequenceOutput\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x13\n\x0b\x66irst_index\x18\x03 \x01(\r\x12\'\n\x06tokens\x18\x04 \x03(\x0b\x32\x17.tandem.v1.SampledToken\x12.\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12/\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x16.mesh.v1.PromptLogprob\x12\x15\n\rcached_tokens\x18\x07 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'mesh.v1.sequence_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_SEQUENCESPEC']._serialized_start=94
-  _globals['_SEQUENCESPEC']._serialized_end=453
-  _globals['_SEQUENCEFORK']._serialized_start=455
-  _globals['_SEQUENCEFORK']._serialized_end=541
-  _globals['_PROMPTLOGPROB']._serialized_start=543
-  _globals['_PROMPTLOGPROB']._serialized_end=630
-  _globals['_SEQUENCEOUTPUT']._serialized_start=633
-  _globals['_SEQUENCEOUTPUT']._serialized_end=868
+  _globals['_SEQUENCESPEC']._serialized_start=117
+  _globals['_SEQUENCESPEC']._serialized_end=520
+  _globals['_SEQUENCEFORK']._serialized_start=522
+  _globals['_SEQUENCEFORK']._serialized_end=608
+  _globals['_PROMPTLOGPROB']._serialized_start=610
+  _globals['_PROMPTLOGPROB']._serialized_end=697
+  _globals['_SEQUENCEOUTPUT']._serialized_start=700
+  _globals['_SEQUENCEOUTPUT']._serialized_end=935
 # @@protoc_insertion_point(module_scope)

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from tandem.v1 import cache_pb2 as _cache_pb2
 from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
@@ -11,7 +12,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class SequenceSpec(_message.Message):
-    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "eos_token_ids", "top_logprobs", "prompt_logprobs", "cache_namespace", "time_left", "traceparent", "forks", "adapter")
+    __slots__ = ("request_id", "attempt", "token_ids", "num_prompt_tokens", "sampling", "eos_token_ids", "top_logprobs", "prompt_logprobs", "cache_namespace", "time_left", "traceparent", "forks", "adapter", "cache_hints")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -25,6 +26,7 @@ class SequenceSpec(_message.Message):
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     FORKS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HINTS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -38,7 +40,8 @@ class SequenceSpec(_message.Message):
     traceparent: str
     forks: _containers.RepeatedCompositeFieldContainer[SequenceFork]
     adapter: str
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., cache_namespace: _Optional[str] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ..., adapter: _Optional[str] = ...) -> None: ...
+    cache_hints: _cache_pb2.CacheHints
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_prompt_tokens: _Optional[int] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., cache_namespace: _Optional[str] = ..., time_left: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., traceparent: _Optional[str] = ..., forks: _Optional[_Iterable[_Union[SequenceFork, _Mapping]]] = ..., adapter: _Optional[str] = ..., cache_hints: _Optional[_Union[_cache_pb2.CacheHints, _Mapping]] = ...) -> None: ...
 
 class SequenceFork(_message.Message):
     __slots__ = ("request_id", "attempt", "seed", "traceparent")

@@ -29,6 +29,7 @@ _PREFILL_PASSES_AHEAD = 2
 # While workers wait to be proven, this many slots of a decode worker are reserved for canaries. The worker itself
 # keeps one of them for prompts that wait for blocks there.
 _CANARY_SLOTS = 2
+_KNOWN_AT_HOME = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +171,7 @@ class PrefixChain:
 class PlacementQuery:
     """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `cut_off`: those of prefill
     workers whose KV did not arrive. `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter
-    that its workers must have; empty for none.
+    that its workers must have; empty for none. `home`: incarnation of the decode worker that its session used last.
     """
 
     num_tokens: int
@@ -181,6 +182,7 @@ class PlacementQuery:
     cut_off: frozenset[str] = frozenset()
     prefill_locally: bool = False
     adapter: str = ""
+    home: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,10 +359,18 @@ def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Cost
 
 
 def decode_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs:
-    """The worker's utilisation minus the cached share of the prompt; both in [0, 1]."""
+    """The worker's utilisation minus the cached share of the prompt; both in [0, 1].
+
+    The session's home counts as if it had cached some of the prompt: it may not have reported it yet, or have it on
+    disk.
+    """
+    known = cached / query.num_tokens
+    row = roster.row(query.home)
+    if row is not None:
+        known[row] = max(known[row], _KNOWN_AT_HOME)
     of_slots = roster.num_seqs / np.maximum(1, roster.max_num_seqs)
     of_blocks = roster.held_blocks / np.maximum(1, roster.num_blocks)
-    return np.asarray(np.maximum(of_slots, of_blocks) - cached / query.num_tokens, np.float64)
+    return np.asarray(np.maximum(of_slots, of_blocks) - known, np.float64)
 
 
 def _num_blocks(query: PlacementQuery, roster: Roster) -> Numbers:

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import structlog
 
+from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerBusy, WorkerLost
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
@@ -33,6 +34,7 @@ log = structlog.get_logger(__name__)
 
 NAMESPACE = "\ncanary\n"
 """Part of the namespaces of all canaries. Tenants' names have no line breaks."""
+_NO_USE = CacheHints(keep_priority=KeepPriority.LOW)
 
 _NUM_GENERATED = 2
 _BUSY_RETRY_S = 0.05
@@ -142,7 +144,7 @@ class CanaryRunner:
         timeline.begin_attempt()
         attempt = Attempt(
             choice,
-            replace(request, time_left_s=self._timeout_s),
+            replace(request, time_left_s=self._timeout_s, cache_hints=_NO_USE),
             self._in_flight.reserve(placement, choice.num_tokens),
             link=link,
             prefill_client=self._prefill_client,

@@ -1,6 +1,7 @@
 import datetime
 
 from google.protobuf import duration_pb2 as _duration_pb2
+from tandem.v1 import cache_pb2 as _cache_pb2
 from tandem.v1 import sampling_pb2 as _sampling_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -69,7 +70,7 @@ class OutputOptions(_message.Message):
     def __init__(self, top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "output", "num_choices", "client_request_id", "priority", "ttft_target", "best_of", "adapter")
+    __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "output", "num_choices", "client_request_id", "priority", "ttft_target", "best_of", "adapter", "cache_hints")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -82,6 +83,7 @@ class GenerateRequest(_message.Message):
     TTFT_TARGET_FIELD_NUMBER: _ClassVar[int]
     BEST_OF_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CACHE_HINTS_FIELD_NUMBER: _ClassVar[int]
     model: str
     prompt: str
     token_ids: TokenIds
@@ -94,7 +96,8 @@ class GenerateRequest(_message.Message):
     ttft_target: _duration_pb2.Duration
     best_of: int
     adapter: str
-    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., num_choices: _Optional[int] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., best_of: _Optional[int] = ..., adapter: _Optional[str] = ...) -> None: ...
+    cache_hints: _cache_pb2.CacheHints
+    def __init__(self, model: _Optional[str] = ..., prompt: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[_sampling_pb2.SamplingParams, _Mapping]] = ..., output: _Optional[_Union[OutputOptions, _Mapping]] = ..., num_choices: _Optional[int] = ..., client_request_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ..., ttft_target: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., best_of: _Optional[int] = ..., adapter: _Optional[str] = ..., cache_hints: _Optional[_Union[_cache_pb2.CacheHints, _Mapping]] = ...) -> None: ...
 
 class Token(_message.Message):
     __slots__ = ("id", "text", "logprob", "top", "special")

@@ -8,6 +8,8 @@ from typing import Any
 import grpc
 import pytest
 
+from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH as HIGH
+from tandem.v1.cache_pb2 import KEEP_PRIORITY_LOW as LOW
 from tests.client_environment import output_of, python_with
 from tests.fakes.sdk_router import Refusal, Script
 from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
@@ -87,6 +89,24 @@ async def test_members_that_change_the_prompt(gateway: RunningGateway) -> None:
     assert chat.continue_final_message, "Anthropic goes on with the assistant's last turn"
     assert json.loads(chat.template_kwargs_json) == {"enable_thinking": False}
     assert json.loads(chat.messages[1].extra_json or "{}") == {}
+
+
+async def test_marks_of_what_to_cache(gateway: RunningGateway) -> None:
+    mark = {"type": "ephemeral"}
+    marked = [{"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": mark}]}]
+    system = [{"type": "text", "text": "Be brief.", "cache_control": mark | {"ttl": "1h"}}]
+    bodies: list[dict[str, Any]] = [
+        {"messages": QUESTION},
+        {"messages": marked},
+        {"messages": marked, "system": system, "session_id": "agent"},
+        {"messages": marked, "keep_priority": "low", "time_to_live": 5},
+    ]
+    for body in bodies:
+        assert (await gateway.post("/v1/messages", body | {"max_tokens": 9})).status_code == 200
+    hints = [request.cache_hints for request in gateway.script.requests[-4:]]
+    assert [hint.session_id for hint in hints] == ["", "", "agent", ""]
+    assert [hint.keep_priority for hint in hints] == [0, HIGH, HIGH, LOW]
+    assert [hint.time_to_live.seconds for hint in hints] == [0, 300, 3600, 5]
 
 
 @pytest.mark.parametrize(

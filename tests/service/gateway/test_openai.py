@@ -9,6 +9,7 @@ import grpc
 import openai
 import pytest
 
+from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH, KEEP_PRIORITY_LOW, CacheHints
 from tests.fakes.sdk_router import STORY, Refusal, Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -289,6 +290,17 @@ async def test_best_of_is_checked_by_the_router(gateway: RunningGateway) -> None
         assert [(asked.num_choices, asked.best_of) for asked in gateway.script.requests] == [(2, 4)] * 2
         await client.completions.create(model="fake", prompt="One", n=2, best_of=2, max_tokens=3)
         assert not gateway.script.requests[-1].HasField("best_of"), "all are returned: they come as they come"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+async def test_what_the_cache_is_told(gateway: RunningGateway, path: str) -> None:
+    body = {"model": "fake", "messages": MESSAGES, "prompt": "One", "input": "One"}
+    for hints in ({"prompt_cache_key": "a", "prompt_cache_retention": "24h"}, {"keep_priority": "low"}, {}):
+        assert (await gateway.post(f"/v1/{path}", body | hints)).status_code == 200
+    long, low, none = (request.cache_hints for request in gateway.script.requests[-3:])
+    assert (long.session_id, long.keep_priority, long.time_to_live.seconds) == ("a", KEEP_PRIORITY_HIGH, 86400)
+    assert (low.session_id, low.keep_priority, low.HasField("time_to_live")) == ("", KEEP_PRIORITY_LOW, False)
+    assert none == CacheHints()
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "completions"])

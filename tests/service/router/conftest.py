@@ -145,7 +145,7 @@ def make_request(
     token_ids: Any = (), prompt: str | None = None, chat: Any = None, output: Any = None, **request: Any
 ) -> generation_pb2.GenerateRequest:
     """`sampling` and `output` are dicts; everything else is a field."""
-    names = ("model", "adapter", "num_choices", "best_of", "priority", "ttft_target")
+    names = ("model", "adapter", "num_choices", "best_of", "priority", "ttft_target", "cache_hints")
     fields: dict[str, Any] = {name: request.pop(name) for name in names if name in request}
     if prompt is not None:
         fields["prompt"] = prompt

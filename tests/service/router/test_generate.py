@@ -8,6 +8,7 @@ import pytest
 from mesh.domain.worker import Adapter
 from router.text.tokenizer import Tokenizer
 from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc, sampling_pb2
+from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH, CacheHints
 from tests.defects import Repaired
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 from tests.fakes.router_workers import PrefillScript, expected_tokens
@@ -41,6 +42,20 @@ async def test_separated_stream_is_one_sequence(make_mesh: Any) -> None:
     assert list(call.sequence.eos_token_ids) == [EOS_ID]
     assert call.sequence.cache_namespace == "tiny"
     assert decode.aborted.items == []
+    mesh.assert_at_rest()
+
+
+async def test_cache_hints_reach_both_workers_and_a_session_goes_on_where_it_was(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    prefill = await mesh.prefill()
+    decoders = [await mesh.decode(f"decode-{number}") for number in range(3)]
+    hints = {"session_id": "agent", "keep_priority": KEEP_PRIORITY_HIGH, "time_to_live": {"seconds": 60}}
+    for first in range(65, 73):  # prompts that share no prefix, so that nothing but the session binds them
+        await mesh.generate(token_ids=[first, *PROMPT], max_new_tokens=2, cache_hints=hints)
+    served = [[start.sequence for start in decode.started.items] for decode in decoders]
+    assert sorted(map(len, served)) == [0, 0, 8]
+    for sequence in (*max(served, key=len), *(call.sequence for call in prefill.calls.items)):
+        assert sequence.cache_hints == CacheHints(**hints)
     mesh.assert_at_rest()
 
 

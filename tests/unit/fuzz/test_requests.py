@@ -47,6 +47,9 @@ GENERATES = [
         chat={"messages": [{"role": "user", "content": "hi"}]}, client_request_id="me", model="tiny"
     ).SerializeToString(),
     generation_pb2.GenerateRequest(prompt="x", priority=1, ttft_target={"nanos": 5}).SerializeToString(),
+    generation_pb2.GenerateRequest(
+        prompt="x", cache_hints={"session_id": "s", "keep_priority": 3, "time_to_live": {"seconds": 9}}
+    ).SerializeToString(),
 ]
 ATTACHES = [
     decode_pb2.AttachRequest(start={"sequence": SPEC, "transfer_id": "t"}).SerializeToString(),

@@ -1,19 +1,22 @@
 """Domain nouns survive the wire."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh import wire
+from mesh.cache_hints import hints_from_proto
+from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.v1 import decode_pb2, worker_pb2
-from tandem.v1 import sampling_pb2
+from tandem.v1 import cache_pb2, sampling_pb2
 from tests.fakes.requests import make_request
 
 floats = st.floats(0, 2, width=32)
@@ -64,6 +67,37 @@ def test_request_round_trip(sampling: SamplingParams, prompt_logprobs: bool, tim
     request = make_request("r", [1, 2, 3], prompt_logprobs=prompt_logprobs, time_left_s=time_left_s, adapter="d")
     request = type(request)(**{f: getattr(request, f) for f in request.__slots__} | {"sampling": sampling})
     assert wire.spec_from_proto(wire.spec_to_proto(request)) == request
+
+
+@pytest.mark.parametrize(
+    "hints",
+    [
+        CacheHints(),
+        CacheHints("agent"),
+        CacheHints(keep_priority=KeepPriority.LOW),
+        CacheHints("a", time_to_live_s=1.5),
+    ],
+)
+def test_cache_hints_round_trip(hints: CacheHints) -> None:
+    request = make_request("r", [1, 2, 3], cache_hints=hints)
+    assert wire.spec_from_proto(wire.spec_to_proto(request)) == request
+
+
+@pytest.mark.parametrize(
+    ("hints", "message"),
+    [
+        ({"session_id": "x" * 257}, "session_id must have at most 256 characters, got 257"),
+        ({"time_to_live": {"seconds": 0}}, "time_to_live must be > 0"),
+        ({"time_to_live": {"seconds": 31 * 86400}}, "time_to_live must be > 0 and at most 2592000 s, got"),
+    ],
+)
+def test_cache_hints_out_of_range_are_refused(hints: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message):
+        hints_from_proto(cache_pb2.CacheHints(**hints))
+
+
+def test_a_keep_priority_of_a_newer_version_is_the_normal_one() -> None:
+    assert hints_from_proto(cache_pb2.CacheHints(keep_priority=99)) == CacheHints()
 
 
 def test_absent_sampling_fields_take_the_documented_defaults() -> None:

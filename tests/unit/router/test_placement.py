@@ -234,6 +234,21 @@ def test_only_workers_with_the_adapter_are_chosen() -> None:
     assert (without_prefill.prefill, without_prefill.decode.worker_id) == (None, "b")
 
 
+def test_a_session_goes_on_where_it_was() -> None:
+    mesh = snapshot(decode(), decode("d1"), in_flight={"d1": InFlight(num_seqs=1)})
+    assert names(place(query(24), mesh)) == (None, "d0")
+    assert names(place(query(24, home="d1"), mesh)) == (None, "d1")
+    assert names(place(query(24, home="gone"), mesh)) == (None, "d0")
+
+
+def test_a_session_moves_to_more_of_its_kv_or_away_from_a_full_worker() -> None:
+    warm = snapshot(decode(cached=range(24)), decode("d1"))
+    assert names(place(query(24, home="d1"), warm)) == (None, "d0")
+    busy = decode("d1", max_num_seqs=4)
+    full = snapshot(decode(), busy, in_flight={"d1": InFlight(num_seqs=3)})
+    assert names(place(query(24, home="d1"), full)) == (None, "d0")
+
+
 def test_an_adapter_that_nobody_has_is_told_from_no_worker() -> None:
     assert place(query(adapter=MINE.digest), snapshot(decode())) is NoPlacement.NO_ADAPTER
     assert place(query(adapter=MINE.digest), snapshot()) is NoPlacement.NO_DECODE_WORKER

@@ -7,7 +7,7 @@ import pytest
 from tandem._requests import generate_request, tokenize_request
 from tandem.exceptions import InvalidRequest
 from tandem.models import Priority
-from tandem.v1 import generation_pb2
+from tandem.v1 import cache_pb2, generation_pb2
 
 
 def test_every_argument_reaches_its_field() -> None:
@@ -44,6 +44,9 @@ def test_every_argument_reaches_its_field() -> None:
             "adapter": "tuned",
             "priority": "batch",
             "ttft_target": 1.5,
+            "session_id": "agent-7",
+            "keep_priority": "high",
+            "time_to_live": 90,
             "timeout": 1.0,
         }
     )
@@ -67,6 +70,9 @@ def test_every_argument_reaches_its_field() -> None:
         assert not getattr(request.output, name)
     assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)
     assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
+    hints = request.cache_hints
+    assert (hints.session_id, hints.time_to_live.ToMilliseconds()) == ("agent-7", 90_000)
+    assert hints.keep_priority == cache_pb2.KEEP_PRIORITY_HIGH
 
 
 def test_none_leaves_a_field_absent_and_zero_does_not() -> None:
@@ -109,6 +115,9 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"prompt": "x", "priority": "urgent"}, "batch, standard, interactive"),
         ({"prompt": "x", "priority": 3}, "priority"),
         ({"prompt": "x", "ttft_target": "soon"}, "ttft_target"),
+        ({"prompt": "x", "keep_priority": "ever"}, "keep_priority must be one of low, normal, high"),
+        ({"prompt": "x", "time_to_live": "long"}, "time_to_live"),
+        ({"prompt": "x", "session_id": 7}, "session_id"),
         ({"prompt": "x", "ttft_target": float("inf")}, "ttft_target"),
         ({"prompt": "x", "ttft_target": float("nan")}, "ttft_target"),
         ({"prompt": "x", "ttft_target": 1e300}, "ttft_target"),

@@ -77,8 +77,8 @@ LOOKALIKES = """| e | 1 | - |
 python
 ```
 """
-# Feeds a text, a token a character, to the renderer: up to `cut`, then the rest. Returns the characters that were painted
-# as another token's, for each cut that has some.
+# Feeds a text, a token a character, to the renderer: up to a cut, then the rest. Returns the characters that were
+# painted as another token's.
 MISPAINTED = """async ([text, step]) => {
   const [{ Prose }, { Region }] = await Promise.all([import("/pages/prose.js"), import("/pages/region.js")]);
   const tokens = [...text].map((character) => ({ text: character, logprob: -0.1, top: [] }));

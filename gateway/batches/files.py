@@ -46,7 +46,7 @@ def read_requests(path: Path, done: Collection[str] = ()) -> Iterator[BatchReque
             yield request
 
 
-def _numbered(path: Path) -> Iterator[tuple[int, BatchRequest]]:
+def _numbered(path: Path, max_line_bytes: int | None = None) -> Iterator[tuple[int, BatchRequest]]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -55,19 +55,23 @@ def _numbered(path: Path) -> Iterator[tuple[int, BatchRequest]]:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            if max_line_bytes is not None and len(line) > max_line_bytes:
+                raise BadLine(path, number, f"longer than {max_line_bytes:,} bytes")
             try:
                 yield number, _parse(line)
             except ValueError as error:
                 raise BadLine(path, number, str(error)) from None
 
 
-def check_requests(path: Path, *, url: str | None = None, max_requests: int | None = None) -> set[str]:
+def check_requests(
+    path: Path, *, url: str | None = None, max_requests: int | None = None, max_line_bytes: int | None = None
+) -> set[str]:
     """Read the whole input before anything is sent. Return its ids.
 
-    Raises BadLine, also for an id that is there twice, for another route than `url`, and for too many requests.
+    Raises BadLine, also for an id that is there twice, for another route than `url`, and beyond the limits.
     """
     ids: set[str] = set()
-    for line, request in _numbered(path):
+    for line, request in _numbered(path, max_line_bytes):
         if request.custom_id in ids:
             raise BadLine(path, line, f"custom_id {request.custom_id[:64]!r} is there twice")
         if url is not None and request.url != url:
@@ -84,7 +88,7 @@ def _parse(line: bytes) -> BatchRequest:
     """Raises ValueError."""
     try:
         members = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(members, dict):
         raise ValueError("not a JSON object")

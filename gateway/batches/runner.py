@@ -13,6 +13,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,10 @@ from gateway.settings import GatewaySettings
 log = structlog.get_logger(__name__)
 
 MAX_REQUESTS = 50_000
+MAX_LINE_BYTES = 1 << 20  # what the event loop reads and writes at a time
 MAX_OPEN = 8
 WINDOW_S = 24 * 3600
+_RECOUNT_BYTES = 1 << 20
 _EXTRA_TIMEOUT_S = 60.0
 
 
@@ -154,14 +157,17 @@ class Run:
     async def _answer_all(self) -> None:
         batch, shelf = self.batch, self.shelf
         path = shelf.path_of(batch["input_file_id"])
-        ids = await asyncio.to_thread(check_requests, path, url=batch["endpoint"], max_requests=MAX_REQUESTS)
+        limits = {"max_requests": MAX_REQUESTS, "max_line_bytes": MAX_LINE_BYTES}
+        ids = await asyncio.to_thread(check_requests, path, url=batch["endpoint"], **limits)
         batch["request_counts"]["total"] = len(ids)
         if batch["status"] == "validating":
             self._enter("in_progress")
         with await asyncio.to_thread(Answers, shelf, batch) as answers:
             patience_s = max(0.0, batch["expires_at"] - time.time())
             sender = Sender(self._http, patience_s=patience_s, on_wait=self._say_why, slots=self._slots)
-            await sender.send_all(_at_lowest_priority(path, answers.done), answers, self._concurrency, lambda: None)
+            requests = _at_lowest_priority(path, answers.done)
+            first = await asyncio.to_thread(lambda: list(islice(requests, 1)))  # behind all that are answered
+            await sender.send_all(chain(first, requests), answers, self._concurrency, lambda: None)
         if sender.tally.num_left:
             raise TimeoutError
         self._enter("finalizing")
@@ -203,7 +209,8 @@ class Answers:
         self._counts = batch["request_counts"]
         self._output = AnswerFile(shelf.path_of(batch["_output_file_id"]))
         self._errors = AnswerFile(shelf.path_of(batch["_error_file_id"]))
-        self._bytes_left = shelf.bytes_left()
+        self._shelf = shelf
+        self._bytes_left = self._bytes_uncounted = 0
         self._count()
 
     @property
@@ -211,10 +218,15 @@ class Answers:
         return frozenset(self._output.done | self._errors.done)
 
     def write(self, custom_id: str, status: int, request_id: str, body: object) -> None:
+        if self._bytes_uncounted <= 0:  # other batches of the caller fill the same shelf
+            self._bytes_left = self._shelf.bytes_left()
+            self._bytes_uncounted = _RECOUNT_BYTES
         if self._bytes_left <= 0:
             raise StorageFull
         file = self._output if status < 400 else self._errors
-        self._bytes_left -= file.write(custom_id, status, request_id, body)
+        num_bytes = file.write(custom_id, status, request_id, body)
+        self._bytes_left -= num_bytes
+        self._bytes_uncounted -= num_bytes
         self._count()
 
     def _count(self) -> None:

@@ -85,6 +85,8 @@ async def test_a_file_that_is_wrong_fails_the_batch_and_sends_nothing(tmp_path: 
     wrong = {
         b"": "no requests",
         line(1) + b"{\n": "not JSON",
+        b"[" * 100_000 + b"\n": "not JSON",
+        line(1, user="x" * (1 << 20)): "longer",
         line(1) + line(1): "twice",
         line(1, "/v1/completions"): "endpoint",
         line(1, stream=True): "stream",

@@ -1,6 +1,5 @@
 """`python -m gateway`: constructs the gateway and serves it."""
 
-import contextlib
 import sys
 
 import structlog
@@ -22,9 +21,8 @@ async def serve(settings: GatewaySettings) -> None:
     # No retries: clients see a refusal at once. If a router is unreachable, the SDK still tries the next one.
     async with tandem.AsyncClient(settings.router, tls=_tls(settings), max_retries=0) as client:
         backend = build_backend(settings, client)
-        handler = contextlib.nullcontext() if backend.handler is None else backend.handler.running()
         app, registry = build_app(backend), backend.metrics.registry
-        async with handler, watching_loop(registry), serving(app, settings) as address:
+        async with backend.running(), watching_loop(registry), serving(app, settings) as address:
             _warn_of_open_keys(settings)
             announce("listening", address=address)
             announce("ready")

@@ -16,6 +16,7 @@ from gateway import web
 from gateway.access import is_known_host
 from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
+from gateway.batches import endpoints as batches
 from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
 from gateway.exchange import Endpoint
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
@@ -53,10 +54,25 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
             Route(f"{prefix}/completions", Endpoint(dialect, completions, generates=True), methods=["POST"]),
             Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
+            *_batch_routes(prefix, dialect),
             Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
             Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
             Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
         )
+    ]
+
+
+def _batch_routes(prefix: str, dialect: OpenAIDialect) -> list[BaseRoute]:
+    return [
+        Route(f"{prefix}/files", Endpoint(dialect, batches.upload_file), methods=["POST"]),
+        Route(f"{prefix}/files", Endpoint(dialect, batches.list_files), methods=["GET"]),
+        Route(f"{prefix}/files/{{id}}", Endpoint(dialect, batches.get_file), methods=["GET"]),
+        Route(f"{prefix}/files/{{id}}", Endpoint(dialect, batches.delete_file), methods=["DELETE"]),
+        Route(f"{prefix}/files/{{id}}/content", Endpoint(dialect, batches.file_content), methods=["GET"]),
+        Route(f"{prefix}/batches", Endpoint(dialect, batches.create_batch), methods=["POST"]),
+        Route(f"{prefix}/batches", Endpoint(dialect, batches.list_batches, is_polled=True), methods=["GET"]),
+        Route(f"{prefix}/batches/{{id}}", Endpoint(dialect, batches.get_batch, is_polled=True), methods=["GET"]),
+        Route(f"{prefix}/batches/{{id}}/cancel", Endpoint(dialect, batches.cancel_batch), methods=["POST"]),
     ]
 
 

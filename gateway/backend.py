@@ -5,8 +5,9 @@ are parsed on one thread, so the event loop is blocked no longer than the parser
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.host import is_loopback
 
 if TYPE_CHECKING:
+    from gateway.batches.runner import Batches
     from gateway.handler.process import HandlerProcess
 
 _HEALTH_TIMEOUT_S = 1.0
@@ -159,6 +161,16 @@ class Backend:
     parser: BodyParser
     allowed_origins: frozenset[str]
     handler: "HandlerProcess | None" = None
+    batches: "Batches | None" = None
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """Run what is beside requests: the handler's process, and batches."""
+        async with contextlib.AsyncExitStack() as stack:
+            for part in (self.handler, self.batches):
+                if part is not None:
+                    await stack.enter_async_context(part.running())
+            yield
 
 
 def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Backend:
@@ -175,6 +187,7 @@ def build_backend(settings: GatewaySettings, client: tandem.AsyncClient) -> Back
         parser=BodyParser(),
         allowed_origins=frozenset(settings.allowed_origins),
         handler=_handler(settings),
+        batches=_batches(settings),
     )
 
 
@@ -184,3 +197,11 @@ def _handler(settings: GatewaySettings) -> "HandlerProcess | None":
     from gateway.handler.process import HandlerProcess
 
     return HandlerProcess(settings)
+
+
+def _batches(settings: GatewaySettings) -> "Batches | None":
+    if not settings.batch_folder:
+        return None
+    from gateway.batches.runner import Batches
+
+    return Batches(settings)

@@ -46,6 +46,10 @@ class UnsupportedMediaType(Exception):
     """The route does not read the request's content type."""
 
 
+class NotStored(Exception):
+    """The caller has no file or batch of this id."""
+
+
 class InvalidField(tandem.InvalidRequest):
     """A member of the body is invalid. `field` is its path in the body, `code` OpenAI's name for the violated rule."""
 
@@ -152,6 +156,9 @@ TABLE: Mapping[type[Exception], Row] = MappingProxyType(
             OpenAIRow(413, _INVALID), LmiRow(413, "RequestEntityTooLargeException"), TgiRow(413, "validation")
         ),
         BodyTooSlow: Row(OpenAIRow(408, _INVALID), LmiRow(408, "TimeoutException"), TgiRow(408, "validation")),
+        NotStored: Row(
+            OpenAIRow(404, _INVALID, "not_found"), LmiRow(404, "ResourceNotFoundException"), TgiRow(404, "not_found")
+        ),
         UnsupportedMediaType: Row(
             OpenAIRow(415, _INVALID), LmiRow(415, "UnsupportedMediaTypeException"), TgiRow(415, "validation")
         ),

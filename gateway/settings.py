@@ -31,6 +31,8 @@ _POSITIVE = (
     "max_open_requests",
     "max_connections",
     "max_client_batch_size",
+    "batch_max_bytes",
+    "batch_concurrency",
     "request_timeout_s",
     "handler_start_s",
     "header_timeout_s",
@@ -71,6 +73,10 @@ class GatewaySettings(ProcessSettings):
     cors_allow_origin: str = setting(
         "", "origins, with commas between, whose pages may call; default: none", env=("CORS_ALLOW_ORIGIN",)
     )
+
+    batch_folder: str = setting("", "folder for /v1/files and /v1/batches; default: neither is served")
+    batch_max_bytes: int = setting(1 << 30, "most bytes of each key's files there, answers included")
+    batch_concurrency: int = setting(16, "requests of batches under way at a time")
 
     lmi_schema: str = setting(
         "rolling", f"generation of LMI's format: {', '.join(LMI_SCHEMAS)}", env=("OPTION_LMI_SCHEMA",)

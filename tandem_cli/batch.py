@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,12 +11,14 @@ from typing import TYPE_CHECKING
 from rich import progress
 from rich.console import Console
 
+from gateway.batches.files import AnswerFile, check_requests, read_requests
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings, setting
-from tandem_cli.batches.files import AnswerFile, check_requests, read_requests
 
 if TYPE_CHECKING:
-    from tandem_cli.batches.send import Tally
+    from gateway.batches.send import Tally
+
+_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +48,36 @@ def run(args: argparse.Namespace) -> int:
     if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):
         raise ConfigurationError("IN and OUT must be two files")
     ids = check_requests(args.requests)
-    try:
-        from tandem_cli.batches.send import Sender
-    except ImportError as error:
-        raise ConfigurationError("tandem batch needs an extra: pip install tandem-serve[gateway]") from error
-    settings = load_settings(BatchSettings, [], prog="batch").values
-    sender = Sender(args.url, api_key=settings.api_key, patience_s=args.patience, timeout_s=args.timeout)
     with AnswerFile(args.answers) as answers, _progress_bar() as bar:
         num_before = len(ids & answers.done)
         task = bar.add_task("answers", total=len(ids), completed=num_before)
-        requests = read_requests(args.requests, frozenset(answers.done))
-        asyncio.run(sender.send_all(requests, answers, args.concurrency, lambda: bar.advance(task)))
-    sys.stderr.write(_summary(sender.tally, num_before))
-    return 1 if sender.tally.num_refused or sender.tally.num_left else 0
+        tally = asyncio.run(_send_all(args, answers, lambda: bar.advance(task)))
+    sys.stderr.write(_summary(tally, num_before))
+    return 1 if tally.num_refused or tally.num_left else 0
+
+
+async def _send_all(args: argparse.Namespace, answers: AnswerFile, on_done: Callable[[], object]) -> "Tally":
+    import httpx2
+
+    from gateway.batches.send import Sender
+
+    key = load_settings(BatchSettings, [], prog="batch").values.api_key
+    url = args.url.rstrip("/").removesuffix("/v1")
+    headers = {"authorization": f"Bearer {key}"} if key else {}
+    timeout = httpx2.Timeout(args.timeout, connect=_CONNECT_TIMEOUT_S)
+    limits = httpx2.Limits(max_connections=None, max_keepalive_connections=args.concurrency)
+    try:
+        http = httpx2.AsyncClient(base_url=url, headers=headers, timeout=timeout, limits=limits)
+    except ValueError as error:
+        raise ConfigurationError(f"--url: {error}") from None
+    async with http:
+        sender = Sender(http, patience_s=args.patience, on_wait=_say_why)
+        await sender.send_all(read_requests(args.requests, frozenset(answers.done)), answers, args.concurrency, on_done)
+    return sender.tally
+
+
+def _say_why(problem: str) -> None:
+    sys.stderr.write(f"waiting for capacity: {problem}\n")
 
 
 def _progress_bar() -> progress.Progress:

@@ -9,11 +9,13 @@ import { Prose } from "./prose.js";
 import { plain } from "./region.js";
 import { TokenKeys, confidence, percent } from "./tokens.js";
 import { messagesOf } from "./tree.js";
+import { count } from "./units.js";
 
 const NUM_ALTERNATIVES = 5;
 const REST = 4; // after a drawing that took t ms, the next one is at least REST times t away
 const BUDGET_MS = 8; // for building elements, within a frame
 const ENDINGS = { stop: "complete", length: "length limit", stopped: "stopped by you", error: "failed", running: "left while it ran" };
+const rounded = (rate) => (rate < 10 ? rate.toFixed(1) : count(rate));
 const seconds = (ms) => (ms < 950 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 /** Let the browser draw between the chunks of a burst. Hidden pages, whose timers are slow, go on. */
@@ -184,7 +186,7 @@ export class AnswerView {
   #showFacts() {
     const { figures, ending, model, temperature } = this.node;
     const sure = confidence(this.draft.tokens);
-    const short = [sure === null ? null : `${percent(sure)} sure`, this.rate && `${this.rate.toFixed(this.rate < 10 ? 1 : 0)} tokens/s`];
+    const short = [sure === null ? null : `${percent(sure)} sure`, this.rate && `${rounded(this.rate)} tokens/s`];
     if (ending && ending !== "stop" && ending !== "running") short.push(ENDINGS[ending] ?? ending);
     this.facts.hidden = sure === null && !figures?.first;
     const summary = this.facts.querySelector("summary") ?? this.facts.appendChild(make("summary"));
@@ -192,7 +194,7 @@ export class AnswerView {
     if (this.isRunning) return;
     const rows = [
       ["Confidence", sure === null ? null : percent(sure)], ["Ended", ENDINGS[ending] ?? ending], ["First token after", figures?.first && seconds(figures.first)],
-      ["Speed", this.rate && `${this.rate.toFixed(1)} tokens/s`], ["Prompt", figures?.prompt && `${figures.prompt.toLocaleString("en")} tokens`],
+      ["Speed", this.rate && `${rounded(this.rate)} tokens/s`], ["Prompt", figures?.prompt && `${figures.prompt.toLocaleString("en")} tokens`],
       ["Answer", this.draft.ids.length && `${this.draft.ids.length.toLocaleString("en")} tokens`], ["Model", model], ["Temperature", temperature],
     ];
     const shown = rows.filter(([, value]) => value !== null && value !== undefined && value !== 0 && value !== "");

@@ -10,6 +10,9 @@ import { Marked } from "./vendor/marked.esm.js";
 
 const marked = new Marked({ gfm: true, extensions: mathExtensions });
 const ENTITIES = { amp: "&", lt: "<", gt: ">", quot: '"', apos: "'", nbsp: "\u00a0", copy: "©", mdash: "—", ndash: "–", hellip: "…", times: "×", rarr: "→" };
+const FENCE_LINE = /^ {0,3}(?:`{3,}|~{3,})[^\n]*\n/;
+const ITEM_MARK = /^ *(?:[-*+]|\d{1,9}[.)])(?: +\[[ xX]\])?(?=\s)/;
+const DELIMITER_ROW = /^[^\n]*\n[^\n]*\n/; // with what is left of the head's line
 const ENTITY = /&(?:#(\d{1,7})|#x([\da-f]{1,6})|([a-z]{2,8}));/gi;
 
 /** The blocks of a source. Their `raw` texts, joined, are the source. */
@@ -27,6 +30,13 @@ class Range {
     if (found < 0 || found + text.length > this.end) return null;
     this.at = found + text.length;
     return new Range(this.source, found, this.at, this.base);
+  }
+
+  /** Step over the marks at its beginning, which are not shown: a text of the same characters may follow. */
+  skip(marks) {
+    const [mark] = marks.exec(this.source.slice(this.at, this.end)) ?? [""];
+    this.at += mark.length;
+    return this;
   }
 }
 
@@ -53,11 +63,11 @@ class Writer {
   }
 }
 
-/** Builds elements for the blocks of `source`, which begins at `base` of the region. */
+/** Builds elements for the blocks of `source`, which begins at `base` of the region. What is before `at` has been shown. */
 export class Builder {
-  constructor(region, source, base) {
+  constructor(region, source, base, at = 0) {
     this.region = region;
-    this.range = new Range(source.replaceAll("\r", " "), 0, source.length, base);
+    this.range = new Range(source.replaceAll("\r", " "), at, source.length, base);
   }
 
   /** The element of a block; null if it shows nothing. */
@@ -103,7 +113,7 @@ export class Builder {
   }
 
   code(token, range) {
-    return codeBlock(token, new Writer(token.text, range, this.region));
+    return codeBlock(token, new Writer(token.text, range.skip(FENCE_LINE), this.region));
   }
 
   math(token, range) {
@@ -125,14 +135,14 @@ export class Builder {
   items(items, range) {
     return items.map((item) => {
       const box = item.task ? [make("input", { type: "checkbox", disabled: true, checked: item.checked, "aria-label": item.checked ? "done" : "to do" })] : [];
-      const within = range.take(item.raw) ?? range;
+      const within = range.take(item.raw)?.skip(ITEM_MARK) ?? range;
       return this.blocks(make("li", { class: item.task ? "task" : null }, ...box), item.tokens.filter(({ type }) => type !== "checkbox"), within);
     });
   }
 
   table(token, range) {
     const head = make("tr", {}, ...token.header.map((cell) => this.cell("th", cell, range)));
-    const body = make("tbody", {}, ...this.rows(token.rows, range));
+    const body = make("tbody", {}, ...this.rows(token.rows, range.skip(DELIMITER_ROW)));
     const table = make("table", {}, make("thead", {}, head), body);
     return make("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Table" }, table);
   }

@@ -56,7 +56,7 @@ export class Prose {
     const source = this.carry + this.text.slice(this.open);
     const base = this.open - this.carry.length;
     const tokens = parse(source);
-    const builder = new Builder(this.region, source, base);
+    const builder = new Builder(this.region, source, base, this.carry.length);
     let last = tokens.findLastIndex(({ type }) => type !== "space");
     const math = tokens.findIndex(({ raw }) => isOpenMath(raw));
     if (math >= 0 && source.length < MAX_OPEN) last = math;
@@ -85,7 +85,7 @@ export class Prose {
     if (token.type === "table" && token.rows.length > OPEN_ITEMS) return this.#splitTable(builder, token, start);
     if (token.raw.length > MAX_OPEN && tokens.length === 1) {
       if (token.type === "code" && FENCE.test(token.raw)) return this.#startFence(token, start);
-      return this.#cut(builder, start);
+      return this.#cut(start);
     }
     const host = this.host;
     this.tail = tokens.flatMap((each) => this.#emit(builder, each));
@@ -135,7 +135,8 @@ export class Prose {
   }
 
   /** Close what is there of a block that is too long, at the end of a line, or else of a word. */
-  #cut(builder, start) {
+  #cut(from) {
+    const start = Math.max(from, this.open); // a table's head has been shown
     const text = this.text.slice(start);
     const line = text.lastIndexOf("\n", text.length - 2) + 1;
     const end = line > MAX_OPEN / 2 ? line : text.lastIndexOf(" ") + 1 || text.length;

@@ -5,7 +5,7 @@ import { make, say } from "./dom.js";
 import { ago, count, duration } from "./units.js";
 
 const SVG = "http://www.w3.org/2000/svg";
-const [WIDTH, HEIGHT] = [480, 40];
+const [WIDTH, HEIGHT, ALONE] = [480, 40, 5];
 const INTERVAL_MS = 5000; // the router takes a reading as often
 
 const svg = (tag, attributes) => {
@@ -59,13 +59,17 @@ class Chart {
   }
 }
 
-/** A line through the values; it breaks where points are missing. */
+/** A line through the values; it breaks where points are missing. A point alone is a short stroke, to be seen at all. */
 function path(row, spanS, most) {
-  const steps = row.map(([{ age_s: age, length_s: length }, value], rank) => {
-    const earlier = rank ? row[rank - 1][0] : null;
-    const follows = earlier && earlier.age_s - age < 1.5 * (length + earlier.length_s);
+  const follows = (rank) => {
+    const [[{ age_s: age, length_s: length }], [earlier]] = [row[rank], row[rank - 1]];
+    return earlier.age_s - age < 1.5 * (length + earlier.length_s);
+  };
+  const steps = row.map(([{ age_s: age }, value], rank) => {
+    const [isJoined, isJoining] = [rank > 0 && follows(rank), rank + 1 < row.length && follows(rank + 1)];
     const x = WIDTH * (1 - Math.min(1, age / spanS));
-    return `${follows ? "L" : "M"}${x.toFixed(1)} ${(HEIGHT - 1 - ((HEIGHT - 2) * value) / most).toFixed(1)}h.1`;
+    const y = HEIGHT - 1 - ((HEIGHT - 2) * value) / most;
+    return `${isJoined ? "L" : "M"}${x.toFixed(1)} ${y.toFixed(1)}h${isJoined || isJoining ? 0.1 : ALONE}`;
   });
   return steps.join("");
 }

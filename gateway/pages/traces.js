@@ -47,7 +47,8 @@ class Row {
     const ending = trace.error || ENDINGS[trace.finish_reason] || trace.finish_reason || "ended";
     const replays = (trace.timing?.attempts.length ?? 1) - 1;
     const tokens = `${count(trace.prompt_tokens)} + ${count(trace.completion_tokens)} tokens`;
-    const what = make("span", { class: "what" }, make("b", {}, duration(this.totalMs)), `, ${tokens}, `, make("span", { class: trace.error ? "failed" : "" }, ending), replays > 0 ? `, replayed ${replays}×` : "");
+    const about = "Tokens of the prompt + tokens of the answer";
+    const what = make("span", { class: "what" }, make("b", {}, duration(this.totalMs)), ", ", make("span", { title: about }, tokens), ", ", make("span", { class: trace.error ? "failed" : "" }, ending), replays > 0 ? `, replayed ${replays}×` : "");
     const id = make("span", { class: "id" }, trace.request_id.slice(0, 8));
     const summary = make("summary", { title: trace.request_id }, id, lane, what);
     this.element = make("details", { class: "trace" }, summary, trace.timing ? table(trace) : make("p", { class: "inside" }, "It never reached the queue."));
@@ -105,6 +106,17 @@ const ABOUT = {
   tripped: "gets no requests until it passes its health check",
 };
 
+/** Why a request was replayed, in the names that logs have, and in words; ? is the worker. */
+const CAUSES = {
+  WorkerLost: "? was lost",
+  WorkerBusy: "? had no room",
+  WorkerDraining: "? is being drained",
+  SequencePreempted: "? gave its memory to an older request",
+  TransferFailed: "its KV did not reach ?",
+  TransferCorrupt: "its KV arrived damaged at ?",
+  LeaseExpired: "? waited for its KV too long",
+};
+
 /** Show incidents, newest first. */
 export function showIncidents(list, empty, incidents) {
   empty.hidden = incidents.length > 0;
@@ -116,10 +128,12 @@ export function showIncidents(list, empty, incidents) {
     say(kind, incident.kind);
     kind.className = `kind ${incident.kind}`;
     say(what, words(incident));
+    what.title = [incident.request_id, incident.cause].filter(Boolean).join(" ");
   });
 }
 
 function words({ kind, worker_id: worker, request_id: request, cause }) {
   if (!request) return `${worker} ${ABOUT[kind] ?? kind}${cause ? ` (${cause})` : ""}`;
-  return `request ${request.slice(0, 8)}: ${cause}${worker ? ` at ${worker}` : ""}`;
+  const reason = CAUSES[cause]?.replace("?", worker || "a worker") ?? `${cause}${worker ? ` at ${worker}` : ""}`;
+  return `request ${request.slice(0, 8)}: ${reason}`;
 }

@@ -144,7 +144,8 @@ def require_free(host: str, port: int) -> None:
             probe.bind((host.strip("[]"), port))
         except OSError as error:
             reason, address = (error.strerror or str(error)).lower(), join_host(host, port)
-            raise ConfigurationError(f"cannot listen on {address}, {reason}: choose another port") from error
+            advice = "choose another port, or 0 for any that is free"
+            raise ConfigurationError(f"cannot listen on {address}, {reason}: {advice}") from error
 
 
 class ServiceInterceptor(grpc.aio.ServerInterceptor):

@@ -13,6 +13,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import structlog
@@ -29,9 +30,12 @@ CLIENTS = {
     "litellm": "litellm",
     "langchain-openai": "langchain-openai",
     "langchain-anthropic": "langchain-anthropic",
+    "llama-index": "llama-index-llms-openai-like",
     "huggingface_hub": "huggingface_hub",
     "text-generation": "text-generation==0.7.0",
     "boto3": "boto3",
+    # The last one without torch, whose CUDA libraries take gigabytes.
+    "guidellm": "guidellm==0.3.1",
 }
 """Packages, with what pip is asked for: the versions of the tests, else the newest."""
 
@@ -43,19 +47,27 @@ _ASKS = Path(__file__).with_name("asks.py")
 async def fill(table: Table, names: Sequence[str]) -> bool:
     """Add the rows of the clients. True if each answered, or was refused, as it should."""
     is_right = True
-    async with running_gateway() as story, running_gateway(Script(story=_CALL, tool_call_format="hermes")) as calls:
-        for name in names:
-            try:
-                python = await asyncio.to_thread(python_with, CLIENTS[name], name.replace("-", "_"))
-            except (pytest.skip.Exception, pytest.fail.Exception) as error:
-                table.add_row(name, "", "not installed", str(error))
-                continue
-            told = json.loads(await output_of(python, _ASKS, name, story.url, calls.url))
-            for what, is_answered, answer in told["answers"]:
-                is_expected = is_answered != ((name, what) in _REFUSED)
-                is_right = is_right and is_expected
-                mark = "" if is_expected else "WRONG: "
-                table.add_row(name, told["version"], what, mark + answer)
+    calling = Script(story=_CALL, tool_call_format="hermes")
+    with TemporaryDirectory(prefix="tandem-clients-") as folder:
+        async with running_gateway(batch_folder=folder) as story, running_gateway(calling) as calls:
+            for name in names:
+                is_right = await _ask(table, name, story.url, calls.url) and is_right
+    return is_right
+
+
+async def _ask(table: Table, name: str, url: str, calls_url: str) -> bool:
+    try:
+        python = await asyncio.to_thread(python_with, CLIENTS[name], name.replace("-", "_"))
+    except (pytest.skip.Exception, pytest.fail.Exception) as error:
+        table.add_row(name, "", "not installed", str(error))
+        return True
+    distribution = CLIENTS[name].partition("==")[0]
+    told = json.loads(await output_of(python, _ASKS, name, distribution, url, calls_url))
+    is_right = True
+    for what, is_answered, answer in told["answers"]:
+        is_expected = is_answered != ((name, what) in _REFUSED)
+        is_right = is_right and is_expected
+        table.add_row(name, told["version"], what, ("" if is_expected else "WRONG: ") + answer)
     return is_right
 
 

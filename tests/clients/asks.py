@@ -1,18 +1,24 @@
-"""What users of other people's clients write, in a Python that has one: CLIENT, URL, URL of a model that makes calls.
+"""What users of other people's clients write, in a Python that has one: CLIENT, PACKAGE, URL, URL of a calling model.
 
 Prints the package's version, and for each thing that was asked what was answered, as JSON. A client that fails is an
 answer, too.
 """
 
 import json
+import os
+import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 USER: Any = [{"role": "user", "content": "hi"}]
 SCHEMA: Any = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL: Any = {"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": SCHEMA}}
+_TOKENIZER = Path(__file__).resolve().parents[2] / "demo_model" / "tandem-small"
 Ask = tuple[str, Callable[[], object]]
 
 
@@ -47,7 +53,24 @@ def ask_openai(url: str, calls_url: str) -> Iterator[Ask]:
             .function.arguments
         ),
     )
+    yield "batch", lambda: batch_of(client)
     yield "embeddings", lambda: client.embeddings.create(model="fake", input="x")
+
+
+def batch_of(client: Any) -> str:
+    """Two requests as a file, and their answers as another."""
+    body = {"model": "fake", "messages": USER}
+    lines = [{"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body} for name in "ab"]
+    content = "".join(json.dumps(line) + "\n" for line in lines).encode()
+    file = client.files.create(file=("in.jsonl", content), purpose="batch")
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    until = time.monotonic() + 60
+    while batch.status not in ("completed", "failed") and time.monotonic() < until:
+        time.sleep(0.05)
+        batch = client.batches.retrieve(batch.id)
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    texts = [answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers]
+    return f"{batch.status}: {texts}"
 
 
 def ask_anthropic(url: str, calls_url: str) -> Iterator[Ask]:
@@ -107,6 +130,47 @@ def ask_langchain_anthropic(url: str, calls_url: str) -> Iterator[Ask]:
     yield "call of a function", lambda: chat(calls_url).bind_tools([TOOL]).invoke("hi").tool_calls[0]["args"]
 
 
+def ask_llama_index(url: str, calls_url: str) -> Iterator[Ask]:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
+    from llama_index.llms.openai_like import OpenAILike
+
+    def weather(city: str) -> str:
+        return city
+
+    def model(base: str) -> Any:
+        options: Any = {"is_chat_model": True, "is_function_calling_model": True, "context_window": 1000}
+        return OpenAILike(model="fake", api_base=f"{base}/v1", api_key="x", max_retries=0, **options)
+
+    messages = [ChatMessage(role="user", content="hi")]
+    yield "chat", lambda: model(url).chat(messages).message.content
+    yield "chat, streamed", lambda: "".join(chunk.delta for chunk in model(url).stream_chat(messages))
+
+    def called() -> object:
+        answer = model(calls_url).chat_with_tools([FunctionTool.from_defaults(weather)], user_msg="hi")
+        return model(calls_url).get_tool_calls_from_response(answer)[0].tool_kwargs
+
+    yield "call of a function", called
+
+
+def ask_guidellm(url: str, calls_url: str) -> Iterator[Ask]:
+    def benchmark() -> object:
+        with tempfile.TemporaryDirectory() as folder:
+            report = Path(folder) / "report.json"
+            options = "--rate-type concurrent --rate 2 --max-requests 6 --data prompt_tokens=16,output_tokens=8"
+            quiet = "--disable-progress --disable-console-outputs"
+            files = ["--processor", str(_TOKENIZER), "--output-path", str(report)]
+            command = [sys.executable, "-m", "guidellm", "benchmark", "run", "--target", url, *options.split()]
+            environment = os.environ | {"HF_HUB_OFFLINE": "1", "GUIDELLM__MAX_WORKER_PROCESSES": "1"}
+            subprocess.run([*command, *quiet.split(), *files], env=environment, check=True, capture_output=True)
+            (found,) = json.loads(report.read_text())["benchmarks"]
+        totals = found["request_totals"]
+        assert totals["successful"] == totals["total"] == 6, totals
+        return totals
+
+    yield "benchmark run", benchmark
+
+
 def ask_huggingface_hub(url: str, calls_url: str) -> Iterator[Ask]:
     from huggingface_hub import InferenceClient
 
@@ -159,7 +223,7 @@ def answer_of(ask: Callable[[], object]) -> tuple[bool, str]:
 
 
 if __name__ == "__main__":
-    name, url, calls_url = sys.argv[1:]
+    name, distribution, url, calls_url = sys.argv[1:]
     asks = globals()[f"ask_{name.replace('-', '_')}"](url, calls_url)
     answers = [(what, *answer_of(ask)) for what, ask in asks]
-    sys.stdout.write(json.dumps({"version": version(name), "answers": answers}))
+    sys.stdout.write(json.dumps({"version": version(distribution), "answers": answers}))

@@ -58,6 +58,49 @@ IN_PIECES = """async ([text, sizes]) => {
   }
   return [shown(pieces), shown([text])];
 }"""
+# Texts whose characters are also in the marks around them.
+LOOKALIKES = """| e | 1 | - |
+|:-:|--:|---|
+| - | : | e |
+| 1 | - | : |
+| b | 2 | - |
+| c | 3 | - |
+| e | - | 1 |
+
+1. 1
+2. 2
+- -
+* *
+- [x] x
+
+```python
+python
+```
+"""
+# Feeds a text, a token a character, to the renderer: up to a cut, then the rest. Returns the characters that were
+# painted as another token's.
+MISPAINTED = """async ([text, step]) => {
+  const [{ Prose }, { Region }] = await Promise.all([import("/pages/prose.js"), import("/pages/region.js")]);
+  const tokens = [...text].map((character) => ({ text: character, logprob: -0.1, top: [] }));
+  const wrong = [];
+  for (let cut = 1; cut < text.length; cut += step) {
+    const region = new Region(tokens);
+    const element = document.createElement("div");
+    const prose = new Prose(element, region);
+    const draw = (from, to, isFinal) => {
+      for (let number = from; number < to; number++) region.add(tokens[number].text, number);
+      prose.render(isFinal);
+      for (const span of element.querySelectorAll("span.token:not(.math)")) {
+        const { textContent, dataset } = span;
+        if (textContent !== tokens[dataset.t].text) wrong.push(`cut at ${cut}: ${textContent} as ${dataset.t}`);
+      }
+    };
+    draw(0, cut, false);
+    draw(cut, tokens.length, false);
+    draw(tokens.length, tokens.length, true);
+  }
+  return wrong;
+}"""
 MANY = """async (count) => {
   const store = await import("/pages/store.js");
   const { add, newChat } = await import("/pages/tree.js");
@@ -155,6 +198,13 @@ async def test_text_in_pieces_is_shown_as_the_whole_text(chromium: Browser) -> N
             sizes = [rng.choice([1, 2, 3, 5, 8, 21, 80]) for _ in range(17)]
             pieces, whole = await page.evaluate(IN_PIECES, [SHOWCASE, sizes])
             assert pieces == whole, sizes
+
+
+@pytest.mark.parametrize(("text", "step"), [(LOOKALIKES, 1), (SHOWCASE.replace("&amp;", "and").replace("😀", ""), 5)])
+async def test_each_character_has_its_own_tokens_colour(chromium: Browser, text: str, step: int) -> None:
+    """Wherever the text is cut when it is drawn: rows of a long table are drawn without the rows before them."""
+    async with running_gateway() as gateway, browsing(chromium, gateway.url) as page:
+        assert await page.evaluate(MISPAINTED, [text, step]) == []
 
 
 @pytest.mark.parametrize(

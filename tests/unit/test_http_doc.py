@@ -16,16 +16,16 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
 def test_every_route_is_in_the_table_and_every_entry_is_a_route() -> None:
     backend: Any = SimpleNamespace(allowed_origins=frozenset())
     served = {
-        (method, re.sub(r"\{(\w+):path\}", r"{\1}", route.path))
+        (method, re.sub(r"\{(id|model:path)\}", "{}", route.path))
         for route in build_app(backend).routes
         if isinstance(route, Route)
         for method in (route.methods or set()) - {"HEAD"}
     }
     told: set[tuple[str, str]] = set()
-    for row in re.findall(r"^\| `(?:GET|POST|OPTIONS) .*$", TEXT, re.MULTILINE):
+    for row in re.findall(r"^\| `(?:GET|POST|DELETE|OPTIONS) .*$", TEXT, re.MULTILINE):
         cell = row.split("|")[1]
-        method = re.findall(r"GET|POST|OPTIONS", cell)[0]
-        told |= {(method, path.replace("{id}", "{model}")) for path in re.findall(r"(/[^`,\s]*)", cell)}
+        method = re.findall(r"GET|POST|DELETE|OPTIONS", cell)[0]
+        told |= {(method, path.replace("{id}", "{}")) for path in re.findall(r"(/[^`,\s]*)", cell)}
     assert told - served == set()
     short = {(method, path.removeprefix("/v1")) for method, path in told}
     assert served - told - short - {("GET", "/")} == set()

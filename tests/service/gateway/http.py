@@ -1,7 +1,7 @@
 """A gateway on a real port, in front of the fake router of the SDK's tests."""
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,8 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[tuple[str, 
     chosen = GatewaySettings(router=address, **({"port": 0} | settings))
     async with tandem.AsyncClient(chosen.router, max_retries=0) as client:
         backend = build_backend(chosen, client)
-        async with serving(build_app(backend), chosen) as http_address:
+        batches = nullcontext() if backend.batches is None else backend.batches.running()
+        async with batches, serving(build_app(backend), chosen) as http_address:
             url = f"http://{http_address}"
             async with httpx2.AsyncClient(base_url=url, timeout=30, verify=False) as http:  # the list of CAs is long
                 yield url, backend, http

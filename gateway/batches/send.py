@@ -1,22 +1,23 @@
 """Sends the requests of a batch to an HTTP gateway, several at a time, and again while it has no capacity."""
 
 import asyncio
+import contextlib
 import json
-import sys
 from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from typing import Protocol
 
 import httpx2
 
+from gateway.batches.files import BatchRequest
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.batches.files import AnswerFile, BatchRequest
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
 _BAD_KEY = (401, 403)
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
-_CONNECT_TIMEOUT_S = 10.0
 
 
 @dataclass
@@ -29,42 +30,57 @@ class Tally:
     last_problem: str = ""
 
 
-class Sender:
-    """Sends to one gateway. A request is tried again for at most `patience_s`; one try takes at most `timeout_s`."""
+class Answers(Protocol):
+    """Takes what was answered, errors too."""
 
-    def __init__(self, url: str, *, api_key: str | None, patience_s: float, timeout_s: float) -> None:
-        self._url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    def write(self, custom_id: str, status: int, request_id: str, body: object) -> object: ...
+
+
+class KeyRefused(ConfigurationError):
+    """The gateway takes no requests with this key."""
+
+
+class Sender:
+    """Sends to the gateway behind `http`. A request is tried again for at most `patience_s`.
+
+    `slots` is held by a request while it is under way: senders that have the same one share it. `on_wait` is told once
+    why the sender waits, which may be for long.
+    """
+
+    def __init__(
+        self,
+        http: httpx2.AsyncClient,
+        *,
+        patience_s: float,
+        on_wait: Callable[[str], object],
+        slots: AbstractAsyncContextManager[object] | None = None,
+    ) -> None:
+        self._http = http
         self._patience_s = patience_s
-        self._timeout = httpx2.Timeout(timeout_s, connect=_CONNECT_TIMEOUT_S)
+        self._on_wait = on_wait
+        self._slots = slots or contextlib.nullcontext()
         self._has_said = False
         self.tally = Tally()
 
     async def send_all(
-        self, requests: Iterator[BatchRequest], answers: AnswerFile, concurrency: int, on_done: Callable[[], None]
+        self, requests: Iterator[BatchRequest], answers: Answers, concurrency: int, on_done: Callable[[], object]
     ) -> None:
-        """Send all requests, `concurrency` at a time. Raises ConfigurationError if the gateway refuses the key."""
-        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=concurrency)
-        try:
-            client = httpx2.AsyncClient(base_url=self._url, headers=self._headers, timeout=self._timeout, limits=limits)
-        except ValueError as error:
-            raise ConfigurationError(f"--url: {error}") from None
+        """Send all requests, `concurrency` at a time. Raises KeyRefused, and what `answers` raises."""
 
         async def work() -> None:
             for request in requests:
-                await self._send(client, request, answers)
+                await self._send(request, answers)
                 on_done()
 
-        async with client:
-            workers = [asyncio.create_task(work()) for _ in range(concurrency)]
-            try:
-                await asyncio.gather(*workers)
-            finally:
-                for worker in workers:
-                    worker.cancel()
-                await asyncio.gather(*workers, return_exceptions=True)
+        workers = [asyncio.create_task(work()) for _ in range(concurrency)]
+        try:
+            await asyncio.gather(*workers)
+        finally:
+            for worker in workers:
+                worker.cancel()
+            await asyncio.gather(*workers, return_exceptions=True)
 
-    async def _send(self, client: httpx2.AsyncClient, request: BatchRequest, answers: AnswerFile) -> None:
+    async def _send(self, request: BatchRequest, answers: Answers) -> None:
         """Send until there is an answer that stays the same if the request is sent again."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._patience_s
@@ -72,7 +88,8 @@ class Sender:
         while True:
             response: httpx2.Response | None = None
             try:
-                response = await client.post(request.url, json=request.body)
+                async with self._slots:
+                    response = await self._http.post(request.url, json=request.body)
             except httpx2.RequestError as error:
                 self.tally.last_problem = f"{type(error).__name__}: {error}"
             if response is not None and response.status_code not in _LATER:
@@ -89,14 +106,13 @@ class Sender:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _say_why(self) -> None:
-        """Tell once why the run waits: it may do so for long."""
         if not self._has_said:
-            sys.stderr.write(f"waiting for capacity: {self.tally.last_problem}\n")
+            self._on_wait(self.tally.last_problem)
         self._has_said = True
 
-    def _record(self, request: BatchRequest, response: httpx2.Response, answers: AnswerFile) -> None:
+    def _record(self, request: BatchRequest, response: httpx2.Response, answers: Answers) -> None:
         if response.status_code in _BAD_KEY:
-            raise ConfigurationError(f"the gateway refuses the key: {response.text[:200]}; set TANDEM_API_KEY")
+            raise KeyRefused(f"the gateway refuses the key: {response.text[:200]}; set TANDEM_API_KEY")
         try:
             body: object = json.loads(response.content)
         except ValueError:

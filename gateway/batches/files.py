@@ -21,6 +21,15 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/message
 _LOWEST_PRIORITY = "batch"
 
 
+class BadLine(ConfigurationError):
+    """A line of the input is no request. `line` counts from 1, `reason` says what is wrong with it."""
+
+    def __init__(self, path: Path, line: int, reason: str) -> None:
+        super().__init__(f"{path}:{line}: {reason}")
+        self.line = line
+        self.reason = reason
+
+
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
     """One line of the input. `body` has a priority, the lowest unless the line sets one."""
@@ -31,7 +40,13 @@ class BatchRequest:
 
 
 def read_requests(path: Path, done: Collection[str] = ()) -> Iterator[BatchRequest]:
-    """Yield the requests whose ids are not `done`. Raises ConfigurationError that names the line at fault."""
+    """Yield the requests whose ids are not `done`. Raises BadLine, or ConfigurationError if the file cannot be read."""
+    for _, request in _numbered(path):
+        if request.custom_id not in done:
+            yield request
+
+
+def _numbered(path: Path, max_line_bytes: int | None = None) -> Iterator[tuple[int, BatchRequest]]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -40,23 +55,32 @@ def read_requests(path: Path, done: Collection[str] = ()) -> Iterator[BatchReque
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
+            if max_line_bytes is not None and len(line) > max_line_bytes:
+                raise BadLine(path, number, f"longer than {max_line_bytes:,} bytes")
             try:
-                request = _parse(line)
+                yield number, _parse(line)
             except ValueError as error:
-                raise ConfigurationError(f"{path}:{number}: {error}") from None
-            if request.custom_id not in done:
-                yield request
+                raise BadLine(path, number, str(error)) from None
 
 
-def check_requests(path: Path) -> set[str]:
-    """Read the whole input before anything is sent. Return its ids. Raises ConfigurationError, also for an id twice."""
+def check_requests(
+    path: Path, *, url: str | None = None, max_requests: int | None = None, max_line_bytes: int | None = None
+) -> set[str]:
+    """Read the whole input before anything is sent. Return its ids.
+
+    Raises BadLine, also for an id that is there twice, for another route than `url`, and beyond the limits.
+    """
     ids: set[str] = set()
-    for request in read_requests(path):
+    for line, request in _numbered(path, max_line_bytes):
         if request.custom_id in ids:
-            raise ConfigurationError(f"{path}: custom_id {request.custom_id[:64]!r} is there twice")
+            raise BadLine(path, line, f"custom_id {request.custom_id[:64]!r} is there twice")
+        if url is not None and request.url != url:
+            raise BadLine(path, line, f"url must be the batch's endpoint, {url}")
+        if max_requests is not None and len(ids) == max_requests:
+            raise BadLine(path, line, f"a batch may have {max_requests:,} requests at most")
         ids.add(request.custom_id)
     if not ids:
-        raise ConfigurationError(f"{path} has no requests")
+        raise BadLine(path, 1, "there are no requests")
     return ids
 
 
@@ -64,7 +88,7 @@ def _parse(line: bytes) -> BatchRequest:
     """Raises ValueError."""
     try:
         members = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(members, dict):
         raise ValueError("not a JSON object")
@@ -117,12 +141,14 @@ class AnswerFile:
             num_bytes += len(line)
         return done, num_bytes
 
-    def write(self, custom_id: str, status: int, request_id: str, body: object) -> None:
+    def write(self, custom_id: str, status: int, request_id: str, body: object) -> int:
+        """Append an answer; return its bytes."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
-        self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        num_bytes = self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
         self.done.add(custom_id)
+        return num_bytes
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,153 @@
+"""/v1/files and /v1/batches, as OpenAI's clients use them. Without a `batch_folder` both are refused."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.responses import FileResponse, JSONResponse, Response
+
+from gateway.access import key_in
+from gateway.batches.files import URLS
+from gateway.batches.runner import Batches
+from gateway.batches.store import Json, Shelf
+from gateway.errors import InvalidField
+from gateway.exchange import Exchange
+from gateway.schema import Body, Name
+from tandem import InvalidRequest
+
+_CHUNK_BYTES = 64 << 10
+_MAX_PAGE = 100
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
+]
+
+
+class BatchBody(Body):
+    input_file_id: Name
+    endpoint: Name
+    completion_window: Literal["24h"]
+    metadata: Metadata | None = None
+
+
+async def upload_file(exchange: Exchange) -> Response:
+    """Keep the input of a batch. Its lines are checked when a batch reads them."""
+    shelf = _shelf(exchange)
+    headers = exchange.arrival.request.headers
+    if not headers.get("content-type", "").startswith("multipart/form-data"):
+        raise InvalidRequest("send the file as multipart/form-data, with a purpose")
+    try:
+        form = await MultiPartParser(headers, _in_chunks(exchange.body), max_files=1, max_fields=8).parse()
+    except (MultiPartException, KeyError) as error:
+        raise InvalidRequest(f"the body is no form with a file: {error}") from None
+    try:
+        if form.get("purpose") != "batch":
+            raise InvalidField("purpose must be 'batch': files serve batches only here", field="purpose")
+        file = form.get("file")
+        if file is None or isinstance(file, str):
+            raise InvalidField("there is no file", field="file")
+        content = await file.read()
+    finally:
+        await form.close()
+    return JSONResponse(await asyncio.to_thread(shelf.add_file, file.filename or "input.jsonl", content))
+
+
+async def list_files(exchange: Exchange) -> Response:
+    purpose = exchange.arrival.request.query_params.get("purpose")
+    files = await asyncio.to_thread(_shelf(exchange).files)
+    return _page(exchange, [file for file in files if purpose in (None, file["purpose"])])
+
+
+async def get_file(exchange: Exchange) -> Response:
+    return JSONResponse(_shelf(exchange).file(_id(exchange)))
+
+
+async def file_content(exchange: Exchange) -> Response:
+    shelf, file_id = _shelf(exchange), _id(exchange)
+    shelf.file(file_id)
+    return FileResponse(shelf.path_of(file_id), media_type="application/octet-stream")
+
+
+async def delete_file(exchange: Exchange) -> Response:
+    file_id = _id(exchange)
+    await asyncio.to_thread(_shelf(exchange).delete_file, file_id)
+    return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+
+async def create_batch(exchange: Exchange) -> Response:
+    """Begin the batch. What is wrong with its file is in `errors` of the batch, soon after."""
+    body = await exchange.parse(BatchBody)
+    if body.endpoint not in URLS:
+        raise InvalidField(f"endpoint must be one of {', '.join(URLS)}", field="endpoint")
+    shelf = _shelf(exchange)
+    shelf.file(body.input_file_id)
+    app, key = exchange.arrival.request.app, key_in(exchange.arrival.request.headers)
+    batch = await _batches(exchange).create(shelf, app, key, body.endpoint, body.input_file_id, body.metadata or {})
+    return JSONResponse(_shown(batch))
+
+
+async def list_batches(exchange: Exchange) -> Response:
+    shelf, batches = await _resumed(exchange)
+    return _page(exchange, [_shown(batches.state(batch)) for batch in await asyncio.to_thread(shelf.batches)])
+
+
+async def get_batch(exchange: Exchange) -> Response:
+    shelf, batches = await _resumed(exchange)
+    return JSONResponse(_shown(batches.state(shelf.batch(_id(exchange)))))
+
+
+async def cancel_batch(exchange: Exchange) -> Response:
+    shelf, batches = await _resumed(exchange)
+    return JSONResponse(_shown(batches.cancel(shelf, _id(exchange))))
+
+
+def _batches(exchange: Exchange) -> Batches:
+    batches = exchange.arrival.backend.batches
+    if batches is None:
+        message = "this gateway keeps no files and batches: start it with --batch-folder FOLDER, or use tandem batch"
+        raise InvalidField(message, code="unsupported")
+    return batches
+
+
+def _shelf(exchange: Exchange) -> Shelf:
+    return _batches(exchange).store.of(key_in(exchange.arrival.request.headers))
+
+
+async def _resumed(exchange: Exchange) -> tuple[Shelf, Batches]:
+    """Whoever asks for batches has the key that those of an earlier process lack."""
+    batches, shelf = _batches(exchange), _shelf(exchange)
+    await batches.resume(shelf, exchange.arrival.request.app, key_in(exchange.arrival.request.headers))
+    return shelf, batches
+
+
+def _id(exchange: Exchange) -> str:
+    stored_id: str = exchange.arrival.request.path_params["id"]
+    return stored_id
+
+
+def _shown(batch: Json) -> Json:
+    return {name: value for name, value in batch.items() if not name.startswith("_")}
+
+
+def _page(exchange: Exchange, items: Sequence[Json]) -> Response:
+    """The items behind `after`, newest first, as pages of OpenAI's clients."""
+    query = exchange.arrival.request.query_params
+    limit = query.get("limit", "20")
+    if not limit.isdecimal() or not int(limit):
+        raise InvalidField("limit must be a number above 0", field="limit")
+    start = 0
+    if after := query.get("after"):
+        start = next((number + 1 for number, item in enumerate(items) if item["id"] == after), len(items))
+    page = items[start : start + min(int(limit), _MAX_PAGE)]
+    ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
+    return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(items)} | ends)
+
+
+async def _in_chunks(body: bytes) -> AsyncGenerator[bytes, None]:
+    """Parsing a form takes the event loop's time, so it takes it in small pieces."""
+    for at in range(0, len(body), _CHUNK_BYTES):
+        yield body[at : at + _CHUNK_BYTES]
+        await asyncio.sleep(0)
+    yield b""

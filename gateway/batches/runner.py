@@ -1,0 +1,269 @@
+"""Runs the batches that the gateway keeps.
+
+    validating ──▶ in_progress ──▶ finalizing ──▶ completed
+         │              ├──▶ cancelling ──▶ cancelled
+         └──▶ failed ◀──┴──▶ expired
+Requests go to the gateway's own application, as a client's would, with the caller's key and the priority `batch`. The
+key is in memory only: a batch that was running when the gateway stopped goes on once its caller asks for batches
+again. Answers that are there already are not asked for a second time.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import structlog
+from starlette.types import ASGIApp
+
+import tandem
+from gateway.batches.files import AnswerFile, BadLine, BatchRequest, check_requests, read_requests
+from gateway.batches.send import KeyRefused, Sender
+from gateway.batches.store import ENDED, Json, Shelf, Store, new_id
+from gateway.settings import GatewaySettings
+
+log = structlog.get_logger(__name__)
+
+MAX_REQUESTS = 50_000
+MAX_LINE_BYTES = 1 << 20  # what the event loop reads and writes at a time
+MAX_OPEN = 8
+WINDOW_S = 24 * 3600
+_RECOUNT_BYTES = 1 << 20
+_EXTRA_TIMEOUT_S = 60.0
+
+
+class StorageFull(Exception):
+    """The caller's files have no room for the next answer."""
+
+
+class Batches:
+    """All callers' batches. Together they have `batch_concurrency` requests under way."""
+
+    def __init__(self, settings: GatewaySettings) -> None:
+        self.store = Store(Path(settings.batch_folder), settings.batch_max_bytes)
+        self._concurrency = settings.batch_concurrency
+        self._timeout_s = settings.request_timeout_s + _EXTRA_TIMEOUT_S
+        self._slots = asyncio.Semaphore(settings.batch_concurrency)
+        self._runs: dict[str, Run] = {}
+        self._resumed: set[Shelf] = set()
+
+    @contextlib.asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """At the end, batches stop where they are."""
+        try:
+            yield
+        finally:
+            tasks = [run.task for run in self._runs.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self.store.close()
+
+    async def create(
+        self, shelf: Shelf, app: ASGIApp, key: str | None, endpoint: str, file_id: str, metadata: Json
+    ) -> Json:
+        """Begin a batch. Raises Overloaded if the caller has too many that have not ended."""
+        await self.resume(shelf, app, key)
+        if sum(run.shelf == shelf for run in self._runs.values()) >= MAX_OPEN:
+            raise tandem.Overloaded(f"you may have {MAX_OPEN} batches that have not ended")
+        await asyncio.to_thread(shelf.forget_old_batches)
+        batch = _new_batch(endpoint, file_id, metadata)
+        shelf.save_batch(batch)
+        self._start(shelf, app, key, batch)
+        return batch
+
+    async def resume(self, shelf: Shelf, app: ASGIApp, key: str | None) -> None:
+        """Go on with the caller's batches that an earlier process of the gateway has left."""
+        if shelf in self._resumed:
+            return
+        batches = await asyncio.to_thread(shelf.batches)
+        for batch in batches:
+            if batch["status"] not in ENDED and batch["id"] not in self._runs:
+                self._start(shelf, app, key, batch)
+        self._resumed.add(shelf)
+
+    def cancel(self, shelf: Shelf, batch_id: str) -> Json:
+        """What runs is given up; answers that are there are kept. A batch that has ended stays as it is."""
+        batch = shelf.batch(batch_id)
+        run = self._runs.get(batch_id)
+        if run is not None:
+            run.cancel()
+        return self.state(batch)
+
+    def state(self, batch: Json) -> Json:
+        """The batch with its counts of now, which are written down at its end only."""
+        run = self._runs.get(batch["id"])
+        return batch if run is None else run.batch
+
+    def _start(self, shelf: Shelf, app: ASGIApp, key: str | None, batch: Json) -> None:
+        http = httpx2.AsyncClient(
+            transport=httpx2.ASGITransport(app, raise_app_exceptions=False),
+            base_url="http://127.0.0.1",
+            headers={"authorization": f"Bearer {key}"} if key else {},
+            timeout=self._timeout_s,
+        )
+        run = Run(shelf, batch, http, self._slots, self._concurrency)
+        self._runs[batch["id"]] = run
+        run.task.add_done_callback(lambda _: self._runs.pop(batch["id"], None))
+
+
+class Run:
+    """One batch under way."""
+
+    def __init__(
+        self, shelf: Shelf, batch: Json, http: httpx2.AsyncClient, slots: asyncio.Semaphore, concurrency: int
+    ) -> None:
+        self.shelf = shelf
+        self.batch = batch
+        self._http = http
+        self._slots = slots
+        self._concurrency = concurrency
+        self._has_begun = False
+        self.task = asyncio.create_task(self._run())
+
+    def cancel(self) -> None:
+        self._enter("cancelling")
+        if self._has_begun:  # a task that has not would end without a word
+            self.task.cancel()
+
+    async def _run(self) -> None:
+        self._has_begun = True
+        if self.batch["status"] == "cancelling":
+            return self._end("cancelled")
+        try:
+            async with self._http, asyncio.timeout(self.batch["expires_at"] - time.time()):
+                await self._answer_all()
+        except asyncio.CancelledError:
+            if self.batch["status"] != "cancelling":
+                raise  # the gateway stops
+            self._end("cancelled")
+        except TimeoutError:
+            self._end("expired")
+        except BadLine as error:
+            self._fail("invalid_request", error.reason, error.line)
+        except StorageFull:
+            self._fail("storage_limit", "your files have no room for more answers: delete some")
+        except KeyRefused:
+            self._fail("invalid_api_key", "the API key of this batch is not accepted any more")
+        except Exception:
+            log.exception("a batch failed", batch=self.batch["id"])
+            self._fail("server_error", "something went wrong; the gateway's log has the details")
+
+    async def _answer_all(self) -> None:
+        batch, shelf = self.batch, self.shelf
+        path = shelf.path_of(batch["input_file_id"])
+        limits = {"max_requests": MAX_REQUESTS, "max_line_bytes": MAX_LINE_BYTES}
+        ids = await asyncio.to_thread(check_requests, path, url=batch["endpoint"], **limits)
+        batch["request_counts"]["total"] = len(ids)
+        if batch["status"] == "validating":
+            self._enter("in_progress")
+        with await asyncio.to_thread(Answers, shelf, batch) as answers:
+            patience_s = max(0.0, batch["expires_at"] - time.time())
+            sender = Sender(self._http, patience_s=patience_s, on_wait=self._say_why, slots=self._slots)
+            requests = _at_lowest_priority(path, answers.done)
+            first = await asyncio.to_thread(lambda: list(islice(requests, 1)))  # behind all that are answered
+            await sender.send_all(chain(first, requests), answers, self._concurrency, lambda: None)
+        if sender.tally.num_left:
+            raise TimeoutError
+        self._enter("finalizing")
+        self._end("completed")
+
+    def _say_why(self, problem: str) -> None:
+        log.info("a batch waits for capacity", batch=self.batch["id"], problem=problem)
+
+    def _enter(self, status: str) -> None:
+        self.batch["status"] = status
+        self.batch[f"{status}_at"] = int(time.time())
+        self.shelf.save_batch(self.batch)
+
+    def _fail(self, code: str, message: str, line: int | None = None) -> None:
+        error = {"code": code, "message": message, "line": line, "param": None}
+        self.batch["errors"] = {"object": "list", "data": [error]}
+        self._end("failed")
+
+    def _end(self, status: str) -> None:
+        """The files of answers appear, if they have any."""
+        for member, name in (("output_file_id", "output"), ("error_file_id", "errors")):
+            file_id = self.batch.pop(f"_{member}", None)
+            if file_id is None:
+                continue
+            path = self.shelf.path_of(file_id)
+            if path.exists() and path.stat().st_size:
+                self.shelf.describe_file(file_id, f"{self.batch['id']}_{name}.jsonl", "batch_output")
+                self.batch[member] = file_id
+            else:
+                path.unlink(missing_ok=True)
+        self._enter(status)
+        log.info("a batch has ended", batch=self.batch["id"], status=status, **self.batch["request_counts"])
+
+
+class Answers:
+    """The two files of a batch: answers, and errors. What they hold already counts, and is in `done`."""
+
+    def __init__(self, shelf: Shelf, batch: Json) -> None:
+        self._counts = batch["request_counts"]
+        self._output = AnswerFile(shelf.path_of(batch["_output_file_id"]))
+        self._errors = AnswerFile(shelf.path_of(batch["_error_file_id"]))
+        self._shelf = shelf
+        self._bytes_left = self._bytes_uncounted = 0
+        self._count()
+
+    @property
+    def done(self) -> frozenset[str]:
+        return frozenset(self._output.done | self._errors.done)
+
+    def write(self, custom_id: str, status: int, request_id: str, body: object) -> None:
+        if self._bytes_uncounted <= 0:  # other batches of the caller fill the same shelf
+            self._bytes_left = self._shelf.bytes_left()
+            self._bytes_uncounted = _RECOUNT_BYTES
+        if self._bytes_left <= 0:
+            raise StorageFull
+        file = self._output if status < 400 else self._errors
+        num_bytes = file.write(custom_id, status, request_id, body)
+        self._bytes_left -= num_bytes
+        self._bytes_uncounted -= num_bytes
+        self._count()
+
+    def _count(self) -> None:
+        self._counts["completed"] = len(self._output.done)
+        self._counts["failed"] = len(self._errors.done)
+
+    def __enter__(self) -> "Answers":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._output.__exit__(*error)
+        self._errors.__exit__(*error)
+
+
+def _at_lowest_priority(path: Path, done: frozenset[str]) -> Iterator[BatchRequest]:
+    for request in read_requests(path, done):
+        yield replace(request, body=request.body | {"priority": "batch"})
+
+
+def _new_batch(endpoint: str, file_id: str, metadata: Json) -> Json:
+    """Members with an underscore are not shown: the files of answers are named in advance, and appear at the end."""
+    now = int(time.time())
+    moments = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+    return {
+        "id": new_id("batch"),
+        "object": "batch",
+        "endpoint": endpoint,
+        "errors": None,
+        "input_file_id": file_id,
+        "completion_window": "24h",
+        "status": "validating",
+        "output_file_id": None,
+        "error_file_id": None,
+        "created_at": now,
+        "expires_at": now + WINDOW_S,
+        "request_counts": {"total": 0, "completed": 0, "failed": 0},
+        "metadata": metadata,
+        "_output_file_id": new_id("file"),
+        "_error_file_id": new_id("file"),
+    } | {f"{moment}_at": None for moment in moments}

@@ -1,0 +1,166 @@
+"""Files and batches on disk, apart for each caller.
+
+    FOLDER/lock                          held by the gateway that uses the folder
+    FOLDER/OWNER/files/ID.json, ID.jsonl     what OpenAI's API says of a file, and the file
+    FOLDER/OWNER/batches/ID.json             what OpenAI's API says of a batch
+OWNER is a digest of the API key, so a caller sees what was made with the same key. No key is ever written.
+"""
+
+import fcntl
+import json
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from gateway.errors import BodyTooLarge, InvalidField, NotStored
+from mesh.domain.errors import ConfigurationError
+
+Json = dict[str, Any]
+
+MAX_FILES = 1000
+MAX_BATCHES = 200
+ENDED = frozenset({"completed", "failed", "expired", "cancelled"})
+_ID = re.compile(r"(?:file|batch)-[0-9a-f]{32}")
+
+
+class Store:
+    """The folder, locked until `close`."""
+
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        """`max_bytes` is for each caller. Raises ConfigurationError if the folder cannot be used."""
+        self._folder = folder
+        self._max_bytes = max_bytes
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._lock = (folder / "lock").open("w")
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise ConfigurationError(f"batch_folder {folder} is in use by another gateway") from None
+        except OSError as error:
+            raise ConfigurationError(f"batch_folder {folder}: {error.strerror}") from error
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def of(self, key: str | None) -> "Shelf":
+        name = sha256(key.encode()).hexdigest()[:32] if key else "anyone"
+        return Shelf(self._folder / name, self._max_bytes)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """One caller's files and batches."""
+
+    folder: Path
+    max_bytes: int
+
+    def __post_init__(self) -> None:
+        for each in (self._files, self._batches):
+            each.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    @property
+    def _files(self) -> Path:
+        return self.folder / "files"
+
+    @property
+    def _batches(self) -> Path:
+        return self.folder / "batches"
+
+    def bytes_left(self) -> int:
+        return self.max_bytes - sum(path.stat().st_size for path in self._files.iterdir())
+
+    def add_file(self, name: str, content: bytes) -> Json:
+        """Keep a batch's input. Raises BodyTooLarge or InvalidField."""
+        if len(content) > self.bytes_left():
+            raise BodyTooLarge(f"your files may have {self.max_bytes} bytes together: delete some")
+        if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
+            raise InvalidField(f"you may have {MAX_FILES:,} files: delete some")
+        file_id = new_id("file")
+        self.path_of(file_id).write_bytes(content)
+        return self.describe_file(file_id, name, "batch")
+
+    def describe_file(self, file_id: str, name: str, purpose: str) -> Json:
+        """Write down what there is to say of the file that lies at `path_of(file_id)`."""
+        about = {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.path_of(file_id).stat().st_size,
+            "created_at": int(time.time()),
+            "filename": name[:256],
+            "purpose": purpose,
+            "status": "processed",
+        }
+        _write(self._files / f"{file_id}.json", about)
+        return about
+
+    def path_of(self, file_id: str) -> Path:
+        """Where the file lies, or will lie. Raises NotStored for what is no file's id."""
+        return self._files / f"{_checked(file_id)}.jsonl"
+
+    def file(self, file_id: str) -> Json:
+        return _read(self._files / f"{_checked(file_id)}.json", file_id)
+
+    def files(self) -> list[Json]:
+        return _newest_first(self._files.glob("*.json"))
+
+    def delete_file(self, file_id: str) -> None:
+        """Raises NotStored, or InvalidField while a batch reads or writes the file."""
+        self.file(file_id)
+        for batch in self.batches():
+            if batch["status"] not in ENDED and batch["input_file_id"] == file_id:
+                raise InvalidField(f"batch {batch['id']} reads this file: cancel it first")
+        (self._files / f"{file_id}.json").unlink()
+        self.path_of(file_id).unlink(missing_ok=True)
+
+    def save_batch(self, batch: Json) -> None:
+        _write(self._batches / f"{_checked(batch['id'])}.json", batch)
+
+    def batch(self, batch_id: str) -> Json:
+        return _read(self._batches / f"{_checked(batch_id)}.json", batch_id)
+
+    def batches(self) -> list[Json]:
+        return _newest_first(self._batches.glob("*.json"))
+
+    def forget_old_batches(self) -> None:
+        """Keep the newest. Their files stay."""
+        for batch in self.batches()[MAX_BATCHES:]:
+            if batch["status"] in ENDED:
+                (self._batches / f"{batch['id']}.json").unlink()
+
+
+def new_id(kind: str) -> str:
+    return f"{kind}-{uuid4().hex}"
+
+
+def _checked(stored_id: str) -> str:
+    """Ids become names of files, so nothing else gets through."""
+    if not _ID.fullmatch(stored_id):
+        raise NotStored(f"there is no {stored_id[:64]!r}")
+    return stored_id
+
+
+def _read(path: Path, stored_id: str) -> Json:
+    try:
+        about: Json = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise NotStored(f"there is no {stored_id!r}") from None
+    return about
+
+
+def _write(path: Path, about: Json) -> None:
+    """Replace the file whole: a gateway that dies meanwhile leaves the old one."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(about))
+    os.replace(part, path)
+
+
+def _newest_first(paths: Iterable[Path]) -> list[Json]:
+    all_of_them = [json.loads(path.read_bytes()) for path in paths]
+    return sorted(all_of_them, key=lambda about: (about["created_at"], about["id"]), reverse=True)

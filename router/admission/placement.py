@@ -7,8 +7,8 @@
         ── Placement(prefill, decode), or the reason why there is none now
 
 A Roster holds the figures of its workers as columns, so that a thousand workers cost little more than one. It lasts
-until a worker joins, leaves, or is proven; loads change in place. To add a policy, write another function with the
-signature of `prefill_cost` or `decode_cost`.
+until a worker joins, leaves, or is proven; loads change in place. To change the policy, change `prefill_cost` or
+`decode_cost`, or what `place` asks of workers.
 """
 
 import math
@@ -168,9 +168,10 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `cut_off`: those of prefill
-    workers whose KV did not arrive. `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter
-    that its workers must have; empty for none.
+    """The needs of one attempt. `avoid`: incarnations of workers that failed this request; they are chosen only if
+    there is no other. `cut_off`: incarnations of prefill workers whose KV did not arrive; they are not chosen at all.
+    `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter that its workers must have; empty
+    for none.
     """
 
     num_tokens: int
@@ -268,11 +269,6 @@ class MeshSnapshot:
         return Roster([view for view in proven if view.info.role is role], self.in_flight)
 
 
-Cost = Callable[[PlacementQuery, Roster, Numbers], Costs]
-"""A policy: placement chooses the worker with the lowest cost. The numbers are the prompt's tokens that each worker has
-cached."""
-
-
 def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacement:
     """Choose the workers of an attempt, or return why none fit now."""
     decoders = snapshot.decode
@@ -306,8 +302,8 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
 
 
 def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots: int = 0) -> Mask:
-    """The workers with a slot per sequence, besides those for canaries, and blocks for the prompt and 1-2 per
-    sequence.
+    """The workers with a free slot for each sequence (canaries' slots do not count), and with free blocks for the
+    prompt plus one or two per sequence.
 
     More sequences than there are slots go to an empty worker. Free blocks have two lower bounds: the worker's last
     report minus blocks sent since, and all blocks minus this router's own. The first lags behind finished sequences,
@@ -346,7 +342,8 @@ def prefill_has_capacity(query: PlacementQuery, roster: Roster) -> Mask:
 
 
 def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs:
-    """Tokens to compute until the first token: those ahead of the prompt and its own uncached ones.
+    """Tokens to compute until the first token: those ahead of the prompt and its own uncached ones. `cached`: the
+    prompt's tokens that each worker has cached.
 
     Long prompts ahead of a short one take as much of each pass as the short prompts do.
     """

@@ -24,8 +24,8 @@ from mesh.domain.kv import BlockHash, next_hash, root_hash
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.workers.membership import WorkerView, capacity_tokens
 
-# A prefill worker gets work for this many passes ahead: enough to never idle, not enough to build up a queue.
-_PREFILL_PASSES_AHEAD = 2
+# A prefill worker gets work for this many steps ahead: enough to never idle, not enough to build up a queue.
+_PREFILL_STEPS_AHEAD = 2
 # While workers wait to be proven, this many slots of a decode worker are reserved for canaries. The worker itself
 # keeps one of them for prompts that wait for blocks there.
 _CANARY_SLOTS = 2
@@ -317,7 +317,7 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
 
 
 def is_short(num_tokens: int, info: WorkerInfo) -> bool:
-    """True for prompts that fit into half of a pass: the worker computes them beside a long prompt."""
+    """True for prompts that fit into half of a step: the worker computes them beside a long prompt."""
     return num_tokens <= info.max_batch_tokens // 2
 
 
@@ -330,13 +330,13 @@ def is_short_in(snapshot: MeshSnapshot) -> Callable[[PlacementQuery], bool]:
 def prefill_has_capacity(query: PlacementQuery, roster: Roster) -> Mask:
     """The workers with memory and token budget for the prompt; an idle worker takes a prompt of any length.
 
-    Short and long prompts have separate budgets: the worker gives half of each pass to its oldest prompt and the other
+    Short and long prompts have separate budgets: the worker gives half of each step to its oldest prompt and the other
     half to short prompts, so neither kind waits for the other.
     """
     has_memory = roster.held_blocks + _num_blocks(query, roster) <= roster.num_blocks
     num_short = roster.short_prefill_tokens
     num_ahead = np.where(_is_short_at(query, roster), num_short, roster.prefill_tokens - num_short)
-    has_budget = num_ahead < _PREFILL_PASSES_AHEAD * roster.max_batch_tokens
+    has_budget = num_ahead < _PREFILL_STEPS_AHEAD * roster.max_batch_tokens
     idle: Mask = roster.num_seqs == 0
     return idle | (has_memory & has_budget)
 
@@ -345,7 +345,7 @@ def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Cost
     """Tokens to compute until the first token: those ahead of the prompt and its own uncached ones. `cached`: the
     prompt's tokens that each worker has cached.
 
-    Long prompts ahead of a short one take as much of each pass as the short prompts do.
+    Long prompts ahead of a short one take as much of each step as the short prompts do.
     """
     uncached = query.num_tokens - cached
     num_long = roster.prefill_tokens - roster.short_prefill_tokens

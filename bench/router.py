@@ -34,11 +34,11 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
+from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
 from router.admission.placement import PlacementQuery, PrefixChain, place
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
-from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
 from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.mesh import SimulatedMesh

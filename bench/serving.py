@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
+from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.shapes import write_shape
 from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
@@ -29,7 +30,6 @@ from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
-from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop, through
 from worker.engine_host import load_engine_host
 from worker.limits import EngineLimits
 
@@ -96,7 +96,7 @@ class EngineAlone:
         self._engine.start()
 
     async def send(self, prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
-        """Run one request. Implements tandem_cli.load_test.load.Send."""
+        """Run one request. Implements bench.closed_loop.Send."""
         sampling = SamplingParams(max_new_tokens=max_new_tokens, seed=0, ignore_eos=True)
         request = SequenceSpec(mint_id(), 0, tuple(prompt), len(prompt), sampling)
         done = asyncio.get_running_loop().create_future()

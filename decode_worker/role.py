@@ -37,7 +37,7 @@ def _open(settings: DecodeSettings, engine_parts: EngineParts, runtime: WorkerRu
         lambda callbacks: KVReceiver(engine_parts.kv_cache, incarnation, callbacks, transfer_settings),
         engine_parts.rank_links,
         ReceiverCallbacks(
-            on_committed=lambda transfer_id, first_token: service.on_committed(transfer_id, first_token),
+            on_committed=lambda transfer_id, first_token_id: service.on_committed(transfer_id, first_token_id),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
     )

@@ -28,7 +28,7 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import ExpectedTransfer, RankedReceiver
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SampledToken, SequenceFailure
+from mesh.domain.tokens import SequenceFailure
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics
 from worker.tracing import begin_span
@@ -245,7 +245,7 @@ class DecodeService:
         for sequence, error in result.failed:
             self._fail(sequence.key, _reason_of(error), str(error))
 
-    def on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
+    def on_committed(self, transfer_id: str, first_token_id: int) -> None:
         """The KV is complete: the sequence runs from the next step on."""
         key = self._by_transfer.pop(transfer_id, None)
         if key is not None:
@@ -254,7 +254,7 @@ class DecodeService:
             end_span(entry.transfer_span)
             self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
             entry.forks.clear()  # the scheduler starts them with the commit
-            self._engine.post(lambda scheduler: scheduler.commit(key, first_token))
+            self._engine.post(lambda scheduler: scheduler.commit(key, first_token_id))
 
     def on_transfer_failed(self, transfer_id: str, error: MeshError) -> None:
         """The KV did not arrive or is corrupt: fail the sequence."""

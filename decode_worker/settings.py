@@ -8,6 +8,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
 from worker.settings import (
     DEFAULT_KV_TRANSPORTS,
+    KV_TRANSPORTS,
     WorkerSettings,
     parse_transports,
     require_not_negative,
@@ -26,7 +27,7 @@ class DecodeSettings(WorkerSettings):
 
     max_rolling_batch_size: int = setting(
         64,
-        "maximum sequences running or waiting for KV; a prefill worker's max_num_prompts counts prompts",
+        "maximum sequences that run here or wait for their KV; for prefill workers see max_num_prompts",
         env=("MAX_BATCH_SIZE", "OPTION_MAX_ROLLING_BATCH_SIZE"),
     )
     max_batch_total_tokens: int = setting(0, "tokens whose KV fits here; 0: by memory", env=("MAX_BATCH_TOTAL_TOKENS",))
@@ -37,9 +38,8 @@ class DecodeSettings(WorkerSettings):
     )
     max_step_stretch: float = setting(
         2.0,
-        "prompts that are prefilled here may make a step at most so many times as long as it is without them (at "
-        "least 1.1), while sequences run whose prompts a prefill worker has computed; 0: as long as max_step_tokens "
-        "makes it",
+        "how many times as long a step may take because of prompts that are prefilled here (at least 1.1); holds "
+        "while sequences from prefill workers run; 0: no such limit, only max_step_tokens",
     )
     cuda_graphs: str = setting(
         "auto",
@@ -47,7 +47,7 @@ class DecodeSettings(WorkerSettings):
         "max_rolling_batch_size; 0: none, nor with enforce_eager",
     )
     kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, "transports for KV that this worker accepts: shm, gloo, nccl, grpc"
+        DEFAULT_KV_TRANSPORTS, f"transports for KV that this worker accepts; there are {', '.join(KV_TRANSPORTS)}"
     )
     speculative: str = setting(
         "auto",

@@ -53,7 +53,8 @@ class Runner(Protocol):
         ...
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
-        """Set the cores that the next `begin` may use besides the worker's own. Called before each, by its thread.
+        """Set the cores that the next `begin` may use besides the worker's own. The engine's thread calls this before
+        every `begin`.
 
         The cores may change from step to step. Threads that compute on them are started in
         `engine.cores.threads_born_on`.

@@ -84,6 +84,9 @@ class Scheduler:
 
     A running sequence occupies one of `max_num_seqs` slots, and so does one that waits for its KV. `evicted` keeps the
     blocks that the pool evicts, if anything does.
+
+    Blocks of a sequence are freed in `_free` only, in three cases: `_end`, after its last token, unless it is handed
+    over; `_preempt`; and `remove`, which ends it in any state. A sequence in a batch in flight waits for its `update`.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
@@ -129,7 +132,7 @@ class Scheduler:
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
 
-    def commit(self, key: SequenceKey, first_token: SampledToken) -> None:
+    def commit(self, key: SequenceKey, first_token_id: int) -> None:
         """Start a reserved sequence, and its forks, once its KV is complete. Unknown keys are ignored.
 
         If the first token already ends the sequence, only the forks run.
@@ -139,11 +142,11 @@ class Scheduler:
             return
         sequence.num_computed_tokens = sequence.num_tokens
         self._prefixes.publish(sequence)
-        sequence.token_ids.append(first_token.id)
+        sequence.token_ids.append(first_token_id)
         sequence.status = SequenceStatus.RUNNING
         sequence.is_transferred = True
         self._start_forks(sequence)
-        if sequence.finish_reason(first_token.id, self.config.max_model_len) is not None:
+        if sequence.finish_reason(first_token_id, self.config.max_model_len) is not None:
             self._end(sequence)
 
     def remove(self, sequence: SequenceState) -> None:

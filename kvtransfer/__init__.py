@@ -10,9 +10,9 @@ Life of a transfer:
                                                      transfer.announce(...)  as layers get ready
                     ◀══ chunks, as credit allows ══
                     ── acks ───────────────────────▶
-                                                     await transfer.commit(num_tokens, first_token)
+                                                     await transfer.commit(num_tokens, first_token_id)
                     ◀── commit: digest ────────────
-    on_committed(transfer_id, first_token)
+    on_committed(transfer_id, first_token_id)
                     ── committed ──────────────────▶ commit returns TransferResult
 
 If the transfer fails, the receiver calls `on_failed(transfer_id, error)`, and the sender's `commit` and `ended` raise.

@@ -11,7 +11,6 @@ transfer has failed once none of them writes any more.
 
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVSpan
-from mesh.domain.tokens import SampledToken
 
 
 class Assembly:
@@ -19,7 +18,7 @@ class Assembly:
 
     def __init__(self, whole: KVSpan) -> None:
         self.error: MeshError | None = None
-        self.first_token: SampledToken | None = None
+        self.first_token_id: int | None = None
         self._whole = whole
         self._writing: set[KVSpan] = set()
         self._committed: set[KVSpan] = set()
@@ -53,15 +52,15 @@ class Assembly:
             raise LayoutMismatch(f"{self._whole} are expected here, the sender offers {span}")
         self._writing.add(span)
 
-    def commit(self, span: KVSpan, first_token: SampledToken) -> None:
+    def commit(self, span: KVSpan, first_token_id: int) -> None:
         """A flow is complete and verified. Raises TransferFailed if the transfer has failed meanwhile, and
         TransferCorrupt if flows disagree; the flow is still to `leave` then.
         """
         if self.error is not None:
             raise TransferFailed(f"the transfer has failed: {self.error}")
-        if self.first_token is not None and self.first_token.id != first_token.id:
-            raise TransferCorrupt(f"flows bring first tokens {self.first_token.id} and {first_token.id}")
-        self.first_token = first_token
+        if self.first_token_id not in (None, first_token_id):
+            raise TransferCorrupt(f"flows bring first tokens {self.first_token_id} and {first_token_id}")
+        self.first_token_id = first_token_id
         self._writing.remove(span)
         self._committed.add(span)
 

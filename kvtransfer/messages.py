@@ -24,7 +24,6 @@ from kvtransfer.chunks import ChunkRange
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.tokens import SampledToken
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.wire import (
     duration_from_proto,
@@ -33,9 +32,8 @@ from mesh.wire import (
     layout_to_proto,
     span_from_proto,
     span_to_proto,
-    token_from_proto,
-    token_to_proto,
 )
+from tandem.v1.sampling_pb2 import SampledToken
 
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KvTransfer"].full_name
 
@@ -45,7 +43,7 @@ _MAX_HEADER_BYTES = 128
 
 @dataclass(frozen=True, slots=True)
 class TransferOpen:
-    """The first message: announces the KV of `span` in block positions [first_block, num_blocks). The receiver has the
+    """The first message: announces the KV of `span` in block positions [first_block, end_block). The receiver has the
     positions before `first_block` already."""
 
     transfer_id: str
@@ -55,7 +53,7 @@ class TransferOpen:
     layout: KVLayout
     transports: tuple[TransportOffer, ...]
     first_block: int
-    num_blocks: int
+    end_block: int
     span: KVSpan
 
 
@@ -77,7 +75,7 @@ class Commit:
     num_tokens: int
     num_chunks: int
     digest: int
-    first_token: SampledToken
+    first_token_id: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +186,7 @@ def request_from_bytes(raw: bytes) -> SenderMessage:
         return _open_from_proto(request.open)
     if kind == "commit":
         commit = request.commit
-        return Commit(commit.num_tokens, commit.num_chunks, commit.digest, token_from_proto(commit.first_token))
+        return Commit(commit.num_tokens, commit.num_chunks, commit.digest, commit.first_token.id)
     raise TransferFailed("the sender sent a message of an unknown kind")
 
 
@@ -201,7 +199,7 @@ def _open_to_proto(opening: TransferOpen) -> pb.TransferOpen:
         layout=layout_to_proto(opening.layout),
         transports=[_offer_to_proto(offer) for offer in opening.transports],
         first_block=opening.first_block,
-        num_blocks=opening.num_blocks,
+        end_block=opening.end_block,
         span=span_to_proto(opening.span),
     )
 
@@ -229,7 +227,7 @@ def _commit_to_proto(commit: Commit) -> pb.TransferCommit:
         num_tokens=commit.num_tokens,
         num_chunks=commit.num_chunks,
         digest=commit.digest,
-        first_token=token_to_proto(commit.first_token),
+        first_token=SampledToken(id=commit.first_token_id),
     )
 
 
@@ -262,7 +260,7 @@ def _open_from_proto(message: pb.TransferOpen) -> TransferOpen:
         layout=layout_from_proto(message.layout),
         transports=tuple(map(_offer_from_proto, message.transports)),
         first_block=message.first_block,
-        num_blocks=message.num_blocks,
+        end_block=message.end_block,
         span=span_from_proto(message.span),
     )
 

@@ -36,7 +36,6 @@ from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports.base import SendPath, SendTransport, Slot
 from mesh.domain.errors import LayoutMismatch, TransferFailed
 from mesh.domain.kv import KVSpan
-from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Metadata
 
 
@@ -96,7 +95,7 @@ class OutgoingConversation:
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
         self._announced = RangeQueue(layer_block_bytes, resources.settings.chunk_bytes)
-        self._prompt_end: asyncio.Future[tuple[int, SampledToken]] = asyncio.get_running_loop().create_future()
+        self._prompt_end: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
         self._digest = Digest()
@@ -111,10 +110,10 @@ class OutgoingConversation:
         """Queue KV that is in the store and final."""
         self._announced.add(piece)
 
-    def finish(self, num_tokens: int, first_token: SampledToken) -> None:
+    def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Commit once all announced KV has been sent. Only the first call has an effect."""
         if not self._prompt_end.done():
-            self._prompt_end.set_result((num_tokens, first_token))
+            self._prompt_end.set_result((num_tokens, first_token_id))
         self._announced.finish()
 
     async def run(self) -> TransferResult:
@@ -165,7 +164,7 @@ class OutgoingConversation:
             layout=self._layout,
             transports=tuple(path.offer() for path in self._paths.values()),
             first_block=self._spec.first_block,
-            num_blocks=len(self._spec.block_ids),
+            end_block=len(self._spec.block_ids),
             span=self._spec.span,
         )
 
@@ -223,8 +222,8 @@ class OutgoingConversation:
             self._watchdog.on_request()
             await call.write(chunk.request)
         self._is_committing = True
-        num_tokens, first_token = await self._prompt_end
-        commit = Commit(num_tokens, self._num_chunks, self._digest.value, first_token)
+        num_tokens, first_token_id = await self._prompt_end
+        commit = Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id)
         self._watchdog.on_request()
         await call.write_last(request_to_bytes(commit))
 

@@ -17,17 +17,18 @@ from typing import Any, Protocol
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
+from kvtransfer.tasks import mark_retrieved
 from kvtransfer.transfer_checks import ExpectedTransfer
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.host import is_loopback
 from mesh.domain.kv import Flow, KVSpan, Span, flows
-from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import KVEndpoint
 from mesh.v1 import rank_pb2
-from mesh.wire import span_to_proto, token_from_proto, token_to_proto
+from mesh.wire import span_to_proto
+from tandem.v1.sampling_pb2 import SampledToken
 
 
-class RankKV(Protocol):
+class RankPeer(Protocol):
     """The connection to another rank. Plug point: worker.ranks.link.RankLink."""
 
     @property
@@ -40,13 +41,13 @@ class RankKV(Protocol):
         """The address of its machine as the leader sees it."""
         ...
 
-    def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
+    def ask(self, request: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
         """Number the request and send it. The result raises the MeshError with which it failed, and WorkerLost if the
         rank is lost.
         """
         ...
 
-    def tell(self, request: rank_pb2.HoldKvResponse) -> None:
+    def tell(self, request: rank_pb2.KvOrder) -> None:
         """Send a request that has no answer."""
         ...
 
@@ -56,7 +57,7 @@ class SendingFlow(Protocol):
 
     def announce(self, blocks: Span, layers: Span) -> None: ...
 
-    def finish(self, num_tokens: int, first_token: SampledToken) -> None: ...
+    def finish(self, num_tokens: int, first_token_id: int) -> None: ...
 
     async def ended(self) -> TransferResult: ...
 
@@ -66,9 +67,9 @@ class SendingFlow(Protocol):
 class RankFlow:
     """A flow from another rank. The methods are those of OutgoingTransfer, on the event loop."""
 
-    def __init__(self, rank: RankKV, spec: TransferSpec) -> None:
+    def __init__(self, rank: RankPeer, spec: TransferSpec) -> None:
         self._rank = rank
-        request = rank_pb2.HoldKvResponse(
+        request = rank_pb2.KvOrder(
             send=rank_pb2.KvSend(
                 transfer_id=spec.transfer_id,
                 attempt=spec.attempt,
@@ -90,11 +91,12 @@ class RankFlow:
             first_layer=layers.first,
             num_layers=layers.count,
         )
-        self._rank.tell(rank_pb2.HoldKvResponse(announce=announced))
+        self._rank.tell(rank_pb2.KvOrder(announce=announced))
 
-    def finish(self, num_tokens: int, first_token: SampledToken) -> None:
-        finished = rank_pb2.KvFinish(send=self._number, num_tokens=num_tokens, first_token=token_to_proto(first_token))
-        self._rank.tell(rank_pb2.HoldKvResponse(finish=finished))
+    def finish(self, num_tokens: int, first_token_id: int) -> None:
+        first_token = SampledToken(id=first_token_id)
+        finished = rank_pb2.KvFinish(send=self._number, num_tokens=num_tokens, first_token=first_token)
+        self._rank.tell(rank_pb2.KvOrder(finish=finished))
 
     async def ended(self) -> TransferResult:
         sent = (await asyncio.shield(self._answer)).sent
@@ -113,16 +115,16 @@ class OutgoingFlows:
     def __init__(self, parts: Sequence[tuple[KVSpan, SendingFlow]]) -> None:
         self._parts = parts
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(_retrieved)
+        self._task.add_done_callback(mark_retrieved)
 
     def announce(self, blocks: Span, layers: Span) -> None:
         for span, part in self._parts:
             if (of_part := layers.intersection(span.layers)) is not None:
                 part.announce(blocks, of_part)
 
-    async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
+    async def commit(self, num_tokens: int, first_token_id: int) -> TransferResult:
         for _, part in self._parts:
-            part.finish(num_tokens, first_token)
+            part.finish(num_tokens, first_token_id)
         return await self.ended()
 
     async def ended(self) -> TransferResult:
@@ -148,7 +150,7 @@ class OutgoingFlows:
 class RankedSender:
     """Sends the KV of all ranks. `own` sends that of this process."""
 
-    def __init__(self, own: KVSender, ranks: Sequence[RankKV] = ()) -> None:
+    def __init__(self, own: KVSender, ranks: Sequence[RankPeer] = ()) -> None:
         self._own = own
         self._ranks = ranks
 
@@ -199,12 +201,12 @@ Outgoing = OutgoingTransfer | OutgoingFlows
 
 @dataclass(slots=True)
 class _Expected:
-    """A transfer that comes to several ranks. `own`: the token that came with this process's part. `parts`: other ranks
-    with the numbers of their requests.
+    """A transfer that comes to several ranks. `own`: the first token, as it came with this process's part. `parts`:
+    other ranks with the numbers of their requests.
     """
 
-    own: "asyncio.Future[SampledToken]"
-    parts: list[tuple[RankKV, int]] = field(default_factory=list)
+    own: "asyncio.Future[int]"
+    parts: list[tuple[RankPeer, int]] = field(default_factory=list)
     is_aborted: asyncio.Event = field(default_factory=asyncio.Event)
     task: "asyncio.Task[None] | None" = None
 
@@ -213,7 +215,10 @@ class RankedReceiver:
     """Receives KV into all ranks; methods and callbacks are those of KVReceiver. `open_own` makes this process's."""
 
     def __init__(
-        self, open_own: Callable[[ReceiverCallbacks], KVReceiver], ranks: Sequence[RankKV], callbacks: ReceiverCallbacks
+        self,
+        open_own: Callable[[ReceiverCallbacks], KVReceiver],
+        ranks: Sequence[RankPeer],
+        callbacks: ReceiverCallbacks,
     ) -> None:
         own_callbacks = ReceiverCallbacks(self._on_own_committed, self._on_own_failed)
         self.own = open_own(own_callbacks if ranks else callbacks)
@@ -232,11 +237,11 @@ class RankedReceiver:
         self._expected[expected.transfer_id] = transfer
         registered, tokens = [], [transfer.own]
         for rank in self._ranks:
-            request = rank_pb2.HoldKvResponse(expect=_expect_to_proto(expected))
+            request = rank_pb2.KvOrder(expect=_expect_to_proto(expected))
             registered.append(_answer(rank.ask(request)))
             transfer.parts.append((rank, request.number))
-            collected = rank.ask(rank_pb2.HoldKvResponse(collect=rank_pb2.KvCollect(expect=request.number)))
-            tokens.append(asyncio.ensure_future(_first_token(_answer(collected))))
+            collected = rank.ask(rank_pb2.KvOrder(collect=rank_pb2.KvCollect(expect=request.number)))
+            tokens.append(asyncio.ensure_future(_first_token_id(_answer(collected))))
         transfer.task = asyncio.create_task(self._follow(expected.transfer_id, transfer, tokens))
         await asyncio.gather(*registered)
 
@@ -252,17 +257,15 @@ class RankedReceiver:
         await asyncio.gather(*(self.abort(transfer_id) for transfer_id in list(self._expected)))
         await self.own.close()
 
-    async def _follow(
-        self, transfer_id: str, transfer: _Expected, tokens: "Sequence[asyncio.Future[SampledToken]]"
-    ) -> None:
+    async def _follow(self, transfer_id: str, transfer: _Expected, tokens: "Sequence[asyncio.Future[int]]") -> None:
         """Report the transfer once all parts are committed, or, if one fails, once nothing writes to any."""
         parts = asyncio.gather(*tokens)
-        parts.add_done_callback(_retrieved)
+        parts.add_done_callback(mark_retrieved)
         aborted = asyncio.create_task(transfer.is_aborted.wait())
         either: list[asyncio.Future[Any]] = [parts, aborted]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         aborted.cancel()
-        outcome: SampledToken | MeshError = TransferFailed("the transfer was aborted by its receiver")
+        outcome: int | MeshError = TransferFailed("the transfer was aborted by its receiver")
         if not transfer.is_aborted.is_set():
             try:
                 outcome = _agreed(await parts)
@@ -280,8 +283,8 @@ class RankedReceiver:
         else:
             self._callbacks.on_committed(transfer_id, outcome)
 
-    def _on_own_committed(self, transfer_id: str, first_token: SampledToken) -> None:
-        self._expected[transfer_id].own.set_result(first_token)
+    def _on_own_committed(self, transfer_id: str, first_token_id: int) -> None:
+        self._expected[transfer_id].own.set_result(first_token_id)
 
     def _on_own_failed(self, transfer_id: str, error: MeshError) -> None:
         self._expected[transfer_id].own.set_exception(error)
@@ -297,29 +300,24 @@ def _expect_to_proto(expected: ExpectedTransfer) -> rank_pb2.KvExpect:
     )
 
 
-def _agreed(tokens: Sequence[SampledToken]) -> SampledToken:
+def _agreed(first_token_ids: Sequence[int]) -> int:
     """The token that came with all parts. Raises TransferCorrupt."""
-    if len(ids := {token.id for token in tokens}) > 1:
-        raise TransferCorrupt(f"the parts of the transfer bring first tokens {sorted(ids)}")
-    return tokens[0]
+    if len(different := set(first_token_ids)) > 1:
+        raise TransferCorrupt(f"the parts of the transfer bring first tokens {sorted(different)}")
+    return first_token_ids[0]
 
 
-async def _first_token(answer: "asyncio.Future[rank_pb2.HoldKvRequest]") -> SampledToken:
-    return token_from_proto((await answer).first_token)
+async def _first_token_id(answer: "asyncio.Future[rank_pb2.KvReport]") -> int:
+    return (await answer).first_token.id
 
 
-def _answer(future: "Future[rank_pb2.HoldKvRequest]") -> "asyncio.Future[rank_pb2.HoldKvRequest]":
+def _answer(future: "Future[rank_pb2.KvReport]") -> "asyncio.Future[rank_pb2.KvReport]":
     answer = asyncio.wrap_future(future)
-    answer.add_done_callback(_retrieved)
+    answer.add_done_callback(mark_retrieved)
     return answer
 
 
-def _retrieved(future: "asyncio.Future[Any]") -> None:
-    if not future.cancelled():
-        future.exception()  # marks the exception as retrieved
-
-
-async def _abort(rank: RankKV, number: int) -> None:
+async def _abort(rank: RankPeer, number: int) -> None:
     """End what was asked. Returns when no thread of the rank touches its blocks; a lost rank touches none."""
     with suppress(MeshError):
-        await asyncio.wrap_future(rank.ask(rank_pb2.HoldKvResponse(abort=rank_pb2.KvAbort(request=number))))
+        await asyncio.wrap_future(rank.ask(rank_pb2.KvOrder(abort=rank_pb2.KvAbort(request=number))))

@@ -42,12 +42,11 @@ from kvtransfer.messages import (
 )
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
-from kvtransfer.tasks import run_to_end, task_group
+from kvtransfer.tasks import mark_retrieved, run_to_end, task_group
 from kvtransfer.transfer_checks import ExpectedTransfer, TransferChecks
 from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
-from mesh.domain.tokens import SampledToken
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +59,7 @@ Reply = Callable[[ReceiverMessage], None]
 class ReceiverCallbacks:
     """Called on the event loop, as the module's docstring describes. They must not raise."""
 
-    on_committed: Callable[[str, SampledToken], None]
+    on_committed: Callable[[str, int], None]
     on_failed: Callable[[str, MeshError], None]
 
 
@@ -145,8 +144,7 @@ class KVReceiver:
         finally:
             task.cancel()
             await asyncio.wait([task])
-            if not task.cancelled():
-                task.exception()  # marks the exception as retrieved
+            mark_retrieved(task)
 
     async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply) -> None:
         opening = await self._next(requests)
@@ -163,17 +161,19 @@ class KVReceiver:
             if incoming.assembly.is_opened:
                 incoming.opening_lease.cancel()
             commit = await self._fill(checks, opening, requests, reply)
-            incoming.assembly.commit(opening.span, commit.first_token)
+            incoming.assembly.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
             incoming.assembly.leave(opening.span)
-            raise self._fail(incoming, error) from error
+            reason = self._reason(incoming, error)
+            self._fail(incoming, reason)
+            raise reason from error
         incoming.conversations.discard(task)
         incoming.num_bytes += checks.num_bytes
         if incoming.assembly.is_committed:
             self._end(incoming)
             log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.num_bytes)
-            self._callbacks.on_committed(opening.transfer_id, commit.first_token)
+            self._callbacks.on_committed(opening.transfer_id, commit.first_token_id)
         reply(Committed())
 
     def _admit(self, opening: TransferOpen) -> _Incoming:
@@ -249,24 +249,26 @@ class KVReceiver:
         limit = self._settings.opening_lease_s
         self._fail(self._incoming[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
-    def _fail(self, incoming: _Incoming, error: BaseException) -> MeshError:
-        """The transfer fails, and its flows end. Once none of them writes any more, report it to `on_failed`, unless it
-        was aborted. Return the error for the sender.
+    def _reason(self, incoming: _Incoming, error: BaseException) -> MeshError:
+        """The error that the sender of a flow is told when the flow ends with `error`."""
+        if incoming.is_aborted:
+            return TransferFailed("the transfer was aborted by its receiver")
+        if isinstance(error, MeshError):
+            return error
+        if not isinstance(error, asyncio.CancelledError):
+            log.error("transfer_failed", transfer_id=incoming.expected.transfer_id, exc_info=error)
+            return TransferFailed("the receiver failed; its log has the details")
+        if incoming.assembly.error is not None:
+            return TransferFailed(f"another part of the transfer has failed: {incoming.assembly.error}")
+        return TransferFailed("the sender disconnected before the commit")
+
+    def _fail(self, incoming: _Incoming, reason: MeshError) -> None:
+        """Let the transfer fail, unless it has, and end its flows. Once no flow writes any more, `on_failed` gets the
+        first reason, unless the transfer was aborted.
         """
         transfer_id, assembly = incoming.expected.transfer_id, incoming.assembly
-        if incoming.is_aborted:
-            told: MeshError = TransferFailed("the transfer was aborted by its receiver")
-        elif isinstance(error, MeshError):
-            told = error
-        elif not isinstance(error, asyncio.CancelledError):
-            log.error("transfer_failed", transfer_id=transfer_id, exc_info=error)
-            told = TransferFailed("the receiver failed; its log has the details")
-        elif assembly.error is not None:
-            told = TransferFailed(f"another part of the transfer has failed: {assembly.error}")
-        else:
-            told = TransferFailed("the sender disconnected before the commit")
         if assembly.error is None:
-            assembly.fail(told)
+            assembly.fail(reason)
             for conversation in incoming.conversations:
                 conversation.cancel()
         if assembly.error is not None and assembly.has_failed and not incoming.ended.is_set():
@@ -274,7 +276,6 @@ class KVReceiver:
             if not incoming.is_aborted:
                 log.info("transfer_failed", transfer_id=transfer_id, error=str(assembly.error))
                 self._callbacks.on_failed(transfer_id, assembly.error)
-        return told
 
     def _end(self, incoming: _Incoming) -> None:
         incoming.opening_lease.cancel()

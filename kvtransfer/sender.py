@@ -21,11 +21,11 @@ from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResourc
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
+from kvtransfer.tasks import mark_retrieved
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError, MeshError, TransferFailed, WorkerLost
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.domain.tokens import SampledToken
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
 
@@ -130,17 +130,17 @@ class OutgoingTransfer:
         if blocks_to_send is not None and layers_to_send is not None:
             self._conversation.announce(ChunkRange(blocks_to_send, KVSpan(layers_to_send, self.spec.span.heads)))
 
-    def finish(self, num_tokens: int, first_token: SampledToken) -> None:
+    def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Say that all KV has been announced, and commit it without waiting."""
-        self._conversation.finish(num_tokens, first_token)
+        self._conversation.finish(num_tokens, first_token_id)
 
-    async def commit(self, num_tokens: int, first_token: SampledToken) -> TransferResult:
+    async def commit(self, num_tokens: int, first_token_id: int) -> TransferResult:
         """Send everything that was announced and the first token, and wait until the receiver has verified it.
 
         Raises the MeshError with which the transfer failed, now or earlier. If the caller is cancelled, the transfer
         goes on until `abort`.
         """
-        self.finish(num_tokens, first_token)
+        self.finish(num_tokens, first_token_id)
         return await self.ended()
 
     async def ended(self) -> TransferResult:
@@ -177,6 +177,5 @@ class OutgoingTransfer:
         return result
 
     def _ended(self, task: asyncio.Task[TransferResult], on_end: Callable[["OutgoingTransfer"], None]) -> None:
-        if not task.cancelled():
-            task.exception()  # marks the exception as retrieved; `commit` and `ended` raise it
+        mark_retrieved(task)  # `commit` and `ended` raise it
         on_end(self)

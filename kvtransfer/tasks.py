@@ -1,10 +1,12 @@
-"""Two asyncio helpers: waiting for a thread even when cancelled, and task groups that raise plain errors."""
+"""Helpers for asyncio: waiting for a thread even when cancelled, task groups that raise plain errors, errors that need
+no log.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager, suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -17,15 +19,16 @@ async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
     except asyncio.CancelledError:
         while not future.done():
             waiting = asyncio.wrap_future(future)
-            waiting.add_done_callback(_retrieve)
+            waiting.add_done_callback(mark_retrieved)
             with suppress(asyncio.CancelledError):  # the thread may still access its memory, which the caller frees
                 await asyncio.wait([waiting])
         raise
 
 
-def _retrieve(future: "asyncio.Future[T]") -> None:
+def mark_retrieved(future: "asyncio.Future[Any]") -> None:
+    """Keep asyncio from logging the error of a future that is done, because others raise it or nobody waits for it."""
     if not future.cancelled():
-        future.exception()  # marks the exception as retrieved
+        future.exception()
 
 
 @asynccontextmanager

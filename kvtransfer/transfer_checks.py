@@ -49,10 +49,10 @@ class TransferChecks:
         """Raise LayoutMismatch if the layouts differ, TransferFailed if the sender intends to send other blocks."""
         self._layout.require_same(opening.layout)
         reserved = (self.expected.first_block, len(self.expected.block_ids))
-        if (opening.first_block, opening.num_blocks) != reserved:
+        if (opening.first_block, opening.end_block) != reserved:
             raise TransferFailed(
                 f"blocks [{reserved[0]}, {reserved[1]}) are reserved, "
-                f"the sender offers [{opening.first_block}, {opening.num_blocks})"
+                f"the sender offers [{opening.first_block}, {opening.end_block})"
             )
 
     def accept(self, chunk: Chunk, credit: int) -> None:

@@ -131,7 +131,8 @@ def load_settings(
 
     `--config FILE` names a TOML file: top-level keys apply to all components, keys in table `[prog]` to this one.
     Unknown keys in that table and misspelt names are errors. `flag_origins` overrides the origin of flags that the
-    caller has filled in itself. `names` lists all settings of the component if `cls` has only some of them.
+    caller has filled in itself. `names` lists all settings of the component if `cls` has only some of them, as when
+    `tandem up` looks for one setting of the gateway.
     """
     environ = os.environ if environ is None else environ
     hints = get_type_hints(cls)

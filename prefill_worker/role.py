@@ -23,10 +23,11 @@ def prefill_role(settings: PrefillSettings) -> Role:
 def _open(settings: PrefillSettings, engine_parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
-    sender = KVSender(engine_parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    own = KVSender(engine_parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    sender = RankedSender(own, engine_parts.rank_links)
     service = PrefillService(
         engine_parts.engine,
-        RankedSender(sender, engine_parts.rank_links),
+        sender,
         block_size=settings.block_size,
         is_draining=runtime.is_draining,
         metrics=metrics,

@@ -170,13 +170,13 @@ class PrefillService:
             end_span(prompt.trace_span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
-                moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1])
+                moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
                 yield Finished(moved.num_bytes, moved.transport, duration_s)
             else:
-                # The first token tells the router to end the decode side, which ends the transfer. An abort from here
-                # could arrive first, and would look like lost KV.
+                # The first token tells the router to end the decode side, which ends the transfer. An abort by this
+                # worker could reach the decode worker first, and would look like lost KV.
                 with contextlib.suppress(MeshError):
                     await prompt.transfer.ended()
         except MeshError as error:
@@ -194,8 +194,7 @@ class PrefillService:
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""
         if prompt.transfer is not None and prompt.has_failed:
-            # The end of the call tells the router to end the decode side, which ends the transfer. An abort from here
-            # could arrive first, and would look like lost KV.
+            # As above, but it is the end of the call that tells the router.
             with contextlib.suppress(MeshError, TimeoutError):
                 async with asyncio.timeout(_FAILURE_GRACE_S):
                     await prompt.transfer.ended()

@@ -3,7 +3,14 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import DEFAULT_KV_TRANSPORTS, WorkerSettings, parse_transports, require_positive, require_protected
+from worker.settings import (
+    DEFAULT_KV_TRANSPORTS,
+    KV_TRANSPORTS,
+    WorkerSettings,
+    parse_transports,
+    require_positive,
+    require_protected,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +28,7 @@ class PrefillSettings(WorkerSettings):
         "decode worker's max_rolling_batch_size counts running sequences",
     )
     kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, "transports for KV, in order of preference: shm, gloo, nccl, grpc"
+        DEFAULT_KV_TRANSPORTS, f"transports for KV, in order of preference; there are {', '.join(KV_TRANSPORTS)}"
     )
 
     def __post_init__(self) -> None:

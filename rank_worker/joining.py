@@ -249,9 +249,9 @@ class JoinedRank:
                 f"{host}:{port}", tls, own_connection=True, keepalive_ms=RANK_KEEPALIVE_MS
             ) as channel:
                 call: Any = rank_pb2_grpc.RanksStub(channel).HoldKv(metadata=self._metadata)
-                hello = rank_pb2.HoldKvRequest(rank=self._settings.rank, group=self._group.setup.group)
+                hello = rank_pb2.KvReport(rank=self._settings.rank, group=self._group.setup.group)
                 await call.write(hello)
-                answers: asyncio.Queue[rank_pb2.HoldKvRequest] = asyncio.Queue()
+                answers: asyncio.Queue[rank_pb2.KvReport] = asyncio.Queue()
                 self._kv = RankKV(cache, self._settings, self._group.host, answers.put_nowait)
                 async with asyncio.TaskGroup() as tasks:
                     writing = tasks.create_task(_write_all(call, answers))
@@ -333,6 +333,6 @@ def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
             raise ValueError(f"the leader sent {other}")
 
 
-async def _write_all(call: Any, answers: "asyncio.Queue[rank_pb2.HoldKvRequest]") -> None:
+async def _write_all(call: Any, answers: "asyncio.Queue[rank_pb2.KvReport]") -> None:
     while True:
         await call.write(await answers.get())

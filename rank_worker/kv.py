@@ -22,10 +22,10 @@ from kvtransfer import (
 from mesh import wire
 from mesh.domain.errors import MeshError, TransferFailed, WorkerLost
 from mesh.domain.kv import Span
-from mesh.domain.tokens import SampledToken
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import rank_pb2
 from rank_worker.settings import RankSettings
+from tandem.v1.sampling_pb2 import SampledToken
 
 log = structlog.get_logger(__name__)
 
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 @dataclass(frozen=True, slots=True)
 class _Expected:
     transfer_id: str
-    outcome: "asyncio.Future[SampledToken]"
+    outcome: "asyncio.Future[int]"
 
 
 class RankKV:
@@ -42,7 +42,7 @@ class RankKV:
     """
 
     def __init__(
-        self, cache: KVCache, settings: RankSettings, host: str, answer: Callable[[rank_pb2.HoldKvRequest], None]
+        self, cache: KVCache, settings: RankSettings, host: str, answer: Callable[[rank_pb2.KvReport], None]
     ) -> None:
         self._cache = cache
         self._settings = settings
@@ -55,7 +55,7 @@ class RankKV:
         self._expected: dict[int, _Expected] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def handle(self, request: rank_pb2.HoldKvResponse) -> None:
+    def handle(self, request: rank_pb2.KvOrder) -> None:
         """Begin to do it; answers come later. Raises ValueError for a request that the rank does not expect."""
         number = request.number
         match request.WhichOneof("request"):
@@ -76,8 +76,7 @@ class RankKV:
                     transfer.announce(blocks, Span(announced.first_layer, announced.num_layers))
             case "finish":
                 if (transfer := self._sends.get(request.finish.send)) is not None:
-                    first_token = wire.token_from_proto(request.finish.first_token)
-                    transfer.finish(request.finish.num_tokens, first_token)
+                    transfer.finish(request.finish.num_tokens, request.finish.first_token.id)
             case "abort":
                 self._spawn(number, self._abort(request.abort.request))
             case other:
@@ -92,13 +91,13 @@ class RankKV:
         if self._server is not None:
             await self._server.stop(0)
 
-    async def _set_up(self, setup: rank_pb2.KvSetup) -> rank_pb2.HoldKvRequest:
+    async def _set_up(self, setup: rank_pb2.KvSetup) -> rank_pb2.KvReport:
         credentials = self._settings.load_credentials()
         settings = TransferSettings(transports=tuple(setup.transports), trust_fabric=self._settings.trust_fabric)
         if not setup.incarnation:
             name = f"{setup.worker_id} rank {self._settings.rank}"
             self._sender = KVSender(self._cache, name, credentials, settings)
-            return rank_pb2.HoldKvRequest()
+            return rank_pb2.KvReport()
         callbacks = ReceiverCallbacks(self._on_committed, self._on_failed)
         self._receiver = KVReceiver(self._cache, setup.incarnation, callbacks, settings)
         host = self._settings.kv_host or self._host
@@ -106,13 +105,13 @@ class RankKV:
         KvTransferServicer(self._receiver).register(self._server.grpc)
         await self._server.start([SERVICE_NAME])
         log.info("taking KV", address=self._server.address)
-        return rank_pb2.HoldKvRequest(port=self._server.port)
+        return rank_pb2.KvReport(port=self._server.port)
 
-    async def _clear(self, block_ids: list[int]) -> rank_pb2.HoldKvRequest:
+    async def _clear(self, block_ids: list[int]) -> rank_pb2.KvReport:
         await asyncio.to_thread(self._cache.clear_blocks, block_ids)
-        return rank_pb2.HoldKvRequest()
+        return rank_pb2.KvReport()
 
-    async def _expect(self, number: int, expect: rank_pb2.KvExpect) -> rank_pb2.HoldKvRequest:
+    async def _expect(self, number: int, expect: rank_pb2.KvExpect) -> rank_pb2.KvReport:
         assert self._receiver is not None, "the rank is of a prefill worker"
         self._receiver.expect(
             ExpectedTransfer(
@@ -123,9 +122,9 @@ class RankKV:
                 num_tokens=expect.num_tokens,
             )
         )
-        outcome: asyncio.Future[SampledToken] = asyncio.get_running_loop().create_future()
+        outcome: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._expected[number] = _Expected(expect.transfer_id, outcome)
-        return rank_pb2.HoldKvRequest()
+        return rank_pb2.KvReport()
 
     def _send(self, number: int, send: rank_pb2.KvSend) -> None:
         assert self._sender is not None, "the rank is of a decode worker"
@@ -143,45 +142,45 @@ class RankKV:
         self._sends[number] = transfer
         self._spawn(number, self._follow(number, transfer))
 
-    async def _follow(self, number: int, transfer: OutgoingTransfer) -> rank_pb2.HoldKvRequest:
+    async def _follow(self, number: int, transfer: OutgoingTransfer) -> rank_pb2.KvReport:
         try:
             result = await transfer.ended()
         finally:
             del self._sends[number]
         sent = rank_pb2.KvSent(transport=result.transport, num_bytes=result.num_bytes, num_chunks=result.num_chunks)
-        return rank_pb2.HoldKvRequest(sent=sent)
+        return rank_pb2.KvReport(sent=sent)
 
-    async def _abort(self, number: int) -> rank_pb2.HoldKvRequest:
+    async def _abort(self, number: int) -> rank_pb2.KvReport:
         if (transfer := self._sends.get(number)) is not None:
             await transfer.abort()
         if (expected := self._expected.get(number)) is not None and self._receiver is not None:
             await self._receiver.abort(expected.transfer_id)
             if not expected.outcome.done():
                 expected.outcome.set_exception(TransferFailed("the transfer was aborted by its receiver"))
-        return rank_pb2.HoldKvRequest()
+        return rank_pb2.KvReport()
 
-    async def _collect(self, number: int) -> rank_pb2.HoldKvRequest:
+    async def _collect(self, number: int) -> rank_pb2.KvReport:
         try:
-            first_token = await self._expected[number].outcome
+            first_token_id = await self._expected[number].outcome
         finally:
             del self._expected[number]
-        return rank_pb2.HoldKvRequest(first_token=wire.token_to_proto(first_token))
+        return rank_pb2.KvReport(first_token=SampledToken(id=first_token_id))
 
-    def _on_committed(self, transfer_id: str, first_token: SampledToken) -> None:
-        self._outcome_of(transfer_id).set_result(first_token)
+    def _on_committed(self, transfer_id: str, first_token_id: int) -> None:
+        self._outcome_of(transfer_id).set_result(first_token_id)
 
     def _on_failed(self, transfer_id: str, error: MeshError) -> None:
         self._outcome_of(transfer_id).set_exception(error)
 
-    def _outcome_of(self, transfer_id: str) -> "asyncio.Future[SampledToken]":
+    def _outcome_of(self, transfer_id: str) -> "asyncio.Future[int]":
         return next(each.outcome for each in self._expected.values() if each.transfer_id == transfer_id)
 
-    def _spawn(self, number: int, work: Coroutine[Any, Any, rank_pb2.HoldKvRequest]) -> None:
+    def _spawn(self, number: int, work: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         task = asyncio.create_task(self._run(number, work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, number: int, work: Coroutine[Any, Any, rank_pb2.HoldKvRequest]) -> None:
+    async def _run(self, number: int, work: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         try:
             answer = await work
         except MeshError as error:
@@ -193,5 +192,5 @@ class RankKV:
         self._answer(answer)
 
 
-def _failed(error: MeshError) -> rank_pb2.HoldKvRequest:
-    return rank_pb2.HoldKvRequest(failed=rank_pb2.KvFailed(error=type(error).__name__, reason=str(error)))
+def _failed(error: MeshError) -> rank_pb2.KvReport:
+    return rank_pb2.KvReport(failed=rank_pb2.KvFailed(error=type(error).__name__, reason=str(error)))

@@ -56,17 +56,22 @@ class RouterProcess:
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
         self.membership = Membership(time.monotonic, self._require_served)
+
         keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
         listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
         self.public = Server(listen)
         self._callers = keys or NoKeys()
+
+        # Coordination shares what traffic has, and makes the limiters of the models' routers.
         caller = Caller(mint_id(), settings.load_credentials())
         names = [model_settings.served_name for model_settings in settings.each_model()]
         self.traffic = Traffic(parse_traffic(settings.traffic), names, self._has_workers)
         self.coordination = coordinate(settings, self.membership, caller, self.traffic)
+
         self.metrics = RouterMetrics()
         self.history = History()
         self.journal = Journal(time.monotonic, [self.metrics, self.history])
+
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._control = WorkerControl(self.membership, self._channels, caller, self._serving_beside)
         self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
@@ -84,6 +89,7 @@ class RouterProcess:
             )
             for model_settings in settings.each_model()
         ]
+
         services = [model_router.service for model_router in self.model_routers]
         self._services = GenerationServices(services, self.journal, self.traffic)
         self._readiness = Readiness(

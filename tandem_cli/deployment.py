@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from checkpoint.source import ModelSource, Progress, split_models
@@ -116,7 +115,7 @@ class Deployment:
         router_settings = {"host": settings.host, "port": port, "registry_port": 0}
         if self.registry_host:
             router_settings["registry_host"] = self.registry_host
-        flags = self._flags("router", {**self._served(), **router_settings})
+        flags = self._flags({**self._served(), **router_settings, **self.values.get("router", {})})
         expected = _flags(
             expect_prefill=sum(len(model.cores.prefill) for model in self.models),
             expect_decode=sum(len(model.cores.decode) for model in self.models),
@@ -227,9 +226,10 @@ class Deployment:
         settings = {"model": model.folder, "name": model.name, **worker_settings}
         program = "switchable" if self.settings.switchable else ""
         if program:
-            flags = self._flags("", {**settings, "role": role, **for_both(self.values)}, for_both(model.values))
+            settings |= {"role": role, **for_both(self.values), **for_both(model.values)}
         else:
-            flags = self._flags(role, settings, model.values.get(role, {}))
+            settings |= {**self.values.get(role, {}), **model.values.get(role, {})}
+        flags = self._flags(settings)
         extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
         extra_flags += _flags(**self.device_values.get(name, {}))
         if self.pin:
@@ -250,12 +250,9 @@ class Deployment:
             return {"model": self.models[0].folder, "name": self.models[0].name}
         return {"model": ",".join(f"{model.name}={model.folder}" for model in self.models), "name": ""}
 
-    def _flags(
-        self, role: str, settings: Mapping[str, object], model_settings: Mapping[str, str] = MappingProxyType({})
-    ) -> tuple[str, ...]:
+    def _flags(self, settings: Mapping[str, object]) -> tuple[str, ...]:
         # The revision in the environment is for the hub; services get folders.
-        flags = _flags(**{**self._config(), "revision": "", **settings, **self.values.get(role, {}), **model_settings})
-        return (*flags, "--follow-stdin")
+        return (*_flags(**{**self._config(), "revision": "", **settings}), "--follow-stdin")
 
     def _config(self) -> dict[str, str]:
         return {"config": self.config} if self.config else {}

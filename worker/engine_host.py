@@ -99,7 +99,7 @@ class EngineHost:
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.load_times; "other" is what no phase counts."""
     rank_links: tuple[RankLink, ...] = ()
-    """To ranks on other machines, which move their KV themselves."""
+    """To ranks that share no memory with the leader, and move their KV themselves."""
 
     def engine(self) -> Engine:
         """Scheduler, runner and speculator, joined."""

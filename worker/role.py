@@ -30,7 +30,9 @@ class RoleServices:
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
-    """The parts of a loaded engine that services use: its thread, its KV, and the ranks on other machines."""
+    """The parts of a loaded engine that services use: its thread, its KV, and the ranks that share no memory with
+    the leader.
+    """
 
     engine: EngineLoop
     kv_cache: AnyKVCache

@@ -30,7 +30,9 @@ from worker.settings import WorkerSettings
 log = structlog.get_logger(__name__)
 
 _CHANGE_S = 60.0
-"""Time for what the drain has left to end, and for a running step. A worker that needs longer ends, to be restarted."""
+"""How long the running step, and work that outlived the drain, may take before the next role begins. After that the
+process ends, to be restarted.
+"""
 _PORT_S = 5.0
 _PORT_RETRY_S = 0.05
 

@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 
 import tandem
+from bench.closed_loop import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
 from bench.peers.process import Command, PeerFailed, running
-from tandem_cli.load_test.load import Send, Workload, run_closed_loop
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
@@ -81,7 +81,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def send_through(stream: Stream) -> Send:
-    """Adapt a stream to tandem_cli.load_test.load.Send."""
+    """Adapt a stream to bench.closed_loop.Send."""
 
     async def send(prompt: list[int], max_new_tokens: int, on_token: Callable[[], None]) -> int:
         count = 0

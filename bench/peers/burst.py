@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.closed_loop import Workload
 from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
 from tandem_cli.load_test.figures import percentile
-from tandem_cli.load_test.load import Workload
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
 _LONG = Workload(num_clients=8, requests_per_client=1, input_tokens=1500, output_tokens=64, seed=3)

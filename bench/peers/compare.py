@@ -3,7 +3,7 @@
     python -m bench.peers.install openvino vllm      # once: each engine gets its own environment
     python -m bench.peers.compare --shape 135m --quantize int8 --arms tandem tandem-colocated openvino vllm
 
-Each round starts every arm in turn, alone on the machine, and runs the closed loop of tandem_cli.load_test.load for
+Each round starts every arm in turn, alone on the machine, and runs bench.closed_loop for
 each number of clients. The table has medians of the rounds, and the throughput of Tandem relative to the best peer.
 With `--check`, the arms' greedy tokens are compared with those of transformers instead, to see that all run one model.
 bench.peers.arms describes how to write arms; docs/benchmarking-peers.md describes the settings of each engine.
@@ -21,9 +21,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from bench.closed_loop import Measured, Workload, median_run, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, parse_arm, send_through, setup_of, started
 from tandem_cli.load_test.figures import percentile
-from tandem_cli.load_test.load import Measured, Workload, median_run, run_closed_loop
 
 _PROMPTS = Workload(num_clients=6, requests_per_client=1, input_tokens=48, output_tokens=24, seed=1)
 Answers = list[list[int]]

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
+from bench.closed_loop import Workload, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, send_through, setup_of, started
-from tandem_cli.load_test.load import Workload, run_closed_loop
 
 _ENDLESS = "while True: pass"
 

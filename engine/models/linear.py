@@ -141,7 +141,7 @@ Rows = Any
 
 
 class LinearLayer(Protocol):
-    """Plug point of an encoding: Linear, Int8Linear."""
+    """Plug point of an encoding: Linear, Int8Linear, VectorInt8Linear; and AdaptedLinear, around any of them."""
 
     @property
     def ops(self) -> "Ops":

@@ -149,11 +149,11 @@ class ToolCallParser:
             first = self._buffer.lstrip()
             if start.startswith(first):
                 return  # empty, or a possible prefix of the marker
-            tagged_name = self._find_named(first)
-            if tagged_name is None:
+            named = self._find_named(first)
+            if named is None:
                 return
             self._may_be_bare = False
-            if tagged_name.name or (first[0] in "{[" and not (start and first.startswith(start))):
+            if named.name or (first[0] in "{[" and not (start and first.startswith(start))):
                 self._state = _State.BETWEEN
                 return
         text, marker, remaining = self._buffer.partition(start) if start else (self._buffer, "", "")
@@ -176,20 +176,20 @@ class ToolCallParser:
                 return
             self._raw, self._buffer = self._raw + start, first[len(start) :]
         self._skip(len(self._buffer) - len(self._buffer.lstrip(_BETWEEN_CALLS)))
-        tagged_name = self._find_named(self._buffer)
-        if tagged_name is None:
+        named = self._find_named(self._buffer)
+        if named is None:
             return
         if end and self._buffer.startswith(end) and not self._raw:
             self._state, self._buffer = _State.TEXT, self._buffer[len(end) :]
         elif self._buffer.startswith("{"):
             self._reader = CallReader(self.num_calls, self._names)
             self._state = _State.CALL
-        elif tagged_name.name:
+        elif named.name:
             self._raw, self._buffer = (
-                self._raw + self._buffer[: tagged_name.num_chars],
-                self._buffer[tagged_name.num_chars :],
+                self._raw + self._buffer[: named.num_chars],
+                self._buffer[named.num_chars :],
             )
-            self._reader = CallReader(self.num_calls, self._names, tagged_name.name)
+            self._reader = CallReader(self.num_calls, self._names, named.name)
             self._state = _State.CALL
         elif self._buffer and not end.startswith(self._buffer):
             yield from self._give_up()

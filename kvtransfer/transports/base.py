@@ -8,10 +8,7 @@ it; the chunk message goes out with the `Payload` that `seal` returned; the rece
 arrived; a thread of the receiver fetches it, verifies it and writes it; the receiver's ack makes the sender release the
 slot.
 
-To add a transport, write one file with a `SendTransport` and a `ReceiveTransport`, and add one line for each in
-`transports/__init__.py`, and one to `KV_TRANSPORTS` in worker/settings.py. `TransportOffer` carries the data that a
-receiver needs to connect. A new field is also added to kvtransfer.proto and to both conversions in messages.py. So is a
-new field of `Payload`, a chunk's location: to `TransferChunk`, `_chunk_to_bytes` and `_chunk_from_proto`.
+CONTRIBUTING.md says how a transport is added.
 """
 
 from collections.abc import Mapping

@@ -84,7 +84,7 @@ class TransportOffer(_message.Message):
     def __init__(self, name: _Optional[str] = ..., arena: _Optional[str] = ..., nonce: _Optional[bytes] = ..., arena_bytes: _Optional[int] = ..., pair: _Optional[str] = ..., host: _Optional[str] = ..., store: _Optional[_Mapping[str, bytes]] = ...) -> None: ...
 
 class TransferOpen(_message.Message):
-    __slots__ = ("transfer_id", "attempt", "receiver_incarnation", "sender_id", "layout", "transports", "first_block", "num_blocks", "span")
+    __slots__ = ("transfer_id", "attempt", "receiver_incarnation", "sender_id", "layout", "transports", "first_block", "end_block", "span")
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RECEIVER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -92,7 +92,7 @@ class TransferOpen(_message.Message):
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
-    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    END_BLOCK_FIELD_NUMBER: _ClassVar[int]
     SPAN_FIELD_NUMBER: _ClassVar[int]
     transfer_id: str
     attempt: int
@@ -101,9 +101,9 @@ class TransferOpen(_message.Message):
     layout: KvLayout
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     first_block: int
-    num_blocks: int
+    end_block: int
     span: KvSpan
-    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., receiver_incarnation: _Optional[str] = ..., sender_id: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., span: _Optional[_Union[KvSpan, _Mapping]] = ...) -> None: ...
+    def __init__(self, transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., receiver_incarnation: _Optional[str] = ..., sender_id: _Optional[str] = ..., layout: _Optional[_Union[KvLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., first_block: _Optional[int] = ..., end_block: _Optional[int] = ..., span: _Optional[_Union[KvSpan, _Mapping]] = ...) -> None: ...
 
 class TransferChunk(_message.Message):
     __slots__ = ("sequence_number", "first_block", "num_blocks", "first_layer", "num_layers", "num_bytes", "checksum", "arena_offset", "first_head", "num_heads", "payload", "tag")

@@ -26,7 +26,7 @@ from mesh.v1 import kvtransfer_pb2 as mesh_dot_v1_dot_kvtransfer__pb2
 from tandem.v1 import sampling_pb2 as tandem_dot_v1_dot_sampling__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12mesh/v1/rank.proto\x12\x07mesh.v1\x1a\x18mesh/v1/kvtransfer.proto\x1a\x18tandem/v1/sampling.proto\"\x82\x02\n\x0bJoinRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.mesh.v1.RankHelloH\x00\x12\'\n\x07\x63hecked\x18\x02 \x01(\x0b\x32\x14.mesh.v1.RankCheckedH\x00\x12%\n\x06loaded\x18\x03 \x01(\x0b\x32\x13.mesh.v1.RankLoadedH\x00\x12#\n\x05ready\x18\x04 \x01(\x0b\x32\x12.mesh.v1.RankReadyH\x00\x12\'\n\x07leaving\x18\x05 \x01(\x0b\x32\x14.mesh.v1.RankLeavingH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.mesh.v1.RankFailedH\x00\x42\t\n\x07message\"?\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\ngroup_size\x18\x02 \x01(\r\x12\x10\n\x08versions\x18\x03 \x01(\t\"(\n\x0bRankChecked\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\" \n\nRankLoaded\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x0b\n\tRankReady\"\r\n\x0bRankLeaving\"6\n\nRankFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10is_configuration\x18\x02 \x01(\x08\"\xda\x01\n\x0cJoinResponse\x12#\n\x05setup\x18\x01 \x01(\x0b\x32\x12.mesh.v1.RankSetupH\x00\x12)\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x15.mesh.v1.RankAdmittedH\x00\x12)\n\x08\x61llocate\x18\x03 \x01(\x0b\x32\x15.mesh.v1.RankAllocateH\x00\x12!\n\x04step\x18\x04 \x01(\x0b\x32\x11.mesh.v1.RankStepH\x00\x12!\n\x04\x63opy\x18\x05 \x01(\x0b\x32\x11.mesh.v1.RankCopyH\x00\x42\t\n\x07message\"?\n\tRankSetup\x12\x11\n\tnum_ranks\x18\x01 \x01(\r\x12\x10\n\x08settings\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\"\x1c\n\x0cRankAdmitted\x12\x0c\n\x04host\x18\x01 \x01(\t\"\"\n\x0cRankAllocate\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"T\n\x08RankStep\x12\x0f\n\x07\x63ommand\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\x11\n\tsequences\x18\x04 \x01(\x0c\"*\n\x08RankCopy\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\"\xcc\x01\n\rHoldKvRequest\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvFailedH\x00\x12\x0e\n\x04port\x18\x05 \x01(\rH\x00\x12.\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x17.tandem.v1.SampledTokenH\x00\x12\x1f\n\x04sent\x18\x07 \x01(\x0b\x32\x0f.mesh.v1.KvSentH\x00\x42\x08\n\x06result\"\xcf\x02\n\x0eHoldKvResponse\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12!\n\x05setup\x18\x02 \x01(\x0b\x32\x10.mesh.v1.KvSetupH\x00\x12!\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x10.mesh.v1.KvClearH\x00\x12#\n\x06\x65xpect\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvExpectH\x00\x12\x1f\n\x04send\x18\x05 \x01(\x0b\x32\x0f.mesh.v1.KvSendH\x00\x12\'\n\x08\x61nnounce\x18\x06 \x01(\x0b\x32\x13.mesh.v1.KvAnnounceH\x00\x12#\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.mesh.v1.KvFinishH\x00\x12!\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x10.mesh.v1.KvAbortH\x00\x12%\n\x07\x63ollect\x18\t \x01(\x0b\x32\x12.mesh.v1.KvCollectH\x00\x42\t\n\x07request\"E\n\x07KvSetup\x12\x12\n\ntransports\x18\x01 \x03(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x1c\n\x07KvClear\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"l\n\x08KvExpect\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\x1b\n\tKvCollect\x12\x0e\n\x06\x65xpect\x18\x01 \x01(\x04\"\xa4\x01\n\x06KvSend\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\t\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x1d\n\x04span\x18\x07 \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"l\n\nKvAnnounce\x12\x0c\n\x04send\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\"Z\n\x08KvFinish\x12\x0c\n\x04send\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\x1a\n\x07KvAbort\x12\x0f\n\x07request\x18\x01 \x01(\x04\")\n\x08KvFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"B\n\x06KvSent\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\";\n\x0ePutNoteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\t\"\x11\n\x0fPutNoteResponse\",\n\x0eGetNoteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\" \n\x0fGetNoteResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\x32\xfb\x01\n\x05Ranks\x12\x37\n\x04Join\x12\x14.mesh.v1.JoinRequest\x1a\x15.mesh.v1.JoinResponse(\x01\x30\x01\x12=\n\x06HoldKv\x12\x16.mesh.v1.HoldKvRequest\x1a\x17.mesh.v1.HoldKvResponse(\x01\x30\x01\x12<\n\x07PutNote\x12\x17.mesh.v1.PutNoteRequest\x1a\x18.mesh.v1.PutNoteResponse\x12<\n\x07GetNote\x12\x17.mesh.v1.GetNoteRequest\x1a\x18.mesh.v1.GetNoteResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12mesh/v1/rank.proto\x12\x07mesh.v1\x1a\x18mesh/v1/kvtransfer.proto\x1a\x18tandem/v1/sampling.proto\"\x82\x02\n\x0bJoinRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.mesh.v1.RankHelloH\x00\x12\'\n\x07\x63hecked\x18\x02 \x01(\x0b\x32\x14.mesh.v1.RankCheckedH\x00\x12%\n\x06loaded\x18\x03 \x01(\x0b\x32\x13.mesh.v1.RankLoadedH\x00\x12#\n\x05ready\x18\x04 \x01(\x0b\x32\x12.mesh.v1.RankReadyH\x00\x12\'\n\x07leaving\x18\x05 \x01(\x0b\x32\x14.mesh.v1.RankLeavingH\x00\x12%\n\x06\x66\x61iled\x18\x06 \x01(\x0b\x32\x13.mesh.v1.RankFailedH\x00\x42\t\n\x07message\"?\n\tRankHello\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x12\n\ngroup_size\x18\x02 \x01(\r\x12\x10\n\x08versions\x18\x03 \x01(\t\"(\n\x0bRankChecked\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\" \n\nRankLoaded\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"\x0b\n\tRankReady\"\r\n\x0bRankLeaving\"6\n\nRankFailed\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x18\n\x10is_configuration\x18\x02 \x01(\x08\"\xda\x01\n\x0cJoinResponse\x12#\n\x05setup\x18\x01 \x01(\x0b\x32\x12.mesh.v1.RankSetupH\x00\x12)\n\x08\x61\x64mitted\x18\x02 \x01(\x0b\x32\x15.mesh.v1.RankAdmittedH\x00\x12)\n\x08\x61llocate\x18\x03 \x01(\x0b\x32\x15.mesh.v1.RankAllocateH\x00\x12!\n\x04step\x18\x04 \x01(\x0b\x32\x11.mesh.v1.RankStepH\x00\x12!\n\x04\x63opy\x18\x05 \x01(\x0b\x32\x11.mesh.v1.RankCopyH\x00\x42\t\n\x07message\"?\n\tRankSetup\x12\x11\n\tnum_ranks\x18\x01 \x01(\r\x12\x10\n\x08settings\x18\x02 \x01(\t\x12\r\n\x05group\x18\x03 \x01(\t\"\x1c\n\x0cRankAdmitted\x12\x0c\n\x04host\x18\x01 \x01(\t\"\"\n\x0cRankAllocate\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\"T\n\x08RankStep\x12\x0f\n\x07\x63ommand\x18\x01 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x02 \x01(\x0c\x12\x11\n\tpositions\x18\x03 \x01(\x0c\x12\x11\n\tsequences\x18\x04 \x01(\x0c\"*\n\x08RankCopy\x12\x0e\n\x06source\x18\x01 \x01(\r\x12\x0e\n\x06target\x18\x02 \x01(\r\"\xc7\x01\n\x08KvReport\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\r\n\x05group\x18\x02 \x01(\t\x12\x0e\n\x06number\x18\x03 \x01(\x04\x12#\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvFailedH\x00\x12\x0e\n\x04port\x18\x05 \x01(\rH\x00\x12.\n\x0b\x66irst_token\x18\x06 \x01(\x0b\x32\x17.tandem.v1.SampledTokenH\x00\x12\x1f\n\x04sent\x18\x07 \x01(\x0b\x32\x0f.mesh.v1.KvSentH\x00\x42\x08\n\x06result\"\xc8\x02\n\x07KvOrder\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12!\n\x05setup\x18\x02 \x01(\x0b\x32\x10.mesh.v1.KvSetupH\x00\x12!\n\x05\x63lear\x18\x03 \x01(\x0b\x32\x10.mesh.v1.KvClearH\x00\x12#\n\x06\x65xpect\x18\x04 \x01(\x0b\x32\x11.mesh.v1.KvExpectH\x00\x12\x1f\n\x04send\x18\x05 \x01(\x0b\x32\x0f.mesh.v1.KvSendH\x00\x12\'\n\x08\x61nnounce\x18\x06 \x01(\x0b\x32\x13.mesh.v1.KvAnnounceH\x00\x12#\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.mesh.v1.KvFinishH\x00\x12!\n\x05\x61\x62ort\x18\x08 \x01(\x0b\x32\x10.mesh.v1.KvAbortH\x00\x12%\n\x07\x63ollect\x18\t \x01(\x0b\x32\x12.mesh.v1.KvCollectH\x00\x42\t\n\x07request\"E\n\x07KvSetup\x12\x12\n\ntransports\x18\x01 \x03(\t\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x1c\n\x07KvClear\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"l\n\x08KvExpect\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x11\n\tblock_ids\x18\x03 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x12\n\nnum_tokens\x18\x05 \x01(\r\"\x1b\n\tKvCollect\x12\x0e\n\x06\x65xpect\x18\x01 \x01(\x04\"\xa4\x01\n\x06KvSend\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x02 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x1c\n\x14receiver_incarnation\x18\x04 \x01(\t\x12\x11\n\tblock_ids\x18\x05 \x03(\r\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x1d\n\x04span\x18\x07 \x01(\x0b\x32\x0f.mesh.v1.KvSpan\"l\n\nKvAnnounce\x12\x0c\n\x04send\x18\x01 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x12\n\nnum_layers\x18\x05 \x01(\r\"Z\n\x08KvFinish\x12\x0c\n\x04send\x18\x01 \x01(\x04\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12,\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x17.tandem.v1.SampledToken\"\x1a\n\x07KvAbort\x12\x0f\n\x07request\x18\x01 \x01(\x04\")\n\x08KvFailed\x12\r\n\x05\x65rror\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"B\n\x06KvSent\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x11\n\tnum_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_chunks\x18\x03 \x01(\r\";\n\x0ePutNoteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\x12\r\n\x05group\x18\x03 \x01(\t\"\x11\n\x0fPutNoteResponse\",\n\x0eGetNoteRequest\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05group\x18\x02 \x01(\t\" \n\x0fGetNoteResponse\x12\r\n\x05value\x18\x01 \x01(\x0c\x32\xef\x01\n\x05Ranks\x12\x37\n\x04Join\x12\x14.mesh.v1.JoinRequest\x1a\x15.mesh.v1.JoinResponse(\x01\x30\x01\x12\x31\n\x06HoldKv\x12\x11.mesh.v1.KvReport\x1a\x10.mesh.v1.KvOrder(\x01\x30\x01\x12<\n\x07PutNote\x12\x17.mesh.v1.PutNoteRequest\x1a\x18.mesh.v1.PutNoteResponse\x12<\n\x07GetNote\x12\x17.mesh.v1.GetNoteRequest\x1a\x18.mesh.v1.GetNoteResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,38 +59,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RANKSTEP']._serialized_end=1005
   _globals['_RANKCOPY']._serialized_start=1007
   _globals['_RANKCOPY']._serialized_end=1049
-  _globals['_HOLDKVREQUEST']._serialized_start=1052
-  _globals['_HOLDKVREQUEST']._serialized_end=1256
-  _globals['_HOLDKVRESPONSE']._serialized_start=1259
-  _globals['_HOLDKVRESPONSE']._serialized_end=1594
-  _globals['_KVSETUP']._serialized_start=1596
-  _globals['_KVSETUP']._serialized_end=1665
-  _globals['_KVCLEAR']._serialized_start=1667
-  _globals['_KVCLEAR']._serialized_end=1695
-  _globals['_KVEXPECT']._serialized_start=1697
-  _globals['_KVEXPECT']._serialized_end=1805
-  _globals['_KVCOLLECT']._serialized_start=1807
-  _globals['_KVCOLLECT']._serialized_end=1834
-  _globals['_KVSEND']._serialized_start=1837
-  _globals['_KVSEND']._serialized_end=2001
-  _globals['_KVANNOUNCE']._serialized_start=2003
-  _globals['_KVANNOUNCE']._serialized_end=2111
-  _globals['_KVFINISH']._serialized_start=2113
-  _globals['_KVFINISH']._serialized_end=2203
-  _globals['_KVABORT']._serialized_start=2205
-  _globals['_KVABORT']._serialized_end=2231
-  _globals['_KVFAILED']._serialized_start=2233
-  _globals['_KVFAILED']._serialized_end=2274
-  _globals['_KVSENT']._serialized_start=2276
-  _globals['_KVSENT']._serialized_end=2342
-  _globals['_PUTNOTEREQUEST']._serialized_start=2344
-  _globals['_PUTNOTEREQUEST']._serialized_end=2403
-  _globals['_PUTNOTERESPONSE']._serialized_start=2405
-  _globals['_PUTNOTERESPONSE']._serialized_end=2422
-  _globals['_GETNOTEREQUEST']._serialized_start=2424
-  _globals['_GETNOTEREQUEST']._serialized_end=2468
-  _globals['_GETNOTERESPONSE']._serialized_start=2470
-  _globals['_GETNOTERESPONSE']._serialized_end=2502
-  _globals['_RANKS']._serialized_start=2505
-  _globals['_RANKS']._serialized_end=2756
+  _globals['_KVREPORT']._serialized_start=1052
+  _globals['_KVREPORT']._serialized_end=1251
+  _globals['_KVORDER']._serialized_start=1254
+  _globals['_KVORDER']._serialized_end=1582
+  _globals['_KVSETUP']._serialized_start=1584
+  _globals['_KVSETUP']._serialized_end=1653
+  _globals['_KVCLEAR']._serialized_start=1655
+  _globals['_KVCLEAR']._serialized_end=1683
+  _globals['_KVEXPECT']._serialized_start=1685
+  _globals['_KVEXPECT']._serialized_end=1793
+  _globals['_KVCOLLECT']._serialized_start=1795
+  _globals['_KVCOLLECT']._serialized_end=1822
+  _globals['_KVSEND']._serialized_start=1825
+  _globals['_KVSEND']._serialized_end=1989
+  _globals['_KVANNOUNCE']._serialized_start=1991
+  _globals['_KVANNOUNCE']._serialized_end=2099
+  _globals['_KVFINISH']._serialized_start=2101
+  _globals['_KVFINISH']._serialized_end=2191
+  _globals['_KVABORT']._serialized_start=2193
+  _globals['_KVABORT']._serialized_end=2219
+  _globals['_KVFAILED']._serialized_start=2221
+  _globals['_KVFAILED']._serialized_end=2262
+  _globals['_KVSENT']._serialized_start=2264
+  _globals['_KVSENT']._serialized_end=2330
+  _globals['_PUTNOTEREQUEST']._serialized_start=2332
+  _globals['_PUTNOTEREQUEST']._serialized_end=2391
+  _globals['_PUTNOTERESPONSE']._serialized_start=2393
+  _globals['_PUTNOTERESPONSE']._serialized_end=2410
+  _globals['_GETNOTEREQUEST']._serialized_start=2412
+  _globals['_GETNOTEREQUEST']._serialized_end=2456
+  _globals['_GETNOTERESPONSE']._serialized_start=2458
+  _globals['_GETNOTERESPONSE']._serialized_end=2490
+  _globals['_RANKS']._serialized_start=2493
+  _globals['_RANKS']._serialized_end=2732
 # @@protoc_insertion_point(module_scope)

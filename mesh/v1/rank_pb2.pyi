@@ -118,7 +118,7 @@ class RankCopy(_message.Message):
     target: int
     def __init__(self, source: _Optional[int] = ..., target: _Optional[int] = ...) -> None: ...
 
-class HoldKvRequest(_message.Message):
+class KvReport(_message.Message):
     __slots__ = ("rank", "group", "number", "failed", "port", "first_token", "sent")
     RANK_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
@@ -136,7 +136,7 @@ class HoldKvRequest(_message.Message):
     sent: KvSent
     def __init__(self, rank: _Optional[int] = ..., group: _Optional[str] = ..., number: _Optional[int] = ..., failed: _Optional[_Union[KvFailed, _Mapping]] = ..., port: _Optional[int] = ..., first_token: _Optional[_Union[_sampling_pb2.SampledToken, _Mapping]] = ..., sent: _Optional[_Union[KvSent, _Mapping]] = ...) -> None: ...
 
-class HoldKvResponse(_message.Message):
+class KvOrder(_message.Message):
     __slots__ = ("number", "setup", "clear", "expect", "send", "announce", "finish", "abort", "collect")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     SETUP_FIELD_NUMBER: _ClassVar[int]

@@ -42,8 +42,8 @@ class RanksStub:
                 _registered_method=True)
         self.HoldKv = channel.stream_stream(
                 '/mesh.v1.Ranks/HoldKv',
-                request_serializer=mesh_dot_v1_dot_rank__pb2.HoldKvRequest.SerializeToString,
-                response_deserializer=mesh_dot_v1_dot_rank__pb2.HoldKvResponse.FromString,
+                request_serializer=mesh_dot_v1_dot_rank__pb2.KvReport.SerializeToString,
+                response_deserializer=mesh_dot_v1_dot_rank__pb2.KvOrder.FromString,
                 _registered_method=True)
         self.PutNote = channel.unary_unary(
                 '/mesh.v1.Ranks/PutNote',
@@ -70,8 +70,8 @@ class RanksServicer:
         raise NotImplementedError('Method not implemented!')
 
     def HoldKv(self, request_iterator, context):
-        """The KV that the rank holds: the rank's first message names it, then each response asks for something, and a request
-        with the same number answers. KV itself goes from rank to rank over KvTransfer, not through the leader. On a
+        """The KV that the rank holds: the rank's first report names it; then the leader gives orders, and the rank answers each
+        with a report of the same number. KV itself goes from rank to rank over KvTransfer, not through the leader. On a
         connection of its own, so that steps do not wait behind KV.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -102,8 +102,8 @@ def add_RanksServicer_to_server(servicer, server):
             ),
             'HoldKv': grpc.stream_stream_rpc_method_handler(
                     servicer.HoldKv,
-                    request_deserializer=mesh_dot_v1_dot_rank__pb2.HoldKvRequest.FromString,
-                    response_serializer=mesh_dot_v1_dot_rank__pb2.HoldKvResponse.SerializeToString,
+                    request_deserializer=mesh_dot_v1_dot_rank__pb2.KvReport.FromString,
+                    response_serializer=mesh_dot_v1_dot_rank__pb2.KvOrder.SerializeToString,
             ),
             'PutNote': grpc.unary_unary_rpc_method_handler(
                     servicer.PutNote,
@@ -169,8 +169,8 @@ class Ranks:
             request_iterator,
             target,
             '/mesh.v1.Ranks/HoldKv',
-            mesh_dot_v1_dot_rank__pb2.HoldKvRequest.SerializeToString,
-            mesh_dot_v1_dot_rank__pb2.HoldKvResponse.FromString,
+            mesh_dot_v1_dot_rank__pb2.KvReport.SerializeToString,
+            mesh_dot_v1_dot_rank__pb2.KvOrder.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,11 +45,11 @@ class CapacityReservation:
         self.shares: dict[str, InFlight] = {}
         """The part of its workers' sums that is this reservation, by incarnation."""
         self.num_shared_tokens = 0
-        """Leading tokens whose blocks another reservation counts."""
+        """Leading tokens whose blocks the first choice's reservation counts; after its end, that of the first fork."""
         self.is_fork = False
         """True if another attempt's start message also starts this one."""
         self.forks: list[CapacityReservation] = []
-        """Reservations whose shared tokens this one counts."""
+        """The other reservations with these leading tokens: this one counts the blocks for all."""
         self.holds_prefill = placement.prefill is not None
         self.is_transferring = False
         """KV is on its way, perhaps while the prompt is still computed."""

@@ -7,8 +7,8 @@
         ── Placement(prefill, decode), or the reason why there is none now
 
 A Roster holds the figures of its workers as columns, so that a thousand workers cost little more than one. It lasts
-until a worker joins, leaves, or is proven; loads change in place. To add a policy, write another function with the
-signature of `prefill_cost` or `decode_cost`.
+until a worker joins, leaves, or is proven; loads change in place. To change the policy, change `prefill_cost` or
+`decode_cost`, or what `place` asks of workers.
 """
 
 import math
@@ -24,8 +24,8 @@ from mesh.domain.kv import BlockHash, next_hash, root_hash
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.workers.membership import WorkerView, capacity_tokens
 
-# A prefill worker gets work for this many passes ahead: enough to never idle, not enough to build up a queue.
-_PREFILL_PASSES_AHEAD = 2
+# A prefill worker gets work for this many steps ahead: enough to never idle, not enough to build up a queue.
+_PREFILL_STEPS_AHEAD = 2
 # While workers wait to be proven, this many slots of a decode worker are reserved for canaries. The worker itself
 # keeps one of them for prompts that wait for blocks there.
 _CANARY_SLOTS = 2
@@ -169,9 +169,10 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class PlacementQuery:
-    """The needs of one attempt. `avoid`: incarnations of workers that failed this request. `cut_off`: those of prefill
-    workers whose KV did not arrive. `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter
-    that its workers must have; empty for none. `home`: incarnation of the decode worker that its session used last.
+    """The needs of one attempt. `avoid`: incarnations of workers that failed this request; they are chosen only if
+    there is no other. `cut_off`: incarnations of prefill workers whose KV did not arrive; they are not chosen at all.
+    `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter that its workers must have; empty
+    for none. `home`: incarnation of the decode worker that its session used last.
     """
 
     num_tokens: int
@@ -269,11 +270,6 @@ class MeshSnapshot:
         return Roster([view for view in proven if view.info.role is role], self.in_flight)
 
 
-Cost = Callable[[PlacementQuery, Roster, Numbers], Costs]
-"""A policy: placement chooses the worker with the lowest cost. The numbers are the prompt's tokens that each worker has
-cached."""
-
-
 def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacement:
     """Choose the workers of an attempt, or return why none fit now."""
     decoders = snapshot.decode
@@ -307,8 +303,8 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
 
 
 def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots: int = 0) -> Mask:
-    """The workers with a slot per sequence, besides those for canaries, and blocks for the prompt and 1-2 per
-    sequence.
+    """The workers with a free slot for each sequence (canaries' slots do not count), and with free blocks for the
+    prompt plus one or two per sequence.
 
     More sequences than there are slots go to an empty worker. Free blocks have two lower bounds: the worker's last
     report minus blocks sent since, and all blocks minus this router's own. The first lags behind finished sequences,
@@ -322,7 +318,7 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
 
 
 def is_short(num_tokens: int, info: WorkerInfo) -> bool:
-    """True for prompts that fit into half of a pass: the worker computes them beside a long prompt."""
+    """True for prompts that fit into half of a step: the worker computes them beside a long prompt."""
     return num_tokens <= info.max_batch_tokens // 2
 
 
@@ -335,21 +331,22 @@ def is_short_in(snapshot: MeshSnapshot) -> Callable[[PlacementQuery], bool]:
 def prefill_has_capacity(query: PlacementQuery, roster: Roster) -> Mask:
     """The workers with memory and token budget for the prompt; an idle worker takes a prompt of any length.
 
-    Short and long prompts have separate budgets: the worker gives half of each pass to its oldest prompt and the other
+    Short and long prompts have separate budgets: the worker gives half of each step to its oldest prompt and the other
     half to short prompts, so neither kind waits for the other.
     """
     has_memory = roster.held_blocks + _num_blocks(query, roster) <= roster.num_blocks
     num_short = roster.short_prefill_tokens
     num_ahead = np.where(_is_short_at(query, roster), num_short, roster.prefill_tokens - num_short)
-    has_budget = num_ahead < _PREFILL_PASSES_AHEAD * roster.max_batch_tokens
+    has_budget = num_ahead < _PREFILL_STEPS_AHEAD * roster.max_batch_tokens
     idle: Mask = roster.num_seqs == 0
     return idle | (has_memory & has_budget)
 
 
 def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs:
-    """Tokens to compute until the first token: those ahead of the prompt and its own uncached ones.
+    """Tokens to compute until the first token: those ahead of the prompt and its own uncached ones. `cached`: the
+    prompt's tokens that each worker has cached.
 
-    Long prompts ahead of a short one take as much of each pass as the short prompts do.
+    Long prompts ahead of a short one take as much of each step as the short prompts do.
     """
     uncached = query.num_tokens - cached
     num_long = roster.prefill_tokens - roster.short_prefill_tokens

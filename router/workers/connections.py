@@ -36,7 +36,7 @@ class Caller:
 
 
 class Channels:
-    """Opens channels on demand. The channel of a lost worker is closed, which ends all calls over it at once."""
+    """Opens channels on demand. `reconcile` closes those of lost workers, which ends all calls over them."""
 
     def __init__(self, table: WorkerTable, tls: TlsIdentity | None) -> None:
         self._table = table

@@ -8,8 +8,8 @@ Canaries establish trust in a worker, and a circuit breaker on clients' attempts
     tripped (`trip_after` failures in a row): down to NONE; a decode worker whose transfers failed, to LOCAL
 
 A worker is only tested alone or with a proven partner, so a faulty worker keeps no other from being proven. A decode
-worker needs no partner for its first step, and serves as LOCAL, prefilling itself; the partner for every other step
-changes from canary to canary. When hundreds join at once, a partner is in a few canaries at a time, so that none waits
+worker is first proven alone; from then on it is LOCAL and gets prompts that it prefills itself. Every later canary uses
+another partner. When hundreds join at once, a partner is in a few canaries at a time, so that none waits
 there until it times out; workers that have been proven are partners of the next. A failed canary is held against no
 worker, because it cannot tell which end of a transfer was at fault: the subject merely stays where it was until its
 next canary.

@@ -142,10 +142,10 @@ class ModelledDecode(ModelledWorker):
         if self._listeners.pop(key, None) is not None:
             self._loop.call_later(self._hop_s, self._remove, key)
 
-    def commit(self, key: SequenceKey, first_token: SampledToken) -> None:
+    def commit(self, key: SequenceKey, first_token_id: int) -> None:
         """All KV is there: the sequence runs from the next step on."""
         if key in self._sequences:
-            self.engine.post(lambda scheduler: scheduler.commit(key, first_token))
+            self.engine.post(lambda scheduler: scheduler.commit(key, first_token_id))
 
     def lose(self) -> None:
         self.engine.stop()

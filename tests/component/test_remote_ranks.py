@@ -147,7 +147,7 @@ class MovingKV:
         setup = rank_pb2.KvSetup(transports=["grpc"], worker_id="w")
         taking = rank_pb2.KvSetup(transports=["grpc"], incarnation=INCARNATION)
         for request in (setup, taking):  # a worker's ranks do one of them
-            ports = [link.ask(rank_pb2.HoldKvResponse(setup=request)).result(LIMIT_S).port for link in links]
+            ports = [link.ask(rank_pb2.KvOrder(setup=request)).result(LIMIT_S).port for link in links]
         self._endpoints = [KVEndpoint(f"127.0.0.1:{port}", link.span) for link, port in zip(links, ports, strict=True)]
         self._num_moved = itertools.count()
 
@@ -273,7 +273,7 @@ def test_a_killed_rank_is_told(checkpoint: Checkpoint) -> None:
         with pytest.raises(WorkerLost):
             runner.kv_cache.clear_blocks([1])
         with pytest.raises(WorkerLost):
-            links[0].ask(rank_pb2.HoldKvResponse()).result(LIMIT_S)
+            links[0].ask(rank_pb2.KvOrder()).result(LIMIT_S)
         status, log = processes[0].end()
         assert (status, "rank 2 (127.0.0.1) is lost" in log) == (1, True), log
 

@@ -10,9 +10,8 @@ from kvtransfer.messages import Ack, Chunk, Commit, Granted, ReceiverMessage, Se
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import MeshError
-from mesh.domain.tokens import SampledToken
 
-FIRST_TOKEN = SampledToken(7, -0.25)
+FIRST_TOKEN = 7
 INCARNATION = "this-run"
 GRPC_ONLY = TransferSettings(transports=("grpc",), num_threads=1)
 
@@ -53,7 +52,7 @@ def make_commit(reservation: ExpectedTransfer, chunks: Sequence[Chunk]) -> Commi
 class Outcomes:
     """Results that a receiver's callbacks reported. `changed` is set at each."""
 
-    committed: list[tuple[str, SampledToken]] = field(default_factory=list)
+    committed: list[tuple[str, int]] = field(default_factory=list)
     failed: list[tuple[str, MeshError]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 

@@ -9,7 +9,6 @@ import grpc
 
 from kvtransfer import ExpectedTransfer
 from kvtransfer.messages import SenderMessage, request_to_bytes
-from mesh.domain.tokens import SampledToken
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
 from mesh.v1 import kvtransfer_pb2 as pb
@@ -72,5 +71,5 @@ def honest_messages(prompt: Sequence[int], transfer_id: str, attempt: int = 0) -
     places = [box(0, num_blocks, layer, 1, layout.whole.heads) for layer in range(layout.num_layers)]
     chunks = [make_chunk(store, reservation, block_ids, number, place) for number, place in enumerate(places)]
     opening = replace(open_message(store, reservation), receiver_incarnation=INCARNATION)
-    commit = replace(make_commit(reservation, chunks), first_token=SampledToken(fake_token(prompt), -0.5))
+    commit = replace(make_commit(reservation, chunks), first_token_id=fake_token(prompt))
     return [opening, *chunks, commit]

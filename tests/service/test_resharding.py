@@ -42,7 +42,7 @@ COPIES = [Degrees(1), Degrees(2), Degrees(4, 2), Degrees(8)]
 
 
 class Rank:
-    """A rank and the leader's connection to it, in this process. Implements kvtransfer.ranks.RankKV."""
+    """A rank and the leader's connection to it, in this process. Implements kvtransfer.ranks.RankPeer."""
 
     def __init__(self, store: FakeKVStore) -> None:
         self.span = store.span
@@ -51,30 +51,30 @@ class Rank:
         settings = RankSettings(leader="127.0.0.1:1", rank=1, model="m", mesh_key="a mesh key for tests")
         self.kv = RankKV(store, settings, "127.0.0.1", self._on_answer)  # type: ignore[arg-type]
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Future[rank_pb2.HoldKvRequest]] = {}
+        self._answers: dict[int, Future[rank_pb2.KvReport]] = {}
 
-    def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
-        answer: Future[rank_pb2.HoldKvRequest] = Future()
+    def ask(self, request: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
+        answer: Future[rank_pb2.KvReport] = Future()
         answer.set_running_or_notify_cancel()
         request.number = next(self._numbers)
         self._answers[request.number] = answer
         self.kv.handle(request)
         return answer
 
-    def tell(self, request: rank_pb2.HoldKvResponse) -> None:
+    def tell(self, request: rank_pb2.KvOrder) -> None:
         request.number = next(self._numbers)
         self.kv.handle(request)
 
     async def set_up(self, incarnation: str = "") -> int:
         setup = rank_pb2.KvSetup(transports=["grpc"], worker_id="worker", incarnation=incarnation)
-        return (await asyncio.wrap_future(self.ask(rank_pb2.HoldKvResponse(setup=setup)))).port
+        return (await asyncio.wrap_future(self.ask(rank_pb2.KvOrder(setup=setup)))).port
 
     def require_idle(self) -> None:
         assert not self._answers, "something was never answered"
         assert not self.kv._sends
         assert not self.kv._expected
 
-    def _on_answer(self, answer: rank_pb2.HoldKvRequest) -> None:
+    def _on_answer(self, answer: rank_pb2.KvReport) -> None:
         asked = self._answers.pop(answer.number)
         if answer.HasField("failed"):
             asked.set_exception(named_error(answer.failed.error, answer.failed.reason))

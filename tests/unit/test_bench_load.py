@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
+from bench.closed_loop import Workload, run_closed_loop
 from tandem_cli.load_test.figures import Failed, Outcome
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
-from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, Workload, run_closed_loop
+from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply
 
 JOBS = random_jobs(Lengths(4, 3), 24, 0)
 

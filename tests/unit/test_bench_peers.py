@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import tandem
+from bench.closed_loop import Workload, run_closed_loop
 from bench.peers import goodput
 from bench.peers.arms import Arm, Serving, in_turn, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
@@ -20,7 +21,6 @@ from bench.peers.goodput import run_rate
 from bench.peers.install import select_requirements
 from bench.peers.process import Command, PeerFailed, running
 from bench.peers.wire import Request, Wire
-from tandem_cli.load_test.load import Workload, run_closed_loop
 
 ECHO = """
 import json, sys

@@ -19,7 +19,7 @@ from worker.settings import WorkerSettings
 
 
 class RankLink:
-    """The connection to one rank, which holds the KV of `span`. Implements kvtransfer.ranks.RankKV."""
+    """The connection to one rank, which holds the KV of `span`. Implements kvtransfer.ranks.RankPeer."""
 
     def __init__(self, rank: int, host: str, span: KVSpan) -> None:
         self.rank = rank
@@ -29,9 +29,9 @@ class RankLink:
         self.reports: dict[str, rank_pb2.JoinRequest] = {}
         self.error: MeshError | None = None
         self._messages: SimpleQueue[rank_pb2.JoinResponse | None] = SimpleQueue()
-        self._kv_requests: SimpleQueue[rank_pb2.HoldKvResponse | None] = SimpleQueue()
+        self._kv_requests: SimpleQueue[rank_pb2.KvOrder | None] = SimpleQueue()
         self._numbers = itertools.count(1)
-        self._answers: dict[int, Future[rank_pb2.HoldKvRequest]] = {}
+        self._answers: dict[int, Future[rank_pb2.KvReport]] = {}
         self._lock = threading.Lock()
         self._has_ended = False
         self._holds_kv = False
@@ -39,7 +39,7 @@ class RankLink:
     def messages(self) -> Iterator[rank_pb2.JoinResponse]:
         return iter(self._messages.get, None)
 
-    def kv_requests(self) -> Iterator[rank_pb2.HoldKvResponse]:
+    def kv_requests(self) -> Iterator[rank_pb2.KvOrder]:
         return iter(self._kv_requests.get, None)
 
     def claim_kv(self) -> bool:
@@ -53,8 +53,8 @@ class RankLink:
     def send(self, message: rank_pb2.JoinResponse) -> None:
         self._messages.put(message)
 
-    def ask(self, request: rank_pb2.HoldKvResponse) -> "Future[rank_pb2.HoldKvRequest]":
-        answer: Future[rank_pb2.HoldKvRequest] = Future()
+    def ask(self, request: rank_pb2.KvOrder) -> "Future[rank_pb2.KvReport]":
+        answer: Future[rank_pb2.KvReport] = Future()
         answer.set_running_or_notify_cancel()  # a task that waits for it may be cancelled, not the answer
         with self._lock:
             request.number = next(self._numbers)
@@ -65,11 +65,11 @@ class RankLink:
             self._kv_requests.put(request)
         return answer
 
-    def tell(self, request: rank_pb2.HoldKvResponse) -> None:
+    def tell(self, request: rank_pb2.KvOrder) -> None:
         request.number = next(self._numbers)
         self._kv_requests.put(request)
 
-    def answer(self, request: rank_pb2.HoldKvRequest) -> None:
+    def answer(self, request: rank_pb2.KvReport) -> None:
         with self._lock:
             answer = self._answers.pop(request.number, None)
         if answer is None:
@@ -105,7 +105,7 @@ def set_up_kv(links: Sequence[RankLink], settings: WorkerSettings, info: WorkerI
     request = rank_pb2.KvSetup(
         transports=settings.transports, worker_id=info.worker_id, incarnation=info.incarnation if takes_kv else ""
     )
-    answers = [(link, link.ask(rank_pb2.HoldKvResponse(setup=request))) for link in links]
+    answers = [(link, link.ask(rank_pb2.KvOrder(setup=request))) for link in links]
     ports = [(link, answer.result().port) for link, answer in answers]
     if not takes_kv or not links:
         return ()

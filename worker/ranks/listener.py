@@ -122,7 +122,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._send(rank_pb2.JoinResponse(step=step), rank)
 
     def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        requests = [rank_pb2.HoldKvResponse(clear=rank_pb2.KvClear(block_ids=block_ids)) for _ in self._links]
+        requests = [rank_pb2.KvOrder(clear=rank_pb2.KvClear(block_ids=block_ids)) for _ in self._links]
         for answer in [link.ask(request) for link, request in zip(self._links.values(), requests, strict=True)]:
             answer.result()
 
@@ -173,12 +173,12 @@ class RankListener(rank_pb2_grpc.RanksServicer):
                 self._end(link)
 
     def HoldKv(
-        self, request_iterator: Iterator[rank_pb2.HoldKvRequest], context: grpc.ServicerContext
-    ) -> Iterator[rank_pb2.HoldKvResponse]:
+        self, request_iterator: Iterator[rank_pb2.KvReport], context: grpc.ServicerContext
+    ) -> Iterator[rank_pb2.KvOrder]:
         """The leader's requests about the KV of one rank."""
         with self._answering(context):
             try:
-                first = next(request_iterator, rank_pb2.HoldKvRequest())
+                first = next(request_iterator, rank_pb2.KvReport())
             except grpc.RpcError:
                 raise WorkerLost("the rank has left") from None
             self._require_group(first.group)
@@ -268,7 +268,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         finally:
             self._end(link)
 
-    def _read_kv(self, link: RankLink, requests: Iterator[rank_pb2.HoldKvRequest]) -> None:
+    def _read_kv(self, link: RankLink, requests: Iterator[rank_pb2.KvReport]) -> None:
         try:
             for request in requests:
                 link.answer(request)

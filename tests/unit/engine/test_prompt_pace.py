@@ -69,7 +69,7 @@ def test_the_scheduler_limits_prompts_beside_sequences_that_were_prefilled_elsew
     first = SequenceState(make_request("first", [1] * 40, max_new_tokens=50))
     if is_transferred:
         scheduler.reserve(first)
-        scheduler.commit(first.key, SampledToken(7, -0.5))
+        scheduler.commit(first.key, 7)
     else:
         scheduler.add(first)
         run_step(scheduler, max_prompt_tokens=10)

@@ -117,7 +117,7 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(sequence=live)
     def commit(self, sequence: SequenceState) -> None:
         was_waiting, forks = sequence.status is SequenceStatus.WAITING_FOR_KV, sequence.forks
-        self.scheduler.commit(sequence.key, SampledToken(1, -0.1))
+        self.scheduler.commit(sequence.key, 1)
         assert not was_waiting or sequence.num_uncomputed_tokens == 1
         if was_waiting:
             assert sequence.forks == []
@@ -529,7 +529,7 @@ def test_a_prompt_that_is_published_is_not_hashed_again(monkeypatch: pytest.Monk
     sequence = SequenceState(make_request("a", prompt, max_new_tokens=4))
     if is_transferred:
         scheduler.reserve(sequence)
-        scheduler.commit(sequence.key, SampledToken(50, -0.5))
+        scheduler.commit(sequence.key, 50)
     else:
         scheduler.add(sequence)
         run_step(scheduler)
@@ -633,7 +633,7 @@ def test_a_sequence_that_ends_with_its_prompt_leaves_its_forks_running() -> None
     sequence = SequenceState(make_request("a", range(1, 8), max_new_tokens=1))
     sequence.forks = [SequenceState(make_request("f", sequence.token_ids, max_new_tokens=1))]
     scheduler.reserve(sequence)
-    scheduler.commit(sequence.key, SampledToken(1, -0.5))
+    scheduler.commit(sequence.key, 1)
     assert sequence.status is SequenceStatus.FINISHED
     _, [output] = run_step(scheduler)
     assert (output.request_id, output.finish_reason, output.cached_tokens) == ("f", FinishReason.LENGTH, 6)

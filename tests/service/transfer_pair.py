@@ -115,7 +115,7 @@ class Pair:
     def require_slots_back(self) -> None:
         for transport in self.transports:
             if isinstance(transport, ShmSendTransport):
-                assert transport.num_free_slots == transport.num_slots
+                assert transport.slots.num_free == transport.slots.num_slots
             elif transport.name == "gloo":
                 assert transport.slots.num_taken == 0  # type: ignore[attr-defined]
 

@@ -47,7 +47,7 @@ class DecodeSettings(WorkerSettings):
         "max_rolling_batch_size; 0: none, nor with enforce_eager",
     )
     kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, "transports for KV that this worker accepts: shm, gloo, nccl, grpc"
+        DEFAULT_KV_TRANSPORTS, "transports for KV that this worker accepts: shm, gloo, nccl, nixl, mooncake, grpc"
     )
     speculative: str = setting(
         "auto",

@@ -21,7 +21,7 @@ class PrefillSettings(WorkerSettings):
         "decode worker's max_rolling_batch_size counts running sequences",
     )
     kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, "transports for KV, in order of preference: shm, gloo, nccl, grpc"
+        DEFAULT_KV_TRANSPORTS, "transports for KV, in order of preference: shm, gloo, nccl, nixl, mooncake, grpc"
     )
 
     def __post_init__(self) -> None:

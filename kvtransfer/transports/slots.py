@@ -122,7 +122,7 @@ class TensorSlots:
     async def filled(
         self, num_bytes: int, fill: "Callable[[Tensor], futures.Future[None]]"
     ) -> "AsyncIterator[Payload]":
-        """A slot that `fill` fills on another thread, as a payload until the context ends. Raises what `fill` raises."""
+        """A slot that `fill` fills on another thread, as a payload, until the context ends. Raises what `fill` does."""
         memory = await self.acquire(num_bytes)
         filling = fill(memory[:num_bytes])
         try:

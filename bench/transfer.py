@@ -70,7 +70,7 @@ class TransferBenchPlan:
     num_runs: int
     chunk_bytes: int
     trust_fabric: bool = False
-    """gloo beyond this host, too: the operator says that nobody else can use the network."""
+    """nixl and mooncake, and gloo beyond this host: the operator says that nobody else can use the network."""
 
     def settings(self, *transports: str) -> TransferSettings:
         """The settings of a sender or receiver with these transports."""
@@ -279,7 +279,9 @@ def parser() -> argparse.ArgumentParser:
     side = parser.add_mutually_exclusive_group()
     side.add_argument("--receive", metavar="HOST:PORT", help="receive there what another host sends, once")
     side.add_argument("--send", metavar="HOST:PORT", help="send to the receiver of another host")
-    parser.add_argument("--trust-fabric", action="store_true", help="gloo to another host, over a network of your own")
+    parser.add_argument(
+        "--trust-fabric", action="store_true", help="nixl, mooncake, and gloo to another host: the network is your own"
+    )
     return parser
 
 

@@ -34,7 +34,7 @@ class TransferSettings:
     """Largest arena that a receiver opens."""
     shm_dir: str = "/dev/shm"
     trust_fabric: bool = False
-    """Use gloo and nccl beyond this machine, too. They neither authenticate nor encrypt."""
+    """Use nixl and mooncake, and gloo and nccl beyond this machine, too. They neither authenticate nor encrypt."""
 
     def __post_init__(self) -> None:
         if not self.transports:

@@ -22,6 +22,7 @@ from redis.exceptions import RedisError
 
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
+from mesh.redis_cluster import TAG, is_clustered, open_slot
 from mesh.retry import Backoff, require_not_cancelled
 from mesh.rpc.credentials import MeshKey
 
@@ -31,7 +32,7 @@ FAILURES = (RedisError, OSError, TimeoutError)
 """Errors of an unreachable or misbehaving Redis. No process exits because of them."""
 
 PREFIX = "tandem:"
-"""Prefix of every key and channel: an ACL needs `~tandem:* &tandem:*`."""
+"""Prefix of every key and channel: an ACL needs `~tandem:* &tandem:*`. In a cluster it is `{tandem}:` (`name_in`)."""
 
 HEARTBEATS = f"{PREFIX}beats"
 WORKERS = f"{PREFIX}workers"
@@ -42,6 +43,8 @@ RECORD_TTL_S = 5.0
 _PLAIN = ("redis", "rediss")
 _SENTINEL_PORT = 26379
 _BY_SENTINEL = {f"{scheme}+sentinel": scheme for scheme in _PLAIN}
+
+_BY_CLUSTER = {f"{scheme}+cluster": scheme for scheme in _PLAIN}
 
 _TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.1
@@ -54,10 +57,10 @@ def require_registry(url: str, key: MeshKey | None) -> MeshKey:
         scheme = urlsplit(url).scheme
     except ValueError:  # brackets of its host do not match
         scheme = ""
-    if scheme not in (*_PLAIN, *_BY_SENTINEL):
+    if scheme not in (*_PLAIN, *_BY_SENTINEL, *_BY_CLUSTER):
         raise ConfigurationError(
-            "registry_url must be redis://HOST:PORT/DB, rediss://..., redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB "
-            "or rediss+sentinel://..., or empty"
+            "registry_url must be redis://HOST:PORT/DB, redis+sentinel://HOST:PORT,HOST:PORT/SERVICE/DB, "
+            "redis+cluster://HOST:PORT,HOST:PORT, one of these with rediss, or empty"
         )
     if key is None:
         raise ConfigurationError("registry_url needs a mesh key: records in Redis are signed; set TANDEM_MESH_KEY")
@@ -69,8 +72,11 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
     times = {"socket_timeout": timeout_s, "socket_connect_timeout": timeout_s}
     options: dict[str, Any] = {**times, "retry": Retry(NoBackoff(), 0), "protocol": 2}
     try:
-        if urlsplit(url).scheme in _BY_SENTINEL:
+        parts = urlsplit(url)
+        if parts.scheme in _BY_SENTINEL:
             return _open_master(url, options)
+        if parts.scheme in _BY_CLUSTER:
+            return open_slot(parts, options, tls=_BY_CLUSTER[parts.scheme] == "rediss")
         return Redis.from_url(url, **options)
     except ValueError:
         # The text of the error may contain a part of the password.
@@ -109,6 +115,11 @@ def _open_master(url: str, options: dict[str, Any]) -> Redis:
     known = {**options, **known}  # as in Redis.from_url
     sentinel = Sentinel(hosts, sentinel_kwargs=known, **known)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
+
+
+def name_in(redis: Redis, name: str) -> str:
+    """A key or channel as this client's Redis has it."""
+    return f"{TAG}:{name.removeprefix(PREFIX)}" if is_clustered(redis) else name
 
 
 def cause_of(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
     start routers ──listening──▶ start workers and gateway ──all ready──▶ trial requests ──▶ ready ──▶ watch
     a service exits: restart it with backoff; routers and gateway keep their addresses
+    the routers' advice, on Ray: start another worker, or stop one
     SIGINT, SIGTERM: stop gateway and routers (they drain), then workers; a second signal kills all
 
 All events pass through one queue and are handled in order by one task.
@@ -11,7 +12,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -23,6 +24,7 @@ from tandem_cli.cores import format_cores
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
 from tandem_cli.launcher import ChildEvent, Launcher, RunningService
+from tandem_cli.scaling import Change, Scaling
 
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
@@ -61,14 +63,22 @@ class _RestartDue:
     service: Service
 
 
-_Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue
+_Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue | Change
 
 
 class Supervisor:
     """Runs the services of one mesh from start to stop. Use it once."""
 
-    def __init__(self, deployment: Deployment, launch: Launcher, display: Display, trial: Trial) -> None:
+    def __init__(
+        self,
+        deployment: Deployment,
+        launch: Launcher,
+        display: Display,
+        trial: Trial,
+        scaling: Scaling | None = None,
+    ) -> None:
         self._deployment = deployment
+        self._scaling = scaling
         self._display = display
         self._trial = trial
         self._queue: asyncio.Queue[_Event] = asyncio.Queue()
@@ -79,6 +89,7 @@ class Supervisor:
         self._registries: dict[str, str] = {}
         """The registry address of each router, by its name."""
         self._down: set[str] = set()
+        self._leaving: set[asyncio.Task[None]] = set()
         self._compile_hint: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
@@ -96,7 +107,8 @@ class Supervisor:
                     ",".join(self._addresses("router")),
                     self._children["gateway"].address if "gateway" in self._children else "",
                 )
-                await self._watch()
+                async with self._scaled():
+                    await self._watch()
             except _StopRequested:
                 self._display.loaded()
                 self._display.line("stopping")
@@ -204,13 +216,43 @@ class Supervisor:
         while True:
             event = await self._next()
             if isinstance(event, _RestartDue):
-                await self._respawn(event.service)
+                if event.service.name in self._children:
+                    await self._respawn(event.service)
+            elif isinstance(event, Change):
+                await self._change(event)
             elif isinstance(event, ChildEvent):
                 self._on_child_event(event)
+
+    @contextlib.asynccontextmanager
+    async def _scaled(self) -> AsyncIterator[None]:
+        """Follow the routers' advice until the end of the context, if that is wanted."""
+        if self._scaling is None:
+            yield
+            return
+        addresses, registry = ",".join(self._addresses("router")), next(iter(self._registries.values()))
+        scaling = asyncio.create_task(self._scaling.run(addresses, registry, self._queue.put_nowait))
+        try:
+            yield
+        finally:
+            scaling.cancel()
+            await asyncio.gather(scaling, return_exceptions=True)
+
+    async def _change(self, change: Change) -> None:
+        name = change.service.name
+        self._display.line(f"{name}: {'added' if change.is_added else 'drains and is removed'}: {change.reason}")
+        if change.is_added:
+            await self._respawn(change.service)
+        elif child := self._children.pop(name, None):
+            limit_s = self._deployment.stop_limit_s(change.service, self._launch.environ)
+            leaving = asyncio.create_task(child.stop(limit_s))
+            self._leaving.add(leaving)
+            leaving.add_done_callback(self._leaving.discard)
 
     def _on_child_event(self, event: ChildEvent) -> None:
         child = event.child
         name = child.service.name
+        if self._children.get(name) is not child:  # it was removed
+            return
         if event.kind == "ready":
             self._display.line(f"{name}: ready again (pid {child.pid})")
         if event.kind == "switching":
@@ -270,6 +312,7 @@ class Supervisor:
         for some in ([child for child in children if child.service.role in ("gateway", "router")], children):
             limits_s = [self._deployment.stop_limit_s(child.service, self._launch.environ) for child in some]
             await asyncio.gather(*(child.stop(limit_s) for child, limit_s in zip(some, limits_s, strict=True)))
+        await asyncio.gather(*self._leaving)
 
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:

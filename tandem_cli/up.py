@@ -12,7 +12,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -38,8 +39,10 @@ from tandem_cli.low_code import LowCode, read_low_code
 from tandem_cli.parser import CommandParser
 from tandem_cli.partitioned import with_partition
 from tandem_cli.running import RunningMesh, registered
+from tandem_cli.scaling import Scaling
 from tandem_cli.service_log import make_log_folder
 from tandem_cli.supervisor import MeshFailed, Supervisor
+from tandem_cli.trial import Trial
 from tandem_cli.up_arguments import add_up_arguments, models_of
 from tandem_cli.up_settings import (
     DEFAULT_HTTP_PORT,
@@ -56,37 +59,11 @@ from tandem_cli.up_settings import (
 from tandem_cli.written_properties import find_written, use_written
 
 _REDIS_S = 5.0
-_TRIAL_S = 120.0
-_TRIAL_TEXT = "Hello"
 
 PROGRAMS: Programs = {
     name: (sys.executable, "-m", module)
     for name, module in (*((role, module) for role, (module, _) in ROLES.items()), ("switchable", SWITCHABLE))
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Trial:
-    """The trial request, sent before the mesh is reported as ready: two tokens of each model, through all parts.
-
-    Its prompt is longer than `prefill_threshold`, so that a prefill worker takes part.
-    """
-
-    prefill_threshold: int = 0
-    api_key: str | None = field(default=None, repr=False)
-    tls: tandem.Tls | bool = False
-
-    async def __call__(self, address: str) -> None:
-        """Send the request to each model of the router at `address`. Raises TandemError if one fails."""
-        async with tandem.AsyncClient(address, api_key=self.api_key, tls=self.tls, timeout=_TRIAL_S) as client:
-            for model in await client.models():
-                await self._try(client, model)
-
-    async def _try(self, client: tandem.AsyncClient, model: tandem.Model) -> None:
-        ids = [token.id for token in await client.tokenize(prompt=_TRIAL_TEXT, model=model.name)] or [0]
-        repeats = self.prefill_threshold // len(ids) + 1
-        prompt = (ids * repeats)[: min(model.max_input_tokens, model.max_total_tokens - 2)]
-        await client.generate(token_ids=prompt, model=model.name, max_new_tokens=2, ignore_eos=True)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -139,8 +116,10 @@ def _serve_on_ray(
     from tandem_cli.on_ray.launch import on_ray
 
     with connected(deployment.settings.on) as cluster:
-        deployment, launcher = on_ray(deployment, environ, cluster, display)
-        return _serve(deployment, display, trial, programs=programs, environ=environ, launcher=launcher)
+        placed = on_ray(deployment, environ, cluster, display)
+        scaling = Scaling(placed.spares, trial.client) if placed.spares("127.0.0.1:1") else None
+        start = partial(_serve, programs=programs, environ=environ, launcher=placed.launcher, scaling=scaling)
+        return start(placed.deployment, display, trial)
 
 
 def _serve(
@@ -151,6 +130,7 @@ def _serve(
     programs: Programs,
     environ: Mapping[str, str],
     launcher: Callable[[Launch], Launcher] = lambda local: local,
+    scaling: Scaling | None = None,
 ) -> int:
     with steady_output():
         try:
@@ -165,7 +145,7 @@ def _serve(
                     _announce_ready(address, http_address)
 
                 launch = Launch(programs, environ, log_dir, fork_server)
-                supervisor = Supervisor(deployment, launcher(launch), display, trial)
+                supervisor = Supervisor(deployment, launcher(launch), display, trial, scaling)
                 asyncio.run(supervisor.run(on_ready))
         except MeshFailed as error:
             sys.stderr.write(f"tandem: {error}\n")

@@ -77,6 +77,12 @@ class UpSettings:
     )
     prefill: int = setting(1, "number of prefill workers of each model")
     decode: int = setting(1, "number of decode workers of each model")
+    max_prefill: int | None = setting(
+        None, "with `on`: up to this many prefill workers, as the router advises; default: as many as `prefill`"
+    )
+    max_decode: int | None = setting(
+        None, "with `on`: up to this many decode workers, as the router advises; default: as many as `decode`"
+    )
     switchable: bool = setting(
         False, "workers can change their roles while they run (see `tandem switch`); implied by switch_roles"
     )
@@ -144,8 +150,19 @@ class UpSettings:
                 )
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")
+        self._check_limits()
         if not 0 < self.loading_timeout_s < float("inf"):
             raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.loading_timeout_s:g}")
+
+    def _check_limits(self) -> None:
+        for name, start in (("prefill", self.num_prefill), ("decode", self.decode)):
+            limit = getattr(self, f"max_{name}")
+            if limit is None:
+                continue
+            if not self.on or self.switchable:
+                raise ConfigurationError(f"max_{name} needs --on ray, and workers that are not switchable")
+            if not 0 < start <= limit:
+                raise ConfigurationError(f"max_{name} must be >= {name}, which is {start} and not 0, got {limit}")
 
     @property
     def loading_timeout_s(self) -> float:

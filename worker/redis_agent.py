@@ -21,6 +21,7 @@ from mesh.redis_connection import (
     RECORD_TTL_S,
     WORKERS,
     ask_channel,
+    name_in,
     record_key,
     require_registry,
     stay_connected,
@@ -54,7 +55,7 @@ class RedisAgent:
     async def _stay_registered(self, redis: Redis) -> None:
         async with redis.pubsub() as letters:
             # Subscribe before the first heartbeat, because a router may reply to it.
-            await letters.subscribe(ask_channel(self._agent.info.worker_id))
+            await letters.subscribe(name_in(redis, ask_channel(self._agent.info.worker_id)))
             await self._send_and_listen(redis, letters)
 
     async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
@@ -107,13 +108,15 @@ class RedisAgent:
     async def _publish_loss(self, redis: Redis) -> None:
         """Tell the routers, which need not wait for the record to expire then."""
         loss = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
-        await redis.publish(HEARTBEATS, self._seal.seal(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss)))
+        await redis.publish(
+            name_in(redis, HEARTBEATS), self._seal.seal(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss))
+        )
 
     async def _leave(self, redis: Redis) -> None:
         """Remove the record."""
         async with redis.pipeline(transaction=False) as pipe:
-            pipe.delete(record_key(self._agent.info.worker_id))
-            pipe.zrem(WORKERS, self._agent.info.worker_id)
+            pipe.delete(name_in(redis, record_key(self._agent.info.worker_id)))
+            pipe.zrem(name_in(redis, WORKERS), self._agent.info.worker_id)
             await pipe.execute()
 
 
@@ -132,9 +135,9 @@ class _Publication:
         worker_id = self._info.worker_id
         async with self._redis.pipeline(transaction=False) as pipe:
             if request.HasField("heartbeat"):
-                pipe.set(record_key(worker_id), sealed, px=int(RECORD_TTL_S * 1000))
-                pipe.zadd(WORKERS, {worker_id: 0})
-            pipe.publish(HEARTBEATS, sealed)
+                pipe.set(name_in(self._redis, record_key(worker_id)), sealed, px=int(RECORD_TTL_S * 1000))
+                pipe.zadd(name_in(self._redis, WORKERS), {worker_id: 0})
+            pipe.publish(name_in(self._redis, HEARTBEATS), sealed)
             await pipe.execute()
         require_not_cancelled()
         if not self._registered:

@@ -28,11 +28,14 @@ _NOT_NEGATIVE = (
     *("drain_grace_s", "wedged_exit_s", "max_loaded_adapters"),
 )
 RANK_MEMORIES = ("auto", "shared", "own")
-KV_TRANSPORTS = MappingProxyType({"shm": True, "grpc": True, "gloo": False, "nccl": False})
+KV_TRANSPORTS = MappingProxyType(
+    {"shm": True, "grpc": True, "gloo": False, "nccl": False, "nixl": False, "mooncake": False}
+)
 """The transports of kvtransfer, whose import would take long in every program that reads settings, and if the mesh's
 credentials and TLS, or the machine itself, protect KV there.
 """
 DEFAULT_KV_TRANSPORTS = "shm,grpc"
+_LISTENING_EVERYWHERE = frozenset({"nixl", "mooncake"})
 
 
 def require_positive(settings: object, *names: str) -> None:
@@ -61,7 +64,8 @@ def parse_transports(names: str) -> tuple[str, ...]:
 def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
     """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
     unprotected = [name for name in transports if not KV_TRANSPORTS[name]]
-    if unprotected and not settings.trust_fabric and not is_loopback(settings.host):
+    is_open = not is_loopback(settings.host) or not _LISTENING_EVERYWHERE.isdisjoint(transports)
+    if unprotected and is_open and not settings.trust_fabric:
         raise ConfigurationError(
             f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
             f"{settings.host}: set trust_fabric if nobody else can use that network, or leave {unprotected[0]} out"

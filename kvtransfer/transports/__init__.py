@@ -1,4 +1,6 @@
-"""The transports by name. `base.py` has the interface; shm.py, grpc_bytes.py and torch_distributed.py implement it."""
+"""The transports by name. `base.py` has the interface; shm.py, grpc_bytes.py, torch_distributed.py and memory_reads.py
+implement it.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -25,6 +27,18 @@ def _pair_receiver(name: str, settings: TransferSettings) -> ReceiveTransport | 
     return torch_distributed.open_receiver(name, settings)
 
 
+def _read_sender(name: str, settings: TransferSettings, max_chunk_bytes: int) -> SendTransport | None:
+    from kvtransfer.transports import memory_reads
+
+    return memory_reads.open_sender(name, settings, max_chunk_bytes)
+
+
+def _read_receiver(name: str, settings: TransferSettings) -> ReceiveTransport | None:
+    from kvtransfer.transports import memory_reads
+
+    return memory_reads.open_receiver(name, settings)
+
+
 # (settings, size of the largest chunk) -> transport, or None if it cannot work in this process.
 _SENDERS: Mapping[str, Callable[[TransferSettings, int], SendTransport | None]] = MappingProxyType(
     {
@@ -32,6 +46,8 @@ _SENDERS: Mapping[str, Callable[[TransferSettings, int], SendTransport | None]] 
         grpc_bytes.NAME: lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(),
         "gloo": partial(_pair_sender, "gloo"),
         "nccl": partial(_pair_sender, "nccl"),
+        "nixl": partial(_read_sender, "nixl"),
+        "mooncake": partial(_read_sender, "mooncake"),
     }
 )
 _RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport | None]] = MappingProxyType(
@@ -40,6 +56,8 @@ _RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport | None]] 
         grpc_bytes.NAME: lambda settings: grpc_bytes.GrpcReceiveTransport(),
         "gloo": partial(_pair_receiver, "gloo"),
         "nccl": partial(_pair_receiver, "nccl"),
+        "nixl": partial(_read_receiver, "nixl"),
+        "mooncake": partial(_read_receiver, "mooncake"),
     }
 )
 

@@ -34,10 +34,10 @@ from kvtransfer.transports.base import (
     ReceiveTransport,
     SendPath,
     SendTransport,
-    Slot,
     TransportOffer,
 )
 from kvtransfer.transports.pair_pool import PairPool
+from kvtransfer.transports.slots import ArenaSlot, ArenaSlots
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
 log = structlog.get_logger(__name__)
@@ -65,17 +65,7 @@ class ShmSendTransport(SendTransport, SendPath):
 
     def __init__(self, arena: "Arena", slot_bytes: int) -> None:
         self._arena = arena
-        self._slot_bytes = slot_bytes
-        self._offsets = list(range(HEADER_BYTES, arena.num_bytes - slot_bytes + 1, slot_bytes))
-        self.num_slots = len(self._offsets)
-        # A semaphore serves waiters in FIFO order. A transfer acquires one slot at a time, holds at most its credit,
-        # and frees each slot on an ack that depends on no other transfer: so there is no deadlock and no starvation.
-        self._free = asyncio.Semaphore(self.num_slots)
-
-    @property
-    def num_free_slots(self) -> int:
-        """The number of slots that are not in use."""
-        return len(self._offsets)
+        self.slots = ArenaSlots(arena.view(0, arena.num_bytes), slot_bytes, start=HEADER_BYTES)
 
     async def path(self, address: str, incarnation: str) -> SendPath:
         return self
@@ -83,49 +73,15 @@ class ShmSendTransport(SendTransport, SendPath):
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME, self._arena.name, self._arena.nonce, self._arena.num_bytes)
 
-    async def acquire(self, num_bytes: int) -> "_ArenaSlot":
-        if num_bytes > self._slot_bytes:
-            raise TransferFailed(f"a chunk of {num_bytes} bytes does not fit a slot of {self._slot_bytes}")
-        await self._free.acquire()
-        return _ArenaSlot(self, self._offsets.pop(), num_bytes)
+    async def acquire(self, num_bytes: int) -> ArenaSlot:
+        return await self.slots.acquire(num_bytes)
 
     def memory(self) -> memoryview:
         return self._arena.view(0, self._arena.num_bytes)
 
     def close(self) -> None:
+        self.slots.close()
         self._arena.close()
-
-    def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a writable view of a part of the arena."""
-        return self._arena.view(offset, num_bytes)
-
-    def give_back(self, offset: int) -> None:
-        """Free the slot at `offset`."""
-        self._offsets.append(offset)
-        self._free.release()
-
-
-class _ArenaSlot(Slot):
-    """If a slot is released too early, it may be overwritten while a receiver copies it; the copy then fails its
-    checksum."""
-
-    def __init__(self, transport: ShmSendTransport, offset: int, num_bytes: int) -> None:
-        self._transport: ShmSendTransport | None = transport
-        self._offset = offset
-        self._view = transport.view(offset, num_bytes)
-
-    def buffer(self) -> memoryview:
-        return self._view
-
-    def seal(self) -> Payload:
-        return Payload(arena_offset=self._offset)
-
-    def release(self, *, is_acknowledged: bool) -> None:
-        transport, self._transport = self._transport, None
-        if transport is not None:
-            with contextlib.suppress(BufferError):  # the traceback of a failed gather may still reference the view
-                self._view.release()
-            transport.give_back(self._offset)
 
 
 def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTransport | None:

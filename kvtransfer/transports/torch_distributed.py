@@ -18,7 +18,7 @@ import asyncio
 import itertools
 from collections.abc import AsyncIterator, Mapping
 from concurrent import futures
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, TypeVar
@@ -41,6 +41,7 @@ from kvtransfer.transports.pair import (
     parse_pair_name,
 )
 from kvtransfer.transports.pair_pool import PairPool
+from kvtransfer.transports.slots import TensorSlots
 from mesh.domain.errors import TransferFailed
 
 if TYPE_CHECKING:
@@ -61,31 +62,9 @@ _MAX_TAG = 1 << 30
 _KINDS = MappingProxyType({kind.name: kind for kind in (GLOO, NCCL)})
 
 
-class Slots:
-    """Buffers for payloads, made when they are first needed. Callers wait in FIFO order."""
-
-    def __init__(self, num_slots: int, num_bytes: int, *, is_pinned: bool) -> None:
-        self._num_bytes = num_bytes
-        self._is_pinned = is_pinned
-        self._unused: list[Tensor] = []
-        self._free = asyncio.Semaphore(num_slots)
-        self.num_taken = 0
-
-    async def acquire(self, num_bytes: int) -> Tensor:
-        """Return a buffer of `num_bytes` or more."""
-        await self._free.acquire()
-        self.num_taken += 1
-        slot = self._unused.pop() if self._unused else None
-        if slot is None or slot.numel() < num_bytes:
-            slot = torch.empty(max(num_bytes, self._num_bytes), dtype=torch.uint8, pin_memory=self._is_pinned)
-        return slot
-
-    def give_back(self, slot: Tensor | None) -> None:
-        """Free a slot. None: its buffer is lost, a new one will be made."""
-        self.num_taken -= 1
-        if slot is not None:
-            self._unused.append(slot)
-        self._free.release()
+def _slots(kind: Kind, num_slots: int, num_bytes: int) -> TensorSlots:
+    make = partial(torch.empty, dtype=torch.uint8, pin_memory=kind.device is not None)
+    return TensorSlots(num_slots, num_bytes, make=make)
 
 
 class PairSendTransport(SendTransport):
@@ -94,8 +73,7 @@ class PairSendTransport(SendTransport):
     def __init__(self, kind: Kind, settings: TransferSettings, max_chunk_bytes: int) -> None:
         self.name = kind.name
         num_slots = max(1, settings.arena_bytes // max_chunk_bytes)
-        # As in shm: a transfer holds at most its credit, and an ack depends on no other transfer.
-        self.slots = Slots(num_slots, max_chunk_bytes, is_pinned=kind.device is not None)
+        self.slots = _slots(kind, num_slots, max_chunk_bytes)
         self.pairs: PairPool[tuple[str, str], Pair] = PairPool(MAX_PAIRS, settings.channel_idle_s)
         self._max_abandoned = num_slots
         self._kind = kind
@@ -278,7 +256,7 @@ class _Inbox:
     def __init__(self, pair: Pair, number: int, settings: TransferSettings) -> None:
         self.pair = pair
         self.number = number
-        self.slots = Slots(_RECEIVE_SLOTS, settings.chunk_bytes, is_pinned=pair.kind.device is not None)
+        self.slots = _slots(pair.kind, _RECEIVE_SLOTS, settings.chunk_bytes)
 
     @property
     def is_broken(self) -> bool:
@@ -302,31 +280,14 @@ class _PairSource(InlineSource):
 
     @asynccontextmanager
     async def arrived(self, payload: Payload, num_bytes: int) -> AsyncIterator[Payload]:
-        pair, slots = self._inbox.pair, self._inbox.slots
+        pair = self._inbox.pair
         await _result(pair.connected)
-        memory = await slots.acquire(num_bytes)
-        receiving = pair.receive(memory[:num_bytes], payload.tag, self._timeout_s)
-        try:
-            await asyncio.wrap_future(receiving)
-        except asyncio.CancelledError:
-            give_back = partial(_call_soon, asyncio.get_running_loop(), slots, memory)
-            receiving.add_done_callback(give_back)  # gloo may still write it
-            raise
-        except BaseException:
-            slots.give_back(None)
-            raise
-        try:
-            yield Payload(inline=memory[:num_bytes].numpy().data)
-        finally:
-            slots.give_back(memory)
+        receive = partial(pair.receive, tag=payload.tag, timeout_s=self._timeout_s)
+        async with self._inbox.slots.filled(num_bytes, receive) as arrived:
+            yield arrived
 
     def close(self) -> None:
         self._transport.pairs.leave(self._inbox)
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, slots: Slots, memory: Tensor, _: object) -> None:
-    with suppress(RuntimeError):  # the loop is closed: the process is stopping
-        loop.call_soon_threadsafe(slots.give_back, memory)
 
 
 def open_sender(name: str, settings: TransferSettings, max_chunk_bytes: int) -> PairSendTransport | None:

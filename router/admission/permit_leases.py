@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from redis.asyncio import Redis
 
-from mesh.redis_connection import PREFIX
+from mesh.redis_connection import PREFIX, name_in
 
 _NOW = """
 local t = redis.call('TIME')
@@ -181,9 +181,9 @@ class PermitStore:
         """Return the known routers (None without a Keep) and an answer to each Take."""
         async with redis.pipeline(transaction=False) as pipe:
             for keep in exchange.keeps:
-                pipe.eval(_KEEP, 4, *self._keys(keep.tenant), *self._keep_args(keep, exchange))
+                pipe.eval(_KEEP, 4, *self._keys(redis, keep.tenant), *self._keep_args(keep, exchange))
             for take in exchange.takes:
-                pipe.eval(_TAKE, 4, *self._keys(take.tenant), *self._take_args(take, exchange))
+                pipe.eval(_TAKE, 4, *self._keys(redis, take.tenant), *self._take_args(take, exchange))
             answers = await pipe.execute()
         num_keeps = len(exchange.keeps)
         answers_to_takes = [
@@ -196,7 +196,7 @@ class PermitStore:
 
     async def leave(self, redis: Redis) -> None:
         """Remove the router, which must have released all its permits."""
-        await redis.zrem(self._key("routers"), self._router_id)
+        await redis.zrem(self._key(redis, "routers"), self._router_id)
 
     def _keep_args(self, keep: Keep, exchange: PermitExchange) -> list[str | int]:
         router_id = self._router_id if exchange.present else ""
@@ -211,9 +211,9 @@ class PermitStore:
     def _caution(self, exchange: PermitExchange) -> list[str | int]:
         return [self._times.lease_ms, self._times.settling_ms, exchange.num_routers]
 
-    def _keys(self, tenant: str) -> tuple[str, str, str, str]:
-        permits = self._key("permits")
-        return permits, f"{permits}:of:{tenant}", self._key("routers"), self._key("settling")
+    def _keys(self, redis: Redis, tenant: str) -> tuple[str, str, str, str]:
+        permits = self._key(redis, "permits")
+        return permits, f"{permits}:of:{tenant}", self._key(redis, "routers"), self._key(redis, "settling")
 
-    def _key(self, name: str) -> str:
-        return f"{PREFIX}{name}{self._of_model}"
+    def _key(self, redis: Redis, name: str) -> str:
+        return name_in(redis, f"{PREFIX}{name}{self._of_model}")

@@ -35,6 +35,7 @@ from mesh.redis_connection import (
     WORKERS,
     ask_channel,
     cause_of,
+    name_in,
     open_redis,
     record_key,
     require_registry,
@@ -105,7 +106,7 @@ class RedisRegistry:
     async def _follow(self, redis: Redis) -> None:
         try:
             async with redis.pubsub() as heartbeats:
-                await heartbeats.subscribe(HEARTBEATS)
+                await heartbeats.subscribe(name_in(redis, HEARTBEATS))
                 loaded_s = heard_s = 0.0
                 while True:
                     require_not_cancelled()
@@ -130,19 +131,19 @@ class RedisRegistry:
     async def _load(self, redis: Redis) -> None:
         """Read the newest heartbeat of each worker from its key; remove the ids of workers whose keys have expired."""
         ids = [str(name, "utf-8", "replace") for name in await _members(redis)]
-        records = await redis.mget([record_key(name) for name in ids]) if ids else []
+        records = await redis.mget([name_in(redis, record_key(name)) for name in ids]) if ids else []
         for record in records:
             if isinstance(record, bytes):
                 self._take(record)
         expired = [name for name, record in zip(ids, records, strict=True) if record is None]
         if expired:
-            await redis.zrem(WORKERS, *expired)
+            await redis.zrem(name_in(redis, WORKERS), *expired)
         self._misfits = {name: incarnation for name, incarnation in self._misfits.items() if name in ids}
         self._guard.forget_silent()
 
     async def exchange_traffic(self, redis: Redis) -> None:
         """Adopt the shares in Redis that are newer than this router's; write those there that are older, or lost."""
-        [sealed] = await redis.mget([TRAFFIC])
+        [sealed] = await redis.mget([name_in(redis, TRAFFIC)])
         found = TrafficTable({})
         try:
             if isinstance(sealed, bytes):
@@ -153,7 +154,7 @@ class RedisRegistry:
         self._traffic.adopt(found)
         if self._traffic.table.set_at != found.set_at:
             try:
-                await redis.set(TRAFFIC, self._seal.seal_traffic(traffic_to_json(self._traffic.table)))
+                await redis.set(name_in(redis, TRAFFIC), self._seal.seal_traffic(traffic_to_json(self._traffic.table)))
             except ResponseError as error:  # the user may not SET; discovery must go on
                 if self._log_limit.admit(str(error)) is not None:
                     log.warning("other routers do not get the traffic of this one", cause=str(error))
@@ -161,7 +162,7 @@ class RedisRegistry:
     async def _send_outbox(self, redis: Redis) -> None:
         messages, self._outbox = self._outbox, {}
         for worker_id, message in messages.items():
-            await redis.publish(ask_channel(worker_id), message)
+            await redis.publish(name_in(redis, ask_channel(worker_id)), message)
 
     def _take(self, sealed: bytes) -> None:
         try:
@@ -263,7 +264,8 @@ class SharedRegistry:
         """False while Redis is unavailable."""
         try:
             async with open_redis(self._settings.registry_url) as redis:
-                ours = await redis.eval(_ACT, 1, f"{PREFIX}acting:{purpose}", self._router_id, int(1000 * seconds))
+                acting = name_in(redis, f"{PREFIX}acting:{purpose}")
+                ours = await redis.eval(_ACT, 1, acting, self._router_id, int(1000 * seconds))
         except FAILURES as error:
             log.warning("redis is away", what=purpose, error=cause_of(error))
             return False
@@ -282,7 +284,7 @@ class SharedRegistry:
 
 
 async def _members(redis: Redis) -> list[bytes]:
-    members: list[bytes] = await redis.zrange(WORKERS, 0, _MAX_WORKERS - 1)  # type: ignore[assignment]
+    members: list[bytes] = await redis.zrange(name_in(redis, WORKERS), 0, _MAX_WORKERS - 1)  # type: ignore[assignment]
     return members
 
 

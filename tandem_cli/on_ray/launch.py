@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
+from mesh.domain.errors import ConfigurationError
 from tandem_cli.child import Launch
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
@@ -33,22 +34,56 @@ _STOP_MARGIN_S = 10.0
 _NO_PACKAGE = "failed to import on the worker"
 
 
-def on_ray(
-    deployment: Deployment, environ: Mapping[str, str], cluster: RayCluster, display: Display
-) -> tuple[Deployment, Callable[[Launch], "RayLaunch"]]:
-    """The deployment for workers on the cluster, and the launcher that starts them there. Raises ConfigurationError for
-    workers that the nodes cannot hold.
-    """
+def on_ray(deployment: Deployment, environ: Mapping[str, str], cluster: RayCluster, display: Display) -> "OnRay":
+    """Divide the cluster among the workers. Raises ConfigurationError for workers that the nodes cannot hold."""
     deployment = replace(deployment, pin=False, core_table=None, registry_host=cluster.own_address())
+    largest = _at_its_largest(deployment)
     nodes = cluster.nodes()
-    needs = worker_needs(deployment, environ, sum(node.gpus for node in nodes))
+    needs = worker_needs(largest, environ, sum(node.gpus for node in nodes))
     requests = divide(needs, nodes, deployment.settings.threads_per_worker)
     resources = {request.name: request for request in requests}
-    for service in deployment.workers("127.0.0.1:1"):
-        hand_over(service, deployment, environ, resources[service.name])  # refuses what would fail later
+    for service in largest.workers("127.0.0.1:1"):
+        hand_over(service, largest, environ, resources[service.name])  # refuses what would fail later
     for request in requests:
         display.line(f"{request.name} asks Ray for {request}")
-    return deployment, lambda local: RayLaunch(local, deployment, cluster, resources)
+    return OnRay(deployment, largest, cluster, resources)
+
+
+def _at_its_largest(deployment: Deployment) -> Deployment:
+    """The deployment with all workers that `max_prefill` and `max_decode` allow."""
+    settings = deployment.settings
+    if settings.max_prefill is settings.max_decode is None:
+        return deployment
+    if len(deployment.models) > 1:
+        raise ConfigurationError("max_prefill and max_decode are for meshes of one model")
+    [model] = deployment.models
+    more = replace(
+        model.cores,
+        prefill=((),) * (settings.max_prefill or settings.num_prefill),
+        decode=((),) * (settings.max_decode or settings.decode),
+    )
+    return replace(deployment, models=(replace(model, cores=more),))
+
+
+@dataclass(frozen=True, slots=True)
+class OnRay:
+    """A deployment on a cluster. `largest` has the workers of the start and all that may be added."""
+
+    deployment: Deployment
+    largest: Deployment
+    cluster: RayCluster
+    resources: Mapping[str, WorkerResources]
+
+    def launcher(self, local: Launch) -> "RayLaunch":
+        return RayLaunch(local, self.largest, self.cluster, self.resources)
+
+    def spares(self, registry_address: str) -> list[Service]:
+        """The workers that may be added. Their metrics have ports that are free on their node."""
+        first = {worker.name for worker in self.deployment.workers(registry_address)}
+        spares = [worker for worker in self.largest.workers(registry_address) if worker.name not in first]
+        if self.deployment.settings.metrics_port is None:
+            return spares
+        return [replace(worker, flags=(*worker.flags, "--metrics-port=0")) for worker in spares]
 
 
 @dataclass(frozen=True, slots=True)

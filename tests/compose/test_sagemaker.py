@@ -127,7 +127,7 @@ async def test_a_model_of_the_hub(image: str) -> None:
     port = free_port()
     with HubServer.serving({f"org/small/{path.name}": path.read_bytes() for path in MODEL.iterdir()}) as hub:
         variables = {"HF_MODEL_ID": "org/small", "HF_ENDPOINT": hub.url, "SAGEMAKER_BIND_TO_PORT": str(port)}
-        variables |= {"TANDEM_HTTP_HOST": "127.0.0.1", "OPTION_MODEL_LOADING_TIMEOUT": "600"}
+        variables |= {"TANDEM_HTTP_HOST": "127.0.0.1", "TANDEM_PORT": "0", "OPTION_MODEL_LOADING_TIMEOUT": "600"}
         with serving(image, "--network=host", *CONFINED, variables=variables) as container:
             here = Container(container.name, f"http://127.0.0.1:{port}")
             await here.pings()

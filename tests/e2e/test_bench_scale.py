@@ -1,13 +1,17 @@
 """bench.scale: a mesh of modelled workers is measured, and what cannot come is named."""
 
 import asyncio
+import signal
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bench.modelled_mesh import Child, MeshFailed, Shape
 from bench.scale import measure, show
+from tests.e2e.mesh_process import command_line, is_alive
+from tests.waiting import until
 
 
 async def test_a_mesh_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
@@ -35,3 +39,19 @@ async def test_a_process_that_ends_is_named(tmp_path: Path) -> None:
         with pytest.raises(MeshFailed, match="worker has ended\nno port"):
             await awaited
     await child.end()
+
+
+async def test_a_stopped_one_leaves_no_process() -> None:
+    flags = ("--workers", "4", "--streams", "2", "--seconds", "600")
+    bench = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "bench.scale", *flags), stdout=asyncio.subprocess.DEVNULL
+    )
+
+    def names() -> str:
+        return " ".join(" ".join(command_line(child)) for child in psutil.Process(bench.pid).children())
+
+    await until(lambda: "bench.modelled_workers" in names())
+    children = psutil.Process(bench.pid).children()
+    bench.terminate()
+    assert await bench.wait() == 128 + signal.SIGTERM
+    assert not [child for child in children if is_alive(child)]

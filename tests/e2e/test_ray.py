@@ -38,9 +38,9 @@ started_on_ray = partial(mesh_process.started, start_s=START_S)
 
 
 @pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
-    """A head without cores, and two nodes with two cores each."""
-    with ray_nodes(2, 2) as nodes:
+def cluster(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[RayNodes]:
+    """A head without cores, and two nodes, or as many as the parameter says, with two cores each."""
+    with ray_nodes(*[2] * getattr(request, "param", 2)) as nodes:
         for name, value in nodes.environ.items():
             monkeypatch.setenv(name, value)
         monkeypatch.setenv("TANDEM_MESH_KEY", KEY)
@@ -107,6 +107,41 @@ async def test_streams_survive_the_loss_of_a_node(
         assert '"event": "replay"' in router_log
         for text in (log, router_log):
             assert KEY not in text
+    await wait_gone(cluster)
+
+
+@pytest.mark.parametrize("cluster", [3], indirect=True)
+async def test_decode_workers_are_added_under_load_and_one_node_is_lost(
+    cluster: RayNodes, checkpoint, tmp_path: Path
+) -> None:
+    """Two decode workers whose slots are full become four, as the router advises. All answers stay exact, also those
+    that a lost node's workers were giving."""
+    flags = ("--on", "ray", "--prefill", "2", "--decode", "2", "--max-decode", "4", "--threads-per-worker", "1")
+    few = ("--max-rolling-batch-size", "2", "--no-worker-timeout-s", str(RESTART_S))
+    async with (
+        mesh_on_ray(checkpoint("llama-tied"), tmp_path / "logs", *flags, *few) as running,
+        tandem.AsyncClient(running.address) as client,
+    ):
+        expected = [await client.generate(**request) for request in requests()]
+        enough = asyncio.Event()
+
+        async def load(number: int) -> int:
+            count = 0
+            while not enough.is_set():
+                result = await client.generate(**requests()[number])
+                assert result.text == expected[number].text
+                count += 1
+            return count
+
+        loads = [asyncio.create_task(load(number)) for number in range(len(expected))]
+        await wait_serving(client, "decode", at_least=4)
+        nodes = await cluster.ask_soon("nodes")
+        assert {"decode-2", "decode-3"} <= set(nodes)
+        hit, _ = await stream_and_hit(client, requests(), lambda: cluster.ask("lose", nodes["decode-3"]))
+        for events, result in zip(hit, expected, strict=True):
+            check_same(events, result)
+        enough.set()
+        assert min(await asyncio.gather(*loads)) > 0
     await wait_gone(cluster)
 
 

@@ -16,6 +16,8 @@ SERVICE = "mesh"
 class Watched:
     """`url` leads to the master, whichever server that is."""
 
+    prefix = "tandem:"
+
     def __init__(self, folder: Path) -> None:
         self.master, self.replica = RedisServer(), RedisServer()
         self._folder, self._config = folder, folder / "sentinel.conf"

@@ -89,6 +89,12 @@ class Cable:
         pair = ("type", "veth", "peer", "name", other_name, "netns", str(other.holder.pid))
         subprocess.run(["ip", "link", "add", "name", name, "netns", str(one.holder.pid), *pair], check=True)
 
+    def remove(self) -> None:
+        """Remove the devices now. A namespace that ends does so only after a while, and the next cable has the same
+        names."""
+        (one, name), _ = self.ends
+        subprocess.run([*one.prefix, "ip", "link", "delete", name], check=True)
+
     def limit_rate(self, gbit: int) -> None:
         """Limit the rate. The burst is what the cable carries in 4 ms, the tick of the slowest kernels."""
         bucket = ("root", "tbf", "rate", f"{gbit}gbit", "burst", f"{500 * gbit}kb", "latency", "50ms")
@@ -163,6 +169,7 @@ def machines(*names: str, wired: bool = False) -> Iterator[Lan]:
                 lan = Lan(lan.machines, {}, wires)
             else:
                 cable.lay()
+                stack.callback(cable.remove)
                 lan = Lan(lan.machines, dict(lan.cables) | {frozenset((one.name, other.name)): cable}, {})
             _address(cable)
         yield lan

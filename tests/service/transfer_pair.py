@@ -20,6 +20,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.transports import open_send_transports
+from kvtransfer.transports.memory_reads import ReadSendTransport
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
 from mesh.domain.kv import Span
@@ -42,8 +43,9 @@ def arenas(directory: str | Path) -> list[str]:
 
 
 def pair_threads() -> list[str]:
-    """Threads of process groups in this process."""
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("kv-gloo")]
+    """Threads of transports in this process."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("kv-gloo", "kv-nixl", "kv-mooncake"))]
 
 
 async def turn_until(condition: Callable[[], bool]) -> None:
@@ -99,7 +101,7 @@ class Pair:
         async with serving(KvTransferServicer(self.receiver)) as self.server:
             self.transports = open_send_transports(self.settings, TINY.layer_block_bytes)
             self.sender = KVSender(self.source, "prefill-0", Credentials(key), self.settings, self.transports)
-            assert self.source.num_pinned == sum(transport.name == "shm" for transport in self.transports)
+            assert self.source.num_pinned == sum(transport.memory() is not None for transport in self.transports)
             try:
                 yield self
             finally:
@@ -114,8 +116,8 @@ class Pair:
 
     def require_slots_back(self) -> None:
         for transport in self.transports:
-            if isinstance(transport, ShmSendTransport):
-                assert transport.num_free_slots == transport.num_slots
+            if isinstance(transport, ShmSendTransport | ReadSendTransport):
+                assert transport.slots.num_free == transport.slots.num_slots
             elif transport.name == "gloo":
                 assert transport.slots.num_taken == 0  # type: ignore[attr-defined]
 

@@ -1,5 +1,5 @@
-"""Redis behind sentinels: routers and workers follow the master, and a failover under load loses no permit and no
-stream."""
+"""Redis behind sentinels, and Redis Cluster: routers and workers follow the master, and a failover under load loses no
+permit and no stream."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,11 +11,12 @@ import pytest
 import tandem
 from checkpoint.model_files import read_model_facts
 from mesh.domain.errors import ConfigurationError
-from mesh.redis_connection import FAILURES, WORKERS, open_redis, require_registry
+from mesh.redis_connection import FAILURES, WORKERS, name_in, open_redis, require_registry
 from mesh.rpc.credentials import Credentials, MeshKey
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.evidence import Evidence
+from tests.fakes.redis_cluster import Clustered
 from tests.fakes.redis_server import free_port
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
@@ -29,11 +30,12 @@ KEY = "sentinel " * 4
 CAP = 6
 NUM_TOKENS = 400  # at 20 ms each: longer than a failover
 PERMITS = "tandem:permits@tiny"
+Replicated = Watched | Clustered
 
 
-@pytest.fixture
-async def watched(tmp_path: Path) -> AsyncIterator[Watched]:
-    watched = Watched(tmp_path)
+@pytest.fixture(params=[Watched, Clustered])
+async def watched(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Replicated]:
+    watched: Replicated = request.param(tmp_path)
     try:
         await watched.start()
         yield watched
@@ -73,13 +75,13 @@ async def two_routers(url: str, model_dir: Path) -> AsyncIterator[list[RouterPro
         await asyncio.gather(*(router.stop(0.2) for router in routers))
 
 
-async def until_leased(watched: Watched, count: int) -> None:
+async def until_leased(watched: Replicated, count: int) -> None:
     """Return when the master, whichever it is, has this many leases."""
 
     async def num_leased() -> int | None:
         try:
             async with watched.client() as redis:
-                return int(await redis.zcard(PERMITS))
+                return int(await redis.zcard(name_in(redis, PERMITS)))
         except FAILURES:
             return None  # there is no master now
 
@@ -87,7 +89,7 @@ async def until_leased(watched: Watched, count: int) -> None:
 
 
 async def test_a_failover_under_load_loses_no_permit_and_no_stream(
-    watched: Watched, tmp_path: Path, evidence: Evidence
+    watched: Replicated, tmp_path: Path, evidence: Evidence
 ) -> None:
     """Three streams at each router hold all permits. The master is killed in their middle."""
     model_dir = write_checkpoint(tmp_path / "tiny")
@@ -108,7 +110,7 @@ async def test_a_failover_under_load_loses_no_permit_and_no_stream(
         results = await asyncio.gather(*streams)
         await until_leased(watched, 0)
         async with watched.client() as redis:
-            assert await redis.zrange(WORKERS, 0, -1) == [b"decode-0"]
+            assert await redis.zrange(name_in(redis, WORKERS), 0, -1) == [b"decode-0"]
         for client in clients:
             assert (await client.generate(token_ids=[80], max_new_tokens=1)).tokens
             await client.close()
@@ -120,11 +122,11 @@ async def test_a_failover_under_load_loses_no_permit_and_no_stream(
     assert wrong == 0
 
 
-async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Watched) -> None:
+async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Replicated) -> None:
     async with watched.client() as redis:
-        await redis.set("tandem:x", 1)
+        await redis.set(f"{watched.prefix}x", 1)
     async with watched.master.client() as redis:
-        assert await redis.get("tandem:x") == b"1"
+        assert await redis.get(f"{watched.prefix}x") == b"1"
 
 
 @pytest.mark.parametrize(
@@ -134,8 +136,10 @@ async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Watche
         ("redis+sentinel://localhost:1,localhost:x/mesh", "registry_url cannot be used"),
         ("redis+sentinel://localhost:1,/mesh", "registry_url cannot be used"),
         ("redis+sentinel://:a/b@localhost:1/mesh", "registry_url cannot be used"),
+        ("redis+cluster://localhost:1/3", "registry_url cannot be used"),
+        ("redis+cluster://localhost:1,:2", "registry_url cannot be used"),
         ("redis://[::1:6379", r"registry_url must be redis://HOST:PORT/DB"),
-        ("sentinel://localhost:1/mesh", r"registry_url must be redis://HOST:PORT/DB, .* redis\+sentinel://"),
+        ("sentinel://localhost:1/mesh", r"must be redis://HOST:PORT/DB, redis\+sentinel://.* redis\+cluster://"),
     ],
 )
 def test_wrong_urls_are_said_in_words(url: str, said: str) -> None:

@@ -21,7 +21,7 @@ from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
 from tandem_cli.main import main
 from tandem_cli.supervisor import MeshFailed, Supervisor
-from tandem_cli.up import Trial
+from tandem_cli.trial import Trial
 from tandem_cli.up_settings import UpSettings, all_names, check_names
 from tests.defects import Repaired
 
@@ -34,7 +34,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
     found: list[tuple[Deployment, Launch]] = []
 
     class Recorder:
-        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial) -> None:
+        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial, *_: None) -> None:
             found.append((deployment, launch))
 
         async def run(self, on_ready: Callable[[str, str], None]) -> None:
@@ -433,7 +433,7 @@ def test_logs_are_kept_only_if_something_went_wrong(
     repaired: Repaired,
 ) -> None:
     class Mesh:
-        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial) -> None:
+        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial, *_: None) -> None:
             self._launch = launch
             self._display = display
 

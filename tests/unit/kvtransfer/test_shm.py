@@ -273,7 +273,7 @@ async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettin
 
 async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(settings: TransferSettings) -> None:
     sender = make_sender(settings)
-    assert sender.num_slots == 2
+    assert sender.slots.num_slots == 2
     held = [await sender.acquire(10), await sender.acquire(PAGE)]
     order: list[int] = []
 
@@ -290,7 +290,7 @@ async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(setti
     await asyncio.gather(*waiters, return_exceptions=True)
     assert order == [0, 2, 3]
     held[1].release(is_acknowledged=True)
-    assert sender.num_free_slots == 2
+    assert sender.slots.num_free == 2
     with pytest.raises(TransferFailed, match="does not fit"):
         await sender.acquire(PAGE + 1)
     sender.close()
@@ -298,7 +298,7 @@ async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(setti
 
 async def test_an_arena_has_room_for_the_largest_chunk(settings: TransferSettings) -> None:
     sender = make_sender(settings, 5 * PAGE + 1)
-    assert sender.num_slots == 1
+    assert sender.slots.num_slots == 1
     (await sender.acquire(5 * PAGE + 1)).release(is_acknowledged=True)
     sender.close()
 

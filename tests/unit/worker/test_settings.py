@@ -46,3 +46,14 @@ def test_others_cannot_reach_every_address(host: str) -> None:
     settings("", registry_url="redis://:p@127.0.0.1:6379/0")
     with pytest.raises(ConfigurationError, match="registry_url is not a URL: Invalid IPv6 URL"):
         settings("", registry_url="redis://[::1:6379/0")
+
+
+@pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
+@pytest.mark.parametrize("transport", ["nixl", "mooncake"])
+def test_transports_that_listen_everywhere_need_a_trusted_network_also_on_loopback(
+    role: type[WorkerSettings], transport: str
+) -> None:
+    named = {"model": "m", "registry_address": "none", "kv_transports": f"{transport},grpc"}
+    with pytest.raises(ConfigurationError, match=f"names {transport}, .* host is 127.0.0.1: set trust_fabric"):
+        role(**named)  # type: ignore[arg-type]
+    role(**named, trust_fabric=True)  # type: ignore[arg-type]

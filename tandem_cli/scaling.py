@@ -1,0 +1,86 @@
+"""Adds and removes workers of a mesh that runs, as its router advises (router/advice.py).
+
+One change of a role at a time: the next one only when the worker that was added serves, or the one that was removed has
+left. Only workers beyond those of the start are removed, the last one first.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import tandem
+from tandem_cli.deployment import Service
+
+_ASK_EACH_S = 5.0
+_ASK_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A worker to start, or to stop. `reason` is a clause for operators."""
+
+    service: Service
+    is_added: bool
+    reason: str
+
+
+class Scaling:
+    """`spares(registry address)`: the workers that may be added. `client(addresses)`: a client for the routers."""
+
+    def __init__(self, spares: Callable[[str], Sequence[Service]], client: Callable[[str], tandem.AsyncClient]) -> None:
+        self._spares = spares
+        self._client = client
+
+    async def run(self, addresses: str, registry_address: str, on_change: Callable[[Change], None]) -> None:
+        """Ask the routers from time to time, and report each change, until cancelled."""
+        scaler = Scaler(self._spares(registry_address))
+        async with self._client(addresses) as client:
+            while True:
+                await asyncio.sleep(_ASK_EACH_S)
+                try:
+                    mesh = await client.mesh(timeout=_ASK_TIMEOUT_S)
+                except tandem.TandemError:  # a router that starts again has no advice anyway
+                    continue
+                for change in scaler.follow(mesh):
+                    on_change(change)
+
+
+class Scaler:
+    """Knows which spares run. No I/O."""
+
+    def __init__(self, spares: Sequence[Service]) -> None:
+        self._spares = spares
+        self._running: list[str] = []  # the last added at the end
+        self._changing: dict[str, Change] = {}  # by role
+
+    def follow(self, mesh: tandem.Mesh) -> list[Change]:
+        """Return the changes to make now, by the advice of `mesh`."""
+        states = {worker.worker_id: worker.state for worker in mesh.workers}
+        self._changing = {role: change for role, change in self._changing.items() if not _is_done(change, states)}
+        changes = []
+        for advice in mesh.advice:
+            change = None if advice.role in self._changing else self._change(advice)
+            if change is not None:
+                self._changing[advice.role] = change
+                changes.append(change)
+        return changes
+
+    def _change(self, advice: tandem.Advice) -> Change | None:
+        of_role = [spare for spare in self._spares if spare.role == advice.role]
+        if advice.action == "add":
+            free = next((spare for spare in of_role if spare.name not in self._running), None)
+            if free is None:
+                return None
+            self._running.append(free.name)
+            return Change(free, is_added=True, reason=advice.reason)
+        names = {spare.name: spare for spare in of_role}
+        last = next((name for name in reversed(self._running) if name in names), None)
+        if last is None:
+            return None
+        self._running.remove(last)
+        return Change(names[last], is_added=False, reason=advice.reason)
+
+
+def _is_done(change: Change, states: dict[str, str]) -> bool:
+    state = states.get(change.service.name)
+    return state == "ready" if change.is_added else state in (None, "stopped", "lost")

@@ -228,7 +228,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
-    return "int8" if fits and attention_shape_of(config).is_plain else "float16"
+    return "int8" if fits else "float16"
 
 
 def attention_shape_of(config: AnyConfig) -> AttentionShape:

@@ -5,24 +5,8 @@ from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
-_REQUIRED_FACTS = {
-    "activation": "silu",
-    "norm": "rms",
-    "block": "sequential",
-    "positions": "rotary",
-    "window_rope": None,
-    "gated": True,
-    "experts": None,
-    "attention_scale": None,
-    "attention_softcap": None,
-    "embed_size": None,
-    "embed_norm": False,
-    "final_norm": True,
-    "embed_scale": 1.0,
-    "lm_head_bias": False,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-}
+_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich")
+_REQUIRED_FACTS = {"experts": None, "embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 
 
@@ -33,6 +17,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"
+    if config.block not in _BLOCKS:
+        return f"block {config.block}"
     for name in ("hidden_size", "intermediate_size"):
         if getattr(config, name) % PANEL:
             return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"

@@ -19,11 +19,12 @@ from engine.kernels.cpu.machine import CACHE_LINE_BYTES
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
-from engine.models.model_config import ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
-_MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm")
+"""In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
 _PARTS = ("weights", "output")
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _DATA_BOUNDARY = 4096
@@ -44,11 +45,12 @@ class PackedDecoder(NamedTuple):
     """The weights that one rank holds, of the layers of its stage."""
 
     embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
+    positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
+    embed_norm: Floats  # as final_norm; [0, hidden] without
     weights: Weights  # of the layers
     output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    input_norms: Floats  # [num_layers, hidden]
-    post_norms: Floats  # [num_layers, hidden]
-    final_norm: Floats  # [hidden]
+    norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
+    final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
 
 
@@ -63,24 +65,58 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
     output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
+    positions = _take_at_start(parameters, "positions", config, share)
+    embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
-    input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
-    head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
+    norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
+    names = matrix_names(config)
     for i, layer in enumerate(layers):
-        for number, name in enumerate(_MATRIX_NAMES, i * len(_MATRIX_NAMES)):
+        for number, name in enumerate(names, i * len(names)):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
-        input_norms[i], post_norms[i] = parameters.take(f"{layer}.input_norm"), parameters.take(f"{layer}.post_norm")
+        norms.append(_layer_norms(parameters, layer, config))
         if config.qk_norm:
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
     _pack(output_packer, 0, parameters.take_output(tied))
-    if share.rank > 0:
-        embed = embed[:0]
-    final_norm = parameters.take("final_norm").numpy()
     return PackedDecoder(
-        as_array(embed), packer.weights, output_packer.weights, input_norms, post_norms, final_norm, head_norms
+        as_array(embed if share.rank == 0 else embed[:0]),
+        positions,
+        embed_norm,
+        packer.weights,
+        output_packer.weights,
+        np.stack(norms),
+        _take_norm(parameters, "final_norm", config),
+        head_norms,
     )
+
+
+def matrix_names(config: ModelConfig) -> tuple[str, ...]:
+    """Names of a layer's matrices, in the order of the kernels' numbers."""
+    return "qkv", "o", "gate_up" if config.gated else "up", "down"
+
+
+def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats:
+    """Weights of a norm, [1, hidden]; those of a layer norm and its biases, [2, hidden]."""
+    weight, bias = parameters.take(name), parameters.take_optional(f"{name}_bias")
+    rows = [weight] if config.norm == "rms" else [weight, torch.zeros_like(weight) if bias is None else bias]
+    taken: Floats = torch.stack(rows).float().numpy()
+    return taken
+
+
+def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
+    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
+    taken.setdefault("post_norm", taken["input_norm"])
+    return np.stack([taken[name] for name in _NORMS if name in taken])
+
+
+def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share: RankShare) -> Floats:
+    """What rank 0 adds to embedded tokens, [0, hidden] if there is nothing to add."""
+    taken = parameters.take_optional(name)
+    if taken is None or share.rank > 0:
+        return np.empty((0, config.hidden_size), np.float32)
+    rows: Floats = taken.float().numpy()
+    return rows
 
 
 def qkv_width(heads: AttentionShape) -> int:
@@ -92,7 +128,7 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
     layer = [
         MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size, group=group),
         MatrixShape(share.hidden.count, config.num_heads * config.head_dim, group=group),
-        MatrixShape(2 * share.inner.count, config.hidden_size, gated=True, group=group),
+        MatrixShape((1 + config.gated) * share.inner.count, config.hidden_size, gated=config.gated, group=group),
         MatrixShape(share.hidden.count, config.intermediate_size, group=group),
     ]
     return layer * share.layers.count

@@ -126,7 +126,7 @@ def test_a_given_type_rounds_and_its_kv_is_not_exchanged(checkpoint: Checkpoint,
         ("llama", "nothing", {"attention": "torch"}, "float32"),
         ("llama", "nothing", {"kv_dtype": "bfloat16"}, "float32"),
         ("llama", "nothing", {"kv_dtype": "float16"}, "bfloat16"),
-        ("gpt2", "nothing", {}, "float32"),
+        ("mixtral", "nothing", {}, "float32"),
     ],
 )
 def test_nothing_is_rounded_unasked(

@@ -81,6 +81,20 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj"])
+def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: str, quantize: str) -> None:
+    """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side."""
+    driver = Driver(load_arm(checkpoint(family), "compiled", quantize=quantize))
+    prompt = prompts()[1]
+    whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
+    driver.finish(whole)
+    history = [*prompt, *whole.token_ids[:5]]
+    replayed = driver.add(make_request("replay", history, max_new_tokens=12, num_prompt_tokens=len(prompt)))
+    driver.finish(replayed, chunk=9)
+    assert replayed.tokens == whole.tokens[5:]
+
+
 @pytest.mark.parametrize("family", ["bloom", "gemma3", "qwen2-moe"])
 def test_replay_of_other_families(checkpoint: Checkpoint, family: str) -> None:
     check_replay(Driver(load_model_runner(settings(checkpoint(family)))))

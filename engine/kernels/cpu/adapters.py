@@ -14,9 +14,9 @@ import numpy as np
 from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Matrix, Range
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.rows import Norm
-from engine.kernels.cpu.tiles import TileProduct, gate_panels, multiply_tile
-from engine.kernels.cpu.vectors import scale_row, weigh_row
+from engine.kernels.cpu.rows import Norm, norm_row
+from engine.kernels.cpu.tiles import TileProduct, multiply_tile
+from engine.kernels.cpu.vectors import scale_row
 
 QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
 """The products of a layer that an adapter may change."""
@@ -58,8 +58,6 @@ class StepAdapters(NamedTuple):
     runs: Int64s  # [num_runs, 3]: number of the adapter, first row, end row; in the order of rows
     normed: Floats  # [num_tokens, hidden]
     shrunk: Floats  # [num_tokens, shrunk_width]
-    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate
-    own_gate_up: Floats  # the same, from the first column that the rank computes; see Activations
     tile: Floats  # flat [MAX_TILE * 16]
 
 
@@ -75,14 +73,12 @@ def changes_site(step: StepAdapters, layer: int, site: int) -> bool:
 
 @jit
 def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: Norm, part: Range) -> None:
-    """Like `shrink`, of rows after a root-mean-square norm."""
-    width, step_bytes = x.shape[1], x.shape[1] * FLOAT_BYTES
+    """Like `shrink`, of rows after a norm."""
+    width = x.shape[1]
     for run in range(len(step.runs)):
         for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
-            out = address(step.normed) + r * step_bytes
-            total = weigh_row(address(x) + r * step_bytes, address(norm.weight), width // PANEL, out)
-            factor = np.float32(1.0) / np.sqrt(total / np.float32(width) + norm.eps)
-            scale_row(out, width // PANEL, factor, out)
+            out, divisor = address(step.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, step.normed[r])
+            scale_row(out, width // PANEL, np.float32(1.0) / divisor, out)
     shrink(step, layer, site, step.normed, part)
 
 
@@ -164,12 +160,3 @@ def _multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: El
         return 2
     multiply_tile(matrices, depth, 1, 1, element, 0)
     return 1
-
-
-@jit
-def gate_rows(step: StepAdapters, out: Floats, part: Range) -> None:
-    """silu(gate) * up of the rows in the range, from `gate_up` to out [num_tokens, intermediate]."""
-    width = out.shape[1]
-    for r in range(part.first, part.end):
-        gate_up = address(step.gate_up) + 2 * r * width * FLOAT_BYTES
-        gate_panels(gate_up, width // PANEL, address(out) + r * width * FLOAT_BYTES)

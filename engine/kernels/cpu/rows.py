@@ -28,15 +28,30 @@ from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
-from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, to_bf16, weigh_row
+from engine.kernels.cpu.vectors import (
+    largest_magnitude,
+    mix_rows,
+    quantise_vectors,
+    rotate_halves,
+    scale_row,
+    to_bf16,
+    weigh_row,
+)
 
 _LEVELS = np.float32(INT8_LEVELS)
 
 
 class Norm(NamedTuple):
-    """The parameters of a root-mean-square norm."""
+    """The parameters of a norm of rows: a root-mean-square norm, or, with a bias, a layer norm."""
 
-    weight: Floats  # [width]; of heads: [2, head_dim], queries then keys, or [0, head_dim] without a norm
+    weight: Floats  # [1, width]; [2, width]: weights, then biases
+    eps: np.float32
+
+
+class HeadNorms(NamedTuple):
+    """The parameters of the root-mean-square norms of queries and keys."""
+
+    weight: Floats  # [2, head_dim], of queries, then of keys; [0, head_dim] without norms
     eps: np.float32
 
 
@@ -96,19 +111,48 @@ def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: R
 
 @jit
 def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
-    """Like `put_rows`, after a root-mean-square norm of each row."""
+    """Like `put_rows`, after a norm of each row."""
     width, a = x.shape[1], operand.a
     _, _, depth, _, group, order_end = weights.matrices[matrix]
-    weighted, weight = np.empty(width, np.float32), address(norm.weight)
+    normed = np.empty(width, np.float32)
     gathered = np.empty(width if order_end else 0, np.float32)
     for r in range(part.first, part.end):
-        total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
-        row = address(weighted)
+        divisor, row = norm_row(x[r], norm, normed), address(normed)
         if order_end:
-            _gather(weighted, weights.orders[order_end - width : order_end], gathered)
+            _gather(normed, weights.orders[order_end - width : order_end], gathered)
             row = address(gathered)
         factor = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
-        operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm.eps)
+        operand.factors[r] = factor / divisor
+
+
+@jit
+def norm_row(x: Floats, norm: Norm, out: Floats) -> np.float32:
+    """Write the norm of one row to `out`, but for a divisor, which is returned."""
+    width = len(x)
+    if len(norm.weight) == 1:
+        total = weigh_row(address(x), address(norm.weight), width // LANES, address(out))
+        return np.sqrt(total / np.float32(width) + norm.eps)
+    mean, total = np.float32(0.0), np.float32(0.0)
+    for i in range(width):
+        mean += x[i]
+    mean /= np.float32(width)
+    for i in range(width):
+        out[i] = x[i] - mean
+        total += out[i] * out[i]
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(width) + norm.eps)
+    for i in range(width):
+        out[i] = out[i] * factor * norm.weight[0, i] + norm.weight[1, i]
+    return np.float32(1.0)
+
+
+@jit
+def add_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
+    """out += norm(x), for the rows in the range."""
+    width = x.shape[1]
+    normed = np.empty(width, np.float32)
+    for r in range(part.first, part.end):
+        factor = np.float32(1.0) / norm_row(x[r], norm, normed)
+        mix_rows(address(normed), width // LANES, factor, np.float32(1.0), address(out) + r * width * FLOAT_BYTES)
 
 
 @jit
@@ -145,10 +189,12 @@ def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
 
 
 @jit
-def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache, layer: int, part: Range) -> None:
+def rotate_and_store(
+    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, layer: int, rope: int, part: Range
+) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
-    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. norm: see `Norm`, of heads.
+    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. rope: the kind of the layer's rotary positions in `Batch`.
     """
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
@@ -156,11 +202,12 @@ def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache
     layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
-        if len(norm.weight):
+        if len(norms.weight):
             for head in range(num_heads + num_kv_heads):
-                weight = norm.weight[0 if head < num_heads else 1]
-                _norm_head(heads[head * dim : (head + 1) * dim], weight, norm.eps)
-        _rotate(heads, batch.cos[r], batch.sin[r])
+                weight = norms.weight[0 if head < num_heads else 1]
+                _norm_head(heads[head * dim : (head + 1) * dim], weight, norms.eps)
+        if len(batch.cos):
+            _rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
         _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)

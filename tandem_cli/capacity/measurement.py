@@ -78,6 +78,7 @@ class StepWorkload:
     kv_dtype: str = "auto"
     num_ranks: int = 1
     dtype: str = "auto"
+    enforce_eager: bool = False
 
     @property
     def max_context_tokens(self) -> int:
@@ -116,6 +117,7 @@ class EngineSteps:
             load_format=load_format_of(workload.model_dir),
             dtype=workload.dtype,
             quantize=workload.quantize,
+            enforce_eager=workload.enforce_eager,
             prefix_caching=False,
             num_threads=workload.num_threads,
             kv_dtype=workload.kv_dtype,

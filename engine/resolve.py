@@ -56,7 +56,9 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    return why_not_compiled(config, layout)
+    if config.experts is not None and settings.adapters:
+        return "adapters of a model with experts"
+    return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:

@@ -22,6 +22,7 @@ from engine.cores import threads_born_on
 from engine.kernels.cpu.activations import GELU, GELU_TANH, RELU, SILU
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
 from engine.kernels.cpu.buffers import Buffers, round_up
+from engine.kernels.cpu.experts import Experts, RoutedRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -39,9 +40,9 @@ from engine.kernels.cpu.step import PHASES, Activations, Kind, Model, Team, Work
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.model_config import ModelConfig
+from engine.models.model_config import ExpertsConfig, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, qkv_width
+from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
@@ -113,6 +114,9 @@ class LoopThreads:
 
 
 _NO_AMX: Bytes = np.empty(0, np.uint8)
+_NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
+_NO_ROWS: Floats = np.empty((0, 0), np.float32)
+_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
 KERNEL_ACTIVATIONS = {
     "silu": SILU,
     "gelu": GELU,
@@ -156,21 +160,20 @@ class CompiledDecoder:
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
         self._slopes = kernel_slopes(self._heads)
         self._cache = cache.elements
+        layers = range(self.layers.first, self.layers.end)
         self._model = Model(
             weights=packed.weights,
+            firsts=np.cumsum([0, *(len(matrix_names(config, layer)) for layer in layers)], dtype=np.int64)[:-1],
             output=packed.output,
             norms=packed.norms,
             final_norm=packed.final_norm,
             head_norms=packed.head_norms,
-            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64)[
-                self.layers.first : self.layers.end
-            ],
-            ropes=np.array(
-                [rope_of_layer(config, layer) for layer in range(self.layers.first, self.layers.end)], np.int64
-            ),
+            windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
+            ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
             eps=np.float32(config.norm_eps),
             shape=head_shape(self._heads, cache.layer(self.layers.first)),
             kind=_kind(config),
+            experts=_experts(config, packed, layers),
         )
         self._buffers = Buffers()
         if self._ranks.rank == 0:
@@ -204,7 +207,7 @@ class CompiledDecoder:
         model, acts = self._model, self._activations(num_tokens, is_adapted=bool(metadata.adapters))
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         batch = kernel_batch(metadata, model.shape.block_size, rotations)
-        operands, cache = self._operands(num_tokens, model.weights), self._cache
+        operands, cache = self._operands(max(num_tokens, self._num_copies(num_tokens)), model.weights), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
         splits = self._buffers.splits(model.shape, batch)
         adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
@@ -294,7 +297,28 @@ class CompiledDecoder:
             mixed=self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            routed=self._routed_rows(rows),
         )
+
+    def _routed_rows(self, rows: int) -> RoutedRows:
+        experts, hidden = self._model.experts, self.config.hidden_size
+        if not experts.num_experts:
+            return _NO_ROUTED_ROWS
+        num_inner, num_chosen = rows * (experts.top_k * experts.width + experts.shared_width), rows * experts.top_k
+        buffers = self._ranks.buffers
+        return RoutedRows(
+            normed=self._rows("normed_copies", rows, hidden),
+            scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
+            chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
+            weights=self._rows("expert_weights", rows, experts.top_k + 1),
+            inner=buffers.get("expert_inner", num_inner)[:num_inner],
+            results=self._rows("expert_results", self._num_copies(rows), hidden),
+        )
+
+    def _num_copies(self, rows: int) -> int:
+        """Rows of all experts together."""
+        experts = self._model.experts
+        return rows * (experts.top_k + (1 if experts.shared_width else 0))
 
     def _operands(self, rows: int, weights: Weights) -> list[Operand]:
         """One operand for each thread. All threads share the rows and have separate sums."""
@@ -317,6 +341,20 @@ def _kind(config: ModelConfig) -> Kind:
         sandwich=config.block == "sandwich",
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+    )
+
+
+def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) -> Experts:
+    facts = config.experts or _NO_EXPERTS
+    return Experts(
+        layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
+        routers=packed.routers,
+        shared_gates=packed.shared_gates,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        width=facts.intermediate_size,
+        shared_width=facts.shared_size,
+        normalised=facts.normalised,
     )
 
 

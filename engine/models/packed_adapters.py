@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AdapterRows
-from engine.kernels.cpu.adapters import MAX_TILE, NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
+from engine.kernels.cpu.adapters import NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
 from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.buffers import Buffers, aligned
 from engine.kernels.cpu.machine import PANEL
+from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import matrix_names
@@ -66,7 +67,7 @@ class PackedAdapters:
 
         normed, shrunk = buffer("normed", self._config.hidden_size), buffer("shrunk", self._width)
         runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
-        tiles = [own.get("adapter_tile", MAX_TILE * PANEL) for own in thread_buffers]
+        tiles = [own.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for own in thread_buffers]
         return [StepAdapters(self._pieces, runs, normed, shrunk, tile) for tile in tiles]
 
 
@@ -74,7 +75,7 @@ def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, firs
     packer = _PiecePacker(config.intermediate_size, first_number)
     for layer in range(share.layers.first, share.layers.end):
         packer.starts.append([])
-        for name in matrix_names(config):
+        for name in matrix_names(config, layer):
             packer.starts[-1].append(len(packer.pieces))
             packer.add(weights.get(f"layers.{layer}.{name}", ()), alternates=name == "gate_up")
         packer.starts[-1].append(len(packer.pieces))

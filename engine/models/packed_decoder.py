@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
@@ -52,6 +53,8 @@ class PackedDecoder(NamedTuple):
     norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
+    shared_gates: Floats
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -69,10 +72,15 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
-    names = matrix_names(config)
+    routers, shared_gates, number = *_empty_routers(config, len(layers)), 0
     for i, layer in enumerate(layers):
-        for number, name in enumerate(names, i * len(names)):
+        for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
+            number += 1
+        if has_experts(config, share.layers.first + i):
+            routers[i] = _in_panels(parameters.take(f"{layer}.router").float())
+        if has_experts(config, share.layers.first + i) and shared_gates.shape[1]:
+            shared_gates[i] = parameters.take(f"{layer}.shared_gate").float()
         norms.append(_layer_norms(parameters, layer, config))
         if config.qk_norm:
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
@@ -88,12 +96,41 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
         head_norms,
+        routers,
+        shared_gates,
     )
 
 
-def matrix_names(config: ModelConfig) -> tuple[str, ...]:
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """True if the layer has experts instead of the MLP."""
+    return config.experts is not None and config.experts.layers[layer]
+
+
+def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
-    return "qkv", "o", "gate_up" if config.gated else "up", "down"
+    up = "gate_up" if config.gated else "up"
+    if config.experts is None or not config.experts.layers[layer]:
+        return "qkv", "o", up, "down"
+    parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
+    parts += ["shared."] if config.experts.shared_size else []
+    return "qkv", "o", *(part + name for part in parts for name in (up, "down"))
+
+
+def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats]:
+    """Routers in panels, and gates of shared experts."""
+    if config.experts is None:
+        return np.empty((num_layers, 0, config.hidden_size, PANEL), np.float32), np.empty((0, 0, 0), np.float32)
+    num_panels = -(-config.experts.num_experts // PANEL)
+    return (
+        np.zeros((num_layers, num_panels, config.hidden_size, PANEL), np.float32),
+        np.zeros((num_layers, int(config.experts.shared_gate), config.hidden_size), np.float32),
+    )
+
+
+def _in_panels(router: Tensor) -> Tensor:
+    """[experts, hidden] -> [panels, hidden, 16]."""
+    padded = torch.nn.functional.pad(router, (0, 0, 0, -len(router) % PANEL))
+    return padded.view(-1, PANEL, router.shape[1]).transpose(1, 2)
 
 
 def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats:
@@ -125,13 +162,25 @@ def qkv_width(heads: AttentionShape) -> int:
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
-    layer = [
+    attention = [
         MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size, group=group),
         MatrixShape(share.hidden.count, config.num_heads * config.head_dim, group=group),
-        MatrixShape((1 + config.gated) * share.inner.count, config.hidden_size, gated=config.gated, group=group),
-        MatrixShape(share.hidden.count, config.intermediate_size, group=group),
     ]
-    return layer * share.layers.count
+
+    def mlp(own_width: int, width: int) -> list[MatrixShape]:
+        outputs = (1 + config.gated) * own_width
+        return [
+            MatrixShape(outputs, config.hidden_size, gated=config.gated, group=group),
+            MatrixShape(share.hidden.count, width, group=group),
+        ]
+
+    dense, experts = attention + mlp(share.inner.count, config.intermediate_size), config.experts
+    if experts is None:
+        return dense * share.layers.count
+    routed = attention + mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
+    routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
+    layers = range(share.layers.first, share.layers.end)
+    return [shape for layer in layers for shape in (routed if experts.layers[layer] else dense)]
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:

@@ -26,6 +26,7 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
+from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
 
 SILU, GELU, GELU_TANH, RELU = range(4)
 _INTP = types.intp
@@ -34,26 +35,12 @@ _CUBE, _TANH_FACTOR = 0.044715, 2.0 * math.sqrt(2.0 / math.pi)
 _ERFC_P, _ERFC_A = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
-def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:
-    """silu(gate) * up, of vectors of 16 fp32 numbers."""
-    return _sigmoid_of(emit, gate, emit.builder.fmul(gate, up))
-
-
-def _sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
-    """factor / (1 + e^-x)."""
-    builder = emit.builder
-    exponent = builder.fmul(x, constant(FLOATS, -LOG2_E))
-    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
-    divisor = builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0))
-    return builder.fmul(factor, emit.reciprocal(divisor))
-
-
 def _gelu_tanh(emit: Emitter, x: Value) -> Value:
     """x (1 + tanh(y)) / 2 = x / (1 + e^-2y), with y = sqrt(2 / pi) (x + 0.044715 x^3)."""
     builder = emit.builder
     square = builder.fmul(x, x)
     factor = emit.multiply_add(square, constant(FLOATS, _CUBE * _TANH_FACTOR), constant(FLOATS, _TANH_FACTOR))
-    return _sigmoid_of(emit, builder.fmul(x, factor), x)
+    return sigmoid_of(emit, builder.fmul(x, factor), x)
 
 
 def _gelu(emit: Emitter, x: Value) -> Value:
@@ -72,7 +59,7 @@ def _gelu(emit: Emitter, x: Value) -> Value:
 
 def _activated(emit: Emitter, x: Value, activation: int) -> Value:
     if activation == SILU:
-        return _sigmoid_of(emit, x, x)
+        return sigmoid_of(emit, x, x)
     if activation == GELU:
         return _gelu(emit, x)
     if activation == GELU_TANH:

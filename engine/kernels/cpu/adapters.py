@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Matrix, Range
+from engine.kernels.cpu.arguments import Address, Floats, Int64s, Matrix, Range
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
+from engine.kernels.cpu.matmul import multiply_panel, multiply_some
 from engine.kernels.cpu.rows import Norm, norm_row
-from engine.kernels.cpu.tiles import TileProduct, multiply_tile
+from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import scale_row
 
 QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
 """The products of a layer that an adapter may change."""
 NUM_SITES = 4
-MAX_TILE = 6
 _PANEL_BYTES = PANEL * FLOAT_BYTES
 
 
@@ -58,7 +58,7 @@ class StepAdapters(NamedTuple):
     runs: Int64s  # [num_runs, 3]: number of the adapter, first row, end row; in the order of rows
     normed: Floats  # [num_tokens, hidden]
     shrunk: Floats  # [num_tokens, shrunk_width]
-    tile: Floats  # flat [MAX_TILE * 16]
+    tile: Floats  # flat [MAX_PANEL_ROWS * 16]
 
 
 @jit
@@ -98,7 +98,7 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) ->
             a_at, rank = pieces[piece, 0], pieces[piece, 2]
             for panel in range((rank + PANEL - 1) // PANEL):
                 a = address(packed) + (a_at + panel * depth * PANEL) * FLOAT_BYTES
-                _multiply(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
+                multiply_panel(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
                 out += _PANEL_BYTES
 
 
@@ -129,34 +129,8 @@ def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: in
     while row < rows.end:
         left = Matrix(shrunk + (row - rows.first) * shrunk_step, shrunk_step)
         matrices = TileProduct(left, Matrix(b, 0), Matrix(address(tile), _PANEL_BYTES))
-        count = _multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
+        count = multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
         for r in range(count):
             for i in range(PANEL):
                 y[row + r, column + i] += tile[r * PANEL + i]
         row += count
-
-
-@jit
-def _multiply(matrices: TileProduct, depth: int, num_rows: int, element: Element) -> None:
-    """Multiply all rows with one panel."""
-    a, b, out = matrices
-    row = 0
-    while row < num_rows:
-        some = TileProduct(Matrix(a.address + row * a.step, a.step), b, Matrix(out.address + row * out.step, out.step))
-        row += _multiply_some(some, depth, num_rows - row, element)
-
-
-@jit
-def _multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
-    """Multiply the largest tile that has rows only; returns its rows."""
-    if max_rows >= MAX_TILE:
-        multiply_tile(matrices, depth, 6, 1, element, 0)
-        return 6
-    if max_rows >= 4:
-        multiply_tile(matrices, depth, 4, 1, element, 0)
-        return 4
-    if max_rows >= 2:
-        multiply_tile(matrices, depth, 2, 1, element, 0)
-        return 2
-    multiply_tile(matrices, depth, 1, 1, element, 0)
-    return 1

@@ -13,6 +13,7 @@ from numba import types
 
 from engine.kernels.cpu.arguments import (
     Address,
+    Array,
     Attending,
     Cache,
     Element,
@@ -98,31 +99,32 @@ select_by_dtype(put_row, _ROWS, _copy_row)
 @jit
 def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
     """Write the rows of x [rows, width] in the range to the operand of a product with a matrix."""
-    width, a = x.shape[1], operand.a
-    _, _, depth, _, group, order_end = weights.matrices[matrix]
-    gathered = np.empty(width if order_end else 0, np.float32)
+    depth = weights.matrices[matrix, 2]
     for r in range(part.first, part.end):
-        row = address(x) + r * width * FLOAT_BYTES
-        if order_end:
-            _gather(x[r], weights.orders[order_end - width : order_end], gathered)
-            row = address(gathered)
-        operand.factors[r] = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
+        operand.factors[r] = put_row_at(x[r], weights, matrix, operand.a, r * depth)
 
 
 @jit
 def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
     """Like `put_rows`, after a norm of each row."""
-    width, a = x.shape[1], operand.a
-    _, _, depth, _, group, order_end = weights.matrices[matrix]
-    normed = np.empty(width, np.float32)
-    gathered = np.empty(width if order_end else 0, np.float32)
+    depth, normed = weights.matrices[matrix, 2], np.empty(x.shape[1], np.float32)
     for r in range(part.first, part.end):
-        divisor, row = norm_row(x[r], norm, normed), address(normed)
-        if order_end:
-            _gather(normed, weights.orders[order_end - width : order_end], gathered)
-            row = address(gathered)
-        factor = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
-        operand.factors[r] = factor / divisor
+        divisor = norm_row(x[r], norm, normed)
+        operand.factors[r] = put_row_at(normed, weights, matrix, operand.a, r * depth) / divisor
+
+
+@jit
+def put_row_at(x: Floats, weights: Weights, matrix: int, a: Array, first: int) -> np.float32:
+    """Write x [width] as a row of `a`, which is the operand of a product with a matrix, from element number `first` on.
+    Returns the row's factor.
+    """
+    width, at = len(x), address(a) + first * a.itemsize
+    group, order_end = weights.matrices[matrix, 4], weights.matrices[matrix, 5]
+    if not order_end:
+        return put_row(address(x), width // LANES, at, group, a[0])
+    gathered = np.empty(width, np.float32)
+    _gather(x, weights.orders[order_end - width : order_end], gathered)
+    return put_row(address(gathered), width // LANES, at, group, a[0])
 
 
 @jit

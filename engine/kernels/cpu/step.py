@@ -39,11 +39,21 @@ from engine.kernels.cpu.compiler import (
     emitted,
     jit,
 )
+from engine.kernels.cpu.experts import (
+    Experts,
+    RoutedRows,
+    add_results,
+    copies_of,
+    multiply_down,
+    multiply_up,
+    put_copies,
+    put_inner,
+    route_rows,
+)
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.rows import HeadNorms, Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
-_MATRICES_PER_LAYER = 4
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
 
 
@@ -59,7 +69,8 @@ class Kind(NamedTuple):
 class Model(NamedTuple):
     """The weights and constants of a model, the same in every step."""
 
-    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down
+    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
+    firsts: Int64s  # [num_layers]: number of the layer's first matrix
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
@@ -69,6 +80,7 @@ class Model(NamedTuple):
     eps: np.float32
     shape: HeadShape
     kind: Kind
+    experts: Experts
 
 
 class Activations(NamedTuple):
@@ -89,6 +101,7 @@ class Activations(NamedTuple):
     mixed: Floats  # [num_tokens, num_heads * head_dim], the heads of all ranks
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
     queries: Queries  # over qkv and the rank's part of mixed
+    routed: RoutedRows  # of layers with experts
 
 
 class Team(NamedTuple):
@@ -133,10 +146,14 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
         if model.kind.parallel:
             _compute_inner(model, work, team, layer)
             _add_attention(model, work, team, layer)
+            _add_mlp(model, work, team, layer)
+        elif model.experts.layers[layer]:
+            _add_attention(model, work, team, layer)
+            _add_experts(model, work, team, layer)
         else:
             _add_attention(model, work, team, layer)
             _compute_inner(model, work, team, layer)
-        _add_mlp(model, work, team, layer)
+            _add_mlp(model, work, team, layer)
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
         _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
@@ -151,7 +168,7 @@ def _compute_attention(model: Model, work: Work, team: Team, layer: int) -> None
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window = _matrices(layer).qkv, model.windows[layer]
+    qkv, window = _matrices(model, layer).qkv, model.windows[layer]
     norm, head_norms = Norm(model.norms[layer, _INPUT_NORM], model.eps), HeadNorms(model.head_norms[layer], model.eps)
     norm_rows(acts.residual, norm, weights, qkv, operand, rows)
     norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, norm, rows)
@@ -172,7 +189,7 @@ def _compute_attention(model: Model, work: Work, team: Team, layer: int) -> None
 def _add_attention(model: Model, work: Work, team: Team, layer: int) -> None:
     """Add attention's result to the residual."""
     acts, operand, _, _, adapted = work
-    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(layer).output
+    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
     put_rows(acts.mixed, model.weights, output, operand, rows)
     shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
     _finish_phase(team, QUANTISE)
@@ -186,7 +203,7 @@ def _compute_inner(model: Model, work: Work, team: Team, layer: int) -> None:
     """Compute the inner rows of the MLP."""
     acts, operand, _, _, adapted = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
-    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(layer).gate_up
+    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
     norm, is_gated_at_once = Norm(model.norms[layer, _POST_NORM], model.eps), _is_gated_at_once(kind, work, layer)
     norm_rows(acts.residual, norm, weights, gate_up, operand, rows)
     norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, norm, rows)
@@ -208,13 +225,35 @@ def _compute_inner(model: Model, work: Work, team: Team, layer: int) -> None:
 def _add_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
     acts, operand, _, _, adapted = work
-    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(layer).down
+    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
     put_rows(acts.inner, model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
     _finish_phase(team, QUANTISE)
     _add_product(model, work, team, down)
     _finish_phase(team, DOWN)
     _end_branch(model, work, rows, layer, DOWN_SITE)
+
+
+@jit
+def _add_experts(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Add the results of the layer's experts to the residual."""
+    acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
+    weights, part = model.weights, Part(team.thread, team.num_threads)
+    rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
+    norm = Norm(model.norms[layer, _POST_NORM], model.eps)
+    route_rows(experts, routed, layer, acts.residual, norm, rows)
+    _finish_phase(team, NORM)
+    copies = copies_of(experts, routed)
+    own_copies = _rows_of(len(copies.rows), team.number, team.num_all)
+    put_copies(experts, routed, copies, weights, first, operand, own_copies)
+    _finish_phase(team, QUANTISE)
+    multiply_up(experts, routed, copies, weights, first, operand, part)
+    _finish_phase(team, GATE_UP)
+    put_inner(experts, routed, copies, weights, first, operand, own_copies)
+    _finish_phase(team, QUANTISE)
+    multiply_down(experts, routed, copies, weights, first, operand, part)
+    _finish_phase(team, DOWN)
+    add_results(routed, copies, acts.residual, rows)
 
 
 @jit
@@ -246,8 +285,8 @@ def _end_branch(model: Model, work: Work, rows: Range, layer: int, site: int) ->
 
 
 @jit
-def _matrices(layer: int) -> _Matrices:
-    first = layer * _MATRICES_PER_LAYER
+def _matrices(model: Model, layer: int) -> _Matrices:
+    first = model.firsts[layer]
     return _Matrices(first, first + 1, first + 2, first + 3)
 
 

@@ -1,6 +1,6 @@
 """A prompt and a decode step of each family of models, compiled and eager, in every type of weights:
 
-    python -m bench.families [FAMILY ...] [--weights float32 bfloat16 int8 int4] [--batch 1 8] [--json FILE]
+    python -m bench.families [FAMILY ...] [--weights float32 bfloat16 int8 int4] [--batch 1 8] [--rounds 3]
 
 All families have about the same size: twelve layers of width 768, some 90 to 140 million weights, which are random. One
 thread computes, and times are CPU times of the engine's thread. The compiled decoder and the eager one take turns.
@@ -53,7 +53,6 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
 }
 """The facts of config.json by `architectures`."""
 _PROMPT_TOKENS = 256
-_ROUNDS = 3
 
 
 class Arm(NamedTuple):
@@ -77,11 +76,11 @@ def write_family(architecture: str, folder: Path) -> Path:
     return model_dir
 
 
-def measure(model_dir: Path, arms: Sequence[Arm], batches: Sequence[int]) -> dict[Arm, list[float]]:
+def measure(model_dir: Path, arms: Sequence[Arm], batches: Sequence[int], num_rounds: int) -> dict[Arm, list[float]]:
     """For each arm that can run: milliseconds of a prompt, then of a decode step with each number of sequences."""
     engines = {arm: steps for arm in arms if (steps := _engine(model_dir, arm, max(batches))) is not None}
     rounds: dict[Arm, list[list[float]]] = {arm: [] for arm in engines}
-    for _ in range(_ROUNDS):
+    for _ in range(num_rounds):
         for arm, steps in engines.items():
             rounds[arm].append([steps.prompt_ms(), *(steps.decode_ms(batch) for batch in batches)])
     return {arm: [median(column) for column in zip(*rows, strict=True)] for arm, rows in rounds.items()}
@@ -110,6 +109,7 @@ def main() -> None:
     parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16", "int8", "int4"])
     parser.add_argument("--eager", nargs="*", default=["float32", "int8"], help="types of weights to run eagerly, too")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rounds", type=int, default=3, help="of which medians are printed")
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     if unknown := set(options.families) - set(FAMILIES):
@@ -121,7 +121,7 @@ def main() -> None:
     table = Table("family", "weights and decoder", *titles)
     with tempfile.TemporaryDirectory() as folder:
         for family in options.families:
-            found = measure(write_family(family, Path(folder)), arms, options.batch)
+            found = measure(write_family(family, Path(folder)), arms, options.batch, options.rounds)
             times[family] = {str(arm): ms for arm, ms in found.items()}
             for arm, ms in found.items():
                 table.add_row(family, str(arm), *(f"{each:.1f}" for each in ms))

@@ -36,7 +36,7 @@ WORK = [
 SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
 BENT_SHAPES = [
     AttentionShape(14, 2, 64, softcap=2.0),
-    AttentionShape(9, 3, 64, given_scale=0.3, softcap=30.0),
+    AttentionShape(9, 3, 64, given_scale=0.1, softcap=30.0),
     AttentionShape(6, 1, 96, alibi=(0.5, 0.25, 0.125, 0.06, 0.03, 0.015)),
 ]
 

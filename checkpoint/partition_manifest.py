@@ -8,7 +8,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 6
+VERSION = 7
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
 
 

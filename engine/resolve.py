@@ -56,7 +56,9 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    return why_not_compiled(config, layout)
+    if config.experts is not None and settings.adapters:
+        return "adapters of a model with experts"
+    return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -228,7 +230,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
-    return "int8" if fits and attention_shape_of(config).is_plain else "float16"
+    return "int8" if fits else "float16"
 
 
 def attention_shape_of(config: AnyConfig) -> AttentionShape:

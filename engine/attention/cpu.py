@@ -3,7 +3,7 @@
 It also has the adapters from the engine's types to those of the kernels, which `CompiledDecoder` uses, too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,21 +11,27 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
+from engine.kernels.cpu.arguments import NO_SLOPES, NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
 
-_NOTHING: Floats = np.empty((0, 0), np.float32)
+_NOTHING: Floats = np.empty((0, 0, 0), np.float32)
 
 
-def kernel_batch(metadata: ForwardMetadata, block_size: int, rotation: tuple[Tensor, Tensor] | None = None) -> Batch:
-    """The kernels' view of a step's metadata. rotation: cosines and sines from `RotaryEmbedding.cos_sin`."""
+def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[tuple[Tensor, Tensor]] = ()) -> Batch:
+    """The kernels' view of a step's metadata. rotations: cosines and sines from `RotaryEmbedding.cos_sin`, for each of
+    `engine.models.rope.ropes_of`.
+    """
     starts = metadata.block_tables.numpy().astype(np.int64) * block_size
     segments = starts[:, :, None] + np.arange(0, block_size, KEYS)
-    cos, sin = (_NOTHING, _NOTHING) if rotation is None else (factors[:, 0].numpy() for factors in rotation)
+    cos, sin = _NOTHING, _NOTHING
+    if rotations:
+        cos, sin = (
+            torch.cat(factors, 1).transpose(0, 1).contiguous().numpy() for factors in zip(*rotations, strict=True)
+        )
     return Batch(
         slots=metadata.slot_mapping.numpy(),
         segments=segments.reshape(len(segments), -1),
@@ -48,7 +54,13 @@ def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
         block_size=block_size,
         num_slots=num_blocks * block_size,
         scale=np.float32(shape.scale * LOG2_E),
+        softcap=np.float32((shape.softcap or 0.0) * LOG2_E),
     )
+
+
+def kernel_slopes(shape: AttentionShape) -> Floats:
+    """ALiBi's slopes as the kernels take them."""
+    return NO_SLOPES if shape.alibi is None else np.array(shape.alibi, np.float32) * np.float32(LOG2_E)
 
 
 class CpuAttention:
@@ -58,6 +70,7 @@ class CpuAttention:
 
     def __init__(self, shape: AttentionShape, num_threads: int) -> None:
         self._shape = shape
+        self._slopes = kernel_slopes(shape)
         self._num_threads = num_threads
         self._threads = ThreadPoolExecutor(num_threads, "attention") if num_threads > 1 else None
         self._buffers = [Buffers() for _ in range(num_threads)]
@@ -91,7 +104,10 @@ class CpuAttention:
         batch = kernel_batch(metadata, shape.block_size)
         visible = NO_WINDOW if window is None else window
         splits = self._buffers[0].splits(shape, batch)
-        work = [Attending(flat, shape, batch, buffers.attention(shape, batch), splits) for buffers in self._buffers]
+        work = [
+            Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes)
+            for buffers in self._buffers
+        ]
         self._run(lambda thread: attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
         if has_splits(batch, visible):
             self._run(lambda thread: join(work[thread], visible, Part(thread, self._num_threads)))

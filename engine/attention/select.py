@@ -34,7 +34,7 @@ class AttentionTarget:
 def reasons_against(shape: AttentionShape, target: AttentionTarget) -> dict[str, str | None]:
     """By backend, fastest first: the reason why it cannot run this shape on this target; None if it can."""
     against = {
-        "cpu": _why_not_cpu(shape, target),
+        "cpu": _why_not_cpu(target),
         "flash": _why_not_flash(shape, target),
         "triton": _why_not_triton(shape, target),
         "torch": "KV in int8 is for the kernels of the CPU" if target.layout.dtype == "int8" else None,
@@ -77,11 +77,9 @@ def _in_words(reasons: dict[str, str | None]) -> str:
     return "; ".join(f"{name}: {reason}" for name, reason in reasons.items() if reason is not None)
 
 
-def _why_not_cpu(shape: AttentionShape, target: AttentionTarget) -> str | None:
+def _why_not_cpu(target: AttentionTarget) -> str | None:
     if (target.device.type, target.dtype) != ("cpu", torch.float32):
         return f"it computes torch.float32 on cpu, not {target.dtype} on {target.device.type}"
-    if not shape.is_plain:
-        return "it has neither soft cap nor ALiBi"
     return why_not_paged(target.layout)
 
 

@@ -14,12 +14,15 @@ from functools import partial
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm
 
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
-from engine.attention.cpu import head_shape, kernel_batch
+from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.cores import threads_born_on
+from engine.kernels.cpu.activations import GELU, GELU_TANH, RELU, SILU
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
 from engine.kernels.cpu.buffers import Buffers, round_up
+from engine.kernels.cpu.experts import Experts, RoutedRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -33,15 +36,15 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import PHASES, Activations, Model, Team, Work, output_rows, run_layers
+from engine.kernels.cpu.step import PHASES, Activations, Kind, Model, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.model_config import ModelConfig
+from engine.models.model_config import ExpertsConfig, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, qkv_width
+from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
-from engine.models.rope import RotaryEmbedding
+from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
 
@@ -111,6 +114,18 @@ class LoopThreads:
 
 
 _NO_AMX: Bytes = np.empty(0, np.uint8)
+_NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
+_NO_ROWS: Floats = np.empty((0, 0), np.float32)
+_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
+KERNEL_ACTIVATIONS = {
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "relu": RELU,
+}
+"""Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
 
 
 class CompiledDecoder:
@@ -141,20 +156,24 @@ class CompiledDecoder:
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, self._embed.device, torch.float32)
+        self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
+        self._ropes = ropes_of(config, self._embed.device, torch.float32)
+        self._slopes = kernel_slopes(self._heads)
         self._cache = cache.elements
+        layers = range(self.layers.first, self.layers.end)
         self._model = Model(
             weights=packed.weights,
+            firsts=np.cumsum([0, *(len(matrix_names(config, layer)) for layer in layers)], dtype=np.int64)[:-1],
             output=packed.output,
-            input_norms=packed.input_norms,
-            post_norms=packed.post_norms,
+            norms=packed.norms,
             final_norm=packed.final_norm,
             head_norms=packed.head_norms,
-            windows=np.array([NO_WINDOW if window is None else window for window in config.windows], np.int64)[
-                self.layers.first : self.layers.end
-            ],
+            windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
+            ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
             eps=np.float32(config.norm_eps),
             shape=head_shape(self._heads, cache.layer(self.layers.first)),
+            kind=_kind(config),
+            experts=_experts(config, packed, layers),
         )
         self._buffers = Buffers()
         if self._ranks.rank == 0:
@@ -177,7 +196,7 @@ class CompiledDecoder:
         self._adapters.put(slot, weights)
 
     def begin(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> Finish:
-        residual = self._embedded(token_ids)
+        residual = self._embedded(token_ids, metadata.positions)
         self._ranks.begin_forward(metadata, layer_groups)
         self.run_layers(metadata, layer_groups.within(self.layers))
         return finish_with(self._ranks.end_forward(layer_groups), residual)
@@ -185,14 +204,14 @@ class CompiledDecoder:
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
         num_tokens = metadata.positions.shape[0]
-        model, acts = self._model, self._activations(num_tokens)
-        rotation = self._rope.cos_sin(metadata.positions, metadata.rope_lengths)
-        batch = kernel_batch(metadata, model.shape.block_size, rotation)
-        operands, cache = self._operands(num_tokens, model.weights), self._cache
+        model, acts = self._model, self._activations(num_tokens, is_adapted=bool(metadata.adapters))
+        rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
+        batch = kernel_batch(metadata, model.shape.block_size, rotations)
+        operands, cache = self._operands(max(num_tokens, self._num_copies(num_tokens)), model.weights), self._cache
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
         splits = self._buffers.splits(model.shape, batch)
         adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
-        attending = [Attending(acts.queries, model.shape, batch, of_thread, splits) for of_thread in scratch]
+        attending = [Attending(acts.queries, model.shape, batch, each, splits, self._slopes) for each in scratch]
         work = [
             Work(acts, operand, of_thread, cache, thread_adapted)
             for operand, of_thread, thread_adapted in zip(operands, attending, adapted, strict=False)
@@ -207,7 +226,12 @@ class CompiledDecoder:
         self._ranks.begin_logits(num_rows)
         self.run_output(num_rows)
         # Columns are padded to whole panels; those past the vocabulary are cut off.
-        return torch.from_numpy(self._rows("logits", num_rows, self._logits_width))[:, : self.config.vocab_size]
+        logits = torch.from_numpy(self._rows("logits", num_rows, self._logits_width))[:, : self.config.vocab_size]
+        if self.config.logit_scale != 1.0:
+            logits.mul_(self.config.logit_scale)
+        if (cap := self.config.logit_softcap) is not None:
+            logits.div_(cap).tanh_().mul_(cap)
+        return logits
 
     def run_output(self, num_rows: int) -> None:
         """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
@@ -222,16 +246,24 @@ class CompiledDecoder:
         """
         token_ids, num_layers = torch.zeros(1, dtype=torch.int64), self.config.num_layers
         if self._ranks.degrees.num_ranks == 1:
-            hidden = self._embedded(token_ids)
+            hidden = self._embedded(token_ids, token_ids)
             self.run_layers(one_token(), [(0, 0)])
         else:
             hidden = self.begin(token_ids, one_token(), LayerGroups(num_layers, num_layers))()
         summarise(self.logits(hidden).numpy())
 
-    def _embedded(self, token_ids: Tensor) -> Tensor:
+    def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The residual of the step, [num_tokens, hidden_size]."""
         residual = torch.from_numpy(self._rows("residual", token_ids.shape[0], self.config.hidden_size))
-        return residual.copy_(self._embed[token_ids])
+        residual.copy_(self._embed[token_ids])
+        if self.config.embed_scale != 1.0:
+            residual.mul_(self.config.embed_scale)
+        if len(self._positions):
+            residual.add_(self._positions[positions])
+        if len(self._embed_norm):
+            weight, bias = self._embed_norm
+            residual.copy_(layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps))
+        return residual
 
     @property
     def _logits_width(self) -> int:
@@ -244,8 +276,10 @@ class CompiledDecoder:
         buffer: Floats = self._ranks.buffers.get(name, (rows + 1) * width)
         return buffer[first_column : first_column + rows * width].reshape(rows, width)
 
-    def _activations(self, rows: int) -> Activations:
-        config, share = self.config, self._share
+    def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
+        config, share, kind = self.config, self._share, self._model.kind
+        branch_rows = rows if kind.sandwich else 0
+        gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
         q_width = config.num_heads * config.head_dim
         width = qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
@@ -254,12 +288,37 @@ class CompiledDecoder:
         return Activations(
             residual=self._rows("residual", rows, config.hidden_size),
             own_residual=self._rows("residual", rows, config.hidden_size, share.hidden.first),
+            branch=self._rows("branch", branch_rows, config.hidden_size),
+            own_branch=self._rows("branch", branch_rows, config.hidden_size, share.hidden.first),
             inner=self._rows("inner", rows, config.intermediate_size),
             own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
+            gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size),
+            own_gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size, 2 * share.inner.first),
             mixed=self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            routed=self._routed_rows(rows),
         )
+
+    def _routed_rows(self, rows: int) -> RoutedRows:
+        experts, hidden = self._model.experts, self.config.hidden_size
+        if not experts.num_experts:
+            return _NO_ROUTED_ROWS
+        num_inner, num_chosen = rows * (experts.top_k * experts.width + experts.shared_width), rows * experts.top_k
+        buffers = self._ranks.buffers
+        return RoutedRows(
+            normed=self._rows("normed_copies", rows, hidden),
+            scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
+            chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
+            weights=self._rows("expert_weights", rows, experts.top_k + 1),
+            inner=buffers.get("expert_inner", num_inner)[:num_inner],
+            results=self._rows("expert_results", self._num_copies(rows), hidden),
+        )
+
+    def _num_copies(self, rows: int) -> int:
+        """Rows of all experts together."""
+        experts = self._model.experts
+        return rows * (experts.top_k + (1 if experts.shared_width else 0))
 
     def _operands(self, rows: int, weights: Weights) -> list[Operand]:
         """One operand for each thread. All threads share the rows and have separate sums."""
@@ -274,6 +333,29 @@ class CompiledDecoder:
         size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
         sums = [buffers.get("sums", size, np.uint8)[:size].view(sums_dtype) for buffers in threads]
         return [Operand(a, factors, each, amx) for each in sums]
+
+
+def _kind(config: ModelConfig) -> Kind:
+    return Kind(
+        parallel=config.block.startswith("parallel"),
+        sandwich=config.block == "sandwich",
+        gated=config.gated,
+        activation=KERNEL_ACTIVATIONS[config.activation],
+    )
+
+
+def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) -> Experts:
+    facts = config.experts or _NO_EXPERTS
+    return Experts(
+        layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
+        routers=packed.routers,
+        shared_gates=packed.shared_gates,
+        num_experts=facts.num_experts,
+        top_k=facts.top_k,
+        width=facts.intermediate_size,
+        shared_width=facts.shared_size,
+        normalised=facts.normalised,
+    )
 
 
 def _run_layers(model: Model, work: list[Work], layers: Range, team: Team) -> None:

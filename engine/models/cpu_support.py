@@ -5,37 +5,31 @@ from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
-_REQUIRED_FACTS = {
-    "activation": "silu",
-    "norm": "rms",
-    "block": "sequential",
-    "positions": "rotary",
-    "window_rope": None,
-    "gated": True,
-    "experts": None,
-    "attention_scale": None,
-    "attention_softcap": None,
-    "embed_size": None,
-    "embed_norm": False,
-    "final_norm": True,
-    "embed_scale": 1.0,
-    "lm_head_bias": False,
-    "logit_scale": 1.0,
-    "logit_softcap": None,
-}
+_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich")
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
+_BESIDE_EXPERTS = ("sequential", "silu", True)
 
 
-def why_not_compiled(config: ModelConfig, layout: KVLayout) -> str | None:
-    """The reason why the loop cannot run this model, or None if it can."""
+def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) -> str | None:
+    """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"
-    for name in ("hidden_size", "intermediate_size"):
-        if getattr(config, name) % PANEL:
-            return f"{name} {getattr(config, name)}, not a multiple of {PANEL}"
+    if config.block not in _BLOCKS:
+        return f"block {config.block}"
+    widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+    if (experts := config.experts) is not None:
+        if num_ranks > 1:
+            return "experts over several ranks"
+        if (config.block, config.activation, config.gated) != _BESIDE_EXPERTS:
+            return f"experts in a block {config.block} with {config.activation}"
+        widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
+    for name, width in widths.items():
+        if width % PANEL:
+            return f"{name} {width}, not a multiple of {PANEL}"
     return why_not_paged(layout)
 
 

@@ -17,7 +17,7 @@ from engine.models.layer import Layer, take_layer, take_norm
 from engine.models.linear import Adapters, LinearLayer, Norm, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
-from engine.models.rope import RotaryEmbedding, rotate
+from engine.models.rope import rope_of_layer, ropes_of, rotate
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
 
@@ -51,7 +51,7 @@ class Decoder:
             for layer in range(self.layers.first, self.layers.end)
         ]
         self._like = self._layers[0].input_norm.weight  # has the residual's width, dtype and device
-        self._ropes = _ropes(config, self._like)
+        self._ropes = ropes_of(config, self._like.device, self._like.dtype)
 
     @property
     def attention_backend(self) -> str:
@@ -93,8 +93,7 @@ class Decoder:
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         for first, stop in layer_groups:
             for index in range(first, stop):
-                # If layers with a window have a separate rope, it is the last in `_ropes`.
-                rotation = rotations[0 if self.config.windows[index] is None else -1] if rotations else None
+                rotation = rotations[rope_of_layer(self.config, index)] if rotations else None
                 residual = self._run_layer(index, residual, rotation, metadata)
         return residual
 
@@ -191,11 +190,3 @@ def _add(residual: Tensor, part: LinearLayer, rows: Rows, out_norm: Norm | None)
     if out_norm is None:
         return part.add_to(residual, rows)
     return residual + out_norm(part(rows))
-
-
-def _ropes(config: ModelConfig, like: Tensor) -> list[RotaryEmbedding]:
-    """No rope, one for all layers, or one for layers without a window and one for layers with it, in this order."""
-    if config.positions != "rotary":
-        return []
-    ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
-    return [RotaryEmbedding(rope, config.head_dim, like.device, like.dtype) for rope in ropes]

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AdapterRows
-from engine.kernels.cpu.adapters import MAX_TILE, NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
+from engine.kernels.cpu.adapters import NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
 from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.buffers import Buffers, aligned
 from engine.kernels.cpu.machine import PANEL
+from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.model_config import ModelConfig
+from engine.models.packed_decoder import matrix_names
 from engine.models.rank_group import SharedBuffers
 from engine.models.share import RankShare
-
-_SITES = ("qkv", "o", "gate_up", "down")  # in the order of the kernels' numbers
 
 
 class PackedAdapters:
@@ -59,25 +59,23 @@ class PackedAdapters:
         self, rows: Sequence[AdapterRows], num_tokens: int, shared: SharedBuffers, thread_buffers: Sequence[Buffers]
     ) -> list[StepAdapters]:
         """The arguments of each thread; ranks share all rows. Without `rows` the buffers are empty."""
-        num_rows, gate_up_width = num_tokens if rows else 0, 2 * self._config.intermediate_size
+        num_rows = num_tokens if rows else 0
 
-        def buffer(name: str, width: int, first_column: int = 0) -> Floats:
-            numbers: Floats = shared.get(name, (num_rows + 1) * width) if rows else np.empty(width, np.float32)
-            return numbers[first_column : first_column + num_rows * width].reshape(num_rows, width)
+        def buffer(name: str, width: int) -> Floats:
+            numbers: Floats = shared.get(name, num_rows * width) if rows else np.empty(0, np.float32)
+            return numbers[: num_rows * width].reshape(num_rows, width)
 
         normed, shrunk = buffer("normed", self._config.hidden_size), buffer("shrunk", self._width)
-        gate_up = buffer("adapted_gate_up", gate_up_width)
-        own_gate_up = buffer("adapted_gate_up", gate_up_width, 2 * self._share.inner.first)
         runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
-        tiles = [own.get("adapter_tile", MAX_TILE * PANEL) for own in thread_buffers]
-        return [StepAdapters(self._pieces, runs, normed, shrunk, gate_up, own_gate_up, tile) for tile in tiles]
+        tiles = [own.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for own in thread_buffers]
+        return [StepAdapters(self._pieces, runs, normed, shrunk, tile) for tile in tiles]
 
 
 def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, first_number: int = 0) -> "_PiecePacker":
     packer = _PiecePacker(config.intermediate_size, first_number)
     for layer in range(share.layers.first, share.layers.end):
         packer.starts.append([])
-        for name in _SITES:
+        for name in matrix_names(config, layer):
             packer.starts[-1].append(len(packer.pieces))
             packer.add(weights.get(f"layers.{layer}.{name}", ()), alternates=name == "gate_up")
         packer.starts[-1].append(len(packer.pieces))

@@ -11,19 +11,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
-from engine.models.model_config import ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
-_MATRIX_NAMES = ("qkv", "o", "gate_up", "down")
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm")
+"""In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
 _PARTS = ("weights", "output")
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 _DATA_BOUNDARY = 4096
@@ -44,12 +46,15 @@ class PackedDecoder(NamedTuple):
     """The weights that one rank holds, of the layers of its stage."""
 
     embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
+    positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
+    embed_norm: Floats  # as final_norm; [0, hidden] without
     weights: Weights  # of the layers
     output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    input_norms: Floats  # [num_layers, hidden]
-    post_norms: Floats  # [num_layers, hidden]
-    final_norm: Floats  # [hidden]
+    norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
+    final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
+    shared_gates: Floats
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -63,24 +68,92 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
     output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
+    positions = _take_at_start(parameters, "positions", config, share)
+    embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
-    input_norms, post_norms = (np.empty((len(layers), config.hidden_size), np.float32) for _ in range(2))
-    head_norms = np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
+    norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
+    routers, shared_gates, number = *_empty_routers(config, len(layers)), 0
     for i, layer in enumerate(layers):
-        for number, name in enumerate(_MATRIX_NAMES, i * len(_MATRIX_NAMES)):
+        for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
-        input_norms[i], post_norms[i] = parameters.take(f"{layer}.input_norm"), parameters.take(f"{layer}.post_norm")
+            number += 1
+        if has_experts(config, share.layers.first + i):
+            routers[i] = _in_panels(parameters.take(f"{layer}.router").float())
+        if has_experts(config, share.layers.first + i) and shared_gates.shape[1]:
+            shared_gates[i] = parameters.take(f"{layer}.shared_gate").float()
+        norms.append(_layer_norms(parameters, layer, config))
         if config.qk_norm:
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
     _pack(output_packer, 0, parameters.take_output(tied))
-    if share.rank > 0:
-        embed = embed[:0]
-    final_norm = parameters.take("final_norm").numpy()
     return PackedDecoder(
-        as_array(embed), packer.weights, output_packer.weights, input_norms, post_norms, final_norm, head_norms
+        as_array(embed if share.rank == 0 else embed[:0]),
+        positions,
+        embed_norm,
+        packer.weights,
+        output_packer.weights,
+        np.stack(norms),
+        _take_norm(parameters, "final_norm", config),
+        head_norms,
+        routers,
+        shared_gates,
     )
+
+
+def has_experts(config: ModelConfig, layer: int) -> bool:
+    """True if the layer has experts instead of the MLP."""
+    return config.experts is not None and config.experts.layers[layer]
+
+
+def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
+    """Names of a layer's matrices, in the order of the kernels' numbers."""
+    up = "gate_up" if config.gated else "up"
+    if config.experts is None or not config.experts.layers[layer]:
+        return "qkv", "o", up, "down"
+    parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
+    parts += ["shared."] if config.experts.shared_size else []
+    return "qkv", "o", *(part + name for part in parts for name in (up, "down"))
+
+
+def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats]:
+    """Routers in panels, and gates of shared experts."""
+    if config.experts is None:
+        return np.empty((num_layers, 0, config.hidden_size, PANEL), np.float32), np.empty((0, 0, 0), np.float32)
+    num_panels = -(-config.experts.num_experts // PANEL)
+    return (
+        np.zeros((num_layers, num_panels, config.hidden_size, PANEL), np.float32),
+        np.zeros((num_layers, int(config.experts.shared_gate), config.hidden_size), np.float32),
+    )
+
+
+def _in_panels(router: Tensor) -> Tensor:
+    """[experts, hidden] -> [panels, hidden, 16]."""
+    padded = torch.nn.functional.pad(router, (0, 0, 0, -len(router) % PANEL))
+    return padded.view(-1, PANEL, router.shape[1]).transpose(1, 2)
+
+
+def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats:
+    """Weights of a norm, [1, hidden]; those of a layer norm and its biases, [2, hidden]."""
+    weight, bias = parameters.take(name), parameters.take_optional(f"{name}_bias")
+    rows = [weight] if config.norm == "rms" else [weight, torch.zeros_like(weight) if bias is None else bias]
+    taken: Floats = torch.stack(rows).float().numpy()
+    return taken
+
+
+def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
+    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
+    taken.setdefault("post_norm", taken["input_norm"])
+    return np.stack([taken[name] for name in _NORMS if name in taken])
+
+
+def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share: RankShare) -> Floats:
+    """What rank 0 adds to embedded tokens, [0, hidden] if there is nothing to add."""
+    taken = parameters.take_optional(name)
+    if taken is None or share.rank > 0:
+        return np.empty((0, config.hidden_size), np.float32)
+    rows: Floats = taken.float().numpy()
+    return rows
 
 
 def qkv_width(heads: AttentionShape) -> int:
@@ -89,13 +162,25 @@ def qkv_width(heads: AttentionShape) -> int:
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
-    layer = [
+    attention = [
         MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size, group=group),
         MatrixShape(share.hidden.count, config.num_heads * config.head_dim, group=group),
-        MatrixShape(2 * share.inner.count, config.hidden_size, gated=True, group=group),
-        MatrixShape(share.hidden.count, config.intermediate_size, group=group),
     ]
-    return layer * share.layers.count
+
+    def mlp(own_width: int, width: int) -> list[MatrixShape]:
+        outputs = (1 + config.gated) * own_width
+        return [
+            MatrixShape(outputs, config.hidden_size, gated=config.gated, group=group),
+            MatrixShape(share.hidden.count, width, group=group),
+        ]
+
+    dense, experts = attention + mlp(share.inner.count, config.intermediate_size), config.experts
+    if experts is None:
+        return dense * share.layers.count
+    routed = attention + mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
+    routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
+    layers = range(share.layers.first, share.layers.end)
+    return [shape for layer in layers for shape in (routed if experts.layers[layer] else dense)]
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import RopeConfig
+from engine.models.model_config import ModelConfig, RopeConfig
 
 
 class RotaryEmbedding:
@@ -68,6 +68,19 @@ class RotaryEmbedding:
     def _with_still(self, inv_freq: Tensor) -> Tensor:
         # [..., dim / 2] -> [..., head_dim / 2]
         return F.pad(inv_freq, (0, self._num_still))
+
+
+def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[RotaryEmbedding]:
+    """No rope, one for all layers, or one for layers without a window and one for layers with it, in this order."""
+    if config.positions != "rotary":
+        return []
+    ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+    return [RotaryEmbedding(rope, config.head_dim, device, dtype) for rope in ropes]
+
+
+def rope_of_layer(config: ModelConfig, layer: int) -> int:
+    """The place of a layer's rope in `ropes_of`."""
+    return int(config.window_rope is not None and config.windows[layer] is not None)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -142,6 +142,8 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
             return _rows(share.hidden)
         case "gate_up":
             return _rows_of_pair(config.intermediate_size, share.inner)
+        case "up":
+            return _rows(share.inner)
         case "lm_head":
             return _rows(share.vocab)
         case "embed" if share.rank > 0:

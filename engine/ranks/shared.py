@@ -143,7 +143,9 @@ class StepMemory:
         sizes = {
             "counter": (1, np.int64),
             "residual": (rows * config.hidden_size, np.float32),
+            "branch": (rows * config.hidden_size, np.float32),
             "inner": (rows * config.intermediate_size, np.float32),
+            "gate_up": (rows * 2 * config.intermediate_size, np.float32),
             "mixed": (rows * config.num_heads * config.head_dim, np.float32),
             "a": ((max_rows + TILE_ROWS) * depth * 4, np.uint8),
             "factors": (rows, np.float32),
@@ -156,7 +158,6 @@ class StepMemory:
         if adapter_rank:
             sizes["normed"] = (rows * config.hidden_size, np.float32)
             sizes["shrunk"] = (rows * shrunk_width(adapter_rank), np.float32)
-            sizes["adapted_gate_up"] = (rows * 2 * config.intermediate_size, np.float32)
         shapes = {
             (name, number): (size, np.dtype(dtype))
             for name, (size, dtype) in sizes.items()

@@ -117,6 +117,7 @@ class EngineSteps:
             load_format=load_format_of(workload.model_dir),
             dtype=workload.dtype,
             quantize=workload.quantize,
+            enforce_eager=workload.enforce_eager,
             prefix_caching=False,
             num_threads=workload.num_threads,
             kv_dtype=workload.kv_dtype,

@@ -98,7 +98,7 @@ def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
     encoding = precision.weights if precision.weights in ("int8", "int4", "fp8") else None
     reason = f"{precision.other} beside {encoding}" if encoding is not None and precision.other != "float32" else None
-    reason = reason or why_not_compiled(config, layout)
+    reason = reason or why_not_compiled(config, layout, degrees.num_ranks)
     if reason is None:
         return "outputs"
     if encoding is not None and degrees.tensor > 1:

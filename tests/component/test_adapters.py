@@ -43,11 +43,12 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
 @pytest.mark.parametrize(
     "family", ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4"]
 )
-def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("arm", ["compiled", "torch"])
+def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str) -> None:
     """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual."""
     model_dir = checkpoint(family)
     adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
-    check_adapters(model_dir, load_arm(model_dir, "torch", adapters=adapters), adapters, 10 * TOLERANCE)
+    check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("arm", ["compiled", "torch"])

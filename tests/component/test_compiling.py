@@ -16,14 +16,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key, why_not_kept
 from engine.kernels.cpu import compiler
+from engine.kernels.cpu.activations import activate_rows
+from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import jit
 from engine.load_runner import load_model_runner
+from engine.models.compiled_decoder import KERNEL_ACTIVATIONS
 from engine.models.cpu_support import why_not_compiled
+from engine.models.linear import ACTIVATIONS
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout, resolve
 from tandem_cli.main import main
@@ -41,7 +46,8 @@ def double(x: int) -> int:
 @pytest.mark.parametrize(
     ("changes", "layout_changes", "reason"),
     [
-        ({"activation": "gelu"}, {}, "activation gelu"),
+        ({"block": "post"}, {}, "block post"),
+        ({"embed_size": 32}, {}, "embed_size 32"),
         ({"hidden_size": 72}, {}, "hidden_size 72, not a multiple of 16"),
         ({"intermediate_size": 100}, {}, "intermediate_size 100, not a multiple of 16"),
         ({}, {"head_dim": 24}, "heads of 24, not a multiple of 16"),
@@ -64,21 +70,28 @@ def test_what_is_not_compiled(
     assert why_not_compiled(*changed) == reason
 
 
-def test_families_that_are_llama_once_loaded_are_compiled(
-    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_left_to_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.kernels.cpu.machine.cpu_flags", lambda: {"avx2", "f16c", "fma"})
     reasons = {}
     for family in OTHER_FAMILIES:
         config = load_config(checkpoint(family))
         reasons[family] = why_not_compiled(config, kv_layout(config, settings(checkpoint(family))))
-    compiled = {family for family, reason in reasons.items() if reason is None}
-    assert compiled == {"phi3", "phi3-longrope", "glm", "chatglm", "internlm", "internlm2", "internlm3", "baichuan-7b"}
-    assert reasons["gpt2"] == "activation gelu_new"
-    assert reasons["baichuan-13b"] == "positions alibi"
-    assert reasons["glm4"] == "block sandwich"
-    assert reasons["starcoder2"] == "activation gelu_pytorch_tanh"
-    assert str(reasons["mixtral"]).startswith("experts ")
+    eager = {family: reason for family, reason in reasons.items() if reason is not None}
+    assert set(eager) == {"opt-350m", "opt-no-final-norm"}
+    assert eager["opt-350m"] == "embed_size 48"
+    mixtral = load_config(checkpoint("mixtral"))
+    layout = kv_layout(mixtral, settings(checkpoint("mixtral")))
+    assert why_not_compiled(mixtral, layout, num_ranks=2) == "experts over several ranks"
+
+
+def test_every_activation_is_compiled() -> None:
+    assert set(KERNEL_ACTIVATIONS) == set(ACTIVATIONS)
+    x = torch.cat((torch.linspace(-60, 60, 100_000), torch.tensor([-1e30, -0.0, 1e-30, 1e30])))
+    for name, number in KERNEL_ACTIVATIONS.items():
+        ours = x[None, : len(x) // 16 * 16].clone()
+        expected = ACTIVATIONS[name](ours)
+        activate_rows(ours.numpy(), number, Range(0, 1))
+        torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6, msg=name)
 
 
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,6 +34,11 @@ WORK = [
     *((0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298), (500, 530), (700, 1100)),
 ]
 SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
+BENT_SHAPES = [
+    AttentionShape(14, 2, 64, softcap=2.0),
+    AttentionShape(9, 3, 64, given_scale=0.1, softcap=30.0),
+    AttentionShape(6, 1, 96, alibi=(0.5, 0.25, 0.125, 0.06, 0.03, 0.015)),
+]
 
 
 def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated: int = 0) -> ForwardMetadata:
@@ -104,7 +109,7 @@ def require_same(
 
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *BENT_SHAPES], ids=str)
 def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) -> None:
     torch.manual_seed(0)
     for block_size, num_threads in ((16, 1), (32, 2), (16, 3)):
@@ -114,7 +119,7 @@ def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) ->
 
 @pytest.mark.parametrize("window", [None, 300, 1024, 1500])
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("float16", 1e-5), ("int8", 3e-4)])
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *BENT_SHAPES[1:]], ids=str)
 def test_generated_tokens_are_those_of_torch(
     shape: AttentionShape, dtype: str, atol: float, window: int | None
 ) -> None:

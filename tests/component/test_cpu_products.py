@@ -174,13 +174,26 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, weights, 0) if put is put_rows else (x, Norm(weight, eps), weights, 0)
+        arguments = (x, weights, 0) if put is put_rows else (x, Norm(weight[None], eps), weights, 0)
         for part in (Range(0, 2), Range(2, 5)):
             put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width].astype(np.float64)
         found = (q - (128 if kind == "int8" else 0)) * operand.factors[:, None]
         level = operand.factors[:, None] if kind == "int8" else 0
         assert (np.abs(found - expected) <= 0.501 * level + 2e-6 * np.abs(expected)).all()
+
+
+def test_layer_norms_of_rows() -> None:
+    width = 96
+    products = Products.of("float32", [MatrixShape(16, width)])
+    operand, rng = products.operand(3), np.random.default_rng(1)
+    x = (100 + rng.normal(size=(3, width))).astype(np.float32)
+    weight = rng.normal(size=(2, width)).astype(np.float32)
+    norm_rows(x, Norm(weight, np.float32(1e-5)), products.weights, 0, operand, Range(0, 3))
+    found = operand.a[: 3 * width].reshape(3, width) * operand.factors[:3, None]
+    weights, biases = torch.from_numpy(weight).double()
+    expected = torch.nn.functional.layer_norm(torch.from_numpy(x).double(), [width], weights, biases, 1e-5)
+    np.testing.assert_allclose(found, expected.numpy(), atol=2e-4)
 
 
 @pytest.mark.parametrize("kind", ["float32", "int4-32"])
@@ -200,8 +213,8 @@ def test_rows_are_put_in_the_order_of_the_matrix(kind: str) -> None:
     assert np.array_equal(plain.a, ordered.a)
     assert np.array_equal(plain.factors, ordered.factors)
     eps = np.float32(1e-5)
-    norm_rows(np.ascontiguousarray(x[:, order]), Norm(weight[order], eps), packer.weights, 0, plain, Range(0, 5))
-    norm_rows(x, Norm(weight, eps), packer.weights, 1, ordered, Range(0, 5))
+    norm_rows(np.ascontiguousarray(x[:, order]), Norm(weight[None, order], eps), packer.weights, 0, plain, Range(0, 5))
+    norm_rows(x, Norm(weight[None], eps), packer.weights, 1, ordered, Range(0, 5))
     assert np.array_equal(plain.a, ordered.a)
     np.testing.assert_allclose(plain.factors, ordered.factors, rtol=1e-6)  # squares are added in another order
 

@@ -99,7 +99,7 @@ def test_what_is_dequantised(quantized: Quantized, form: str, changes: dict[str,
     [
         ("llama", {"enforce_eager": True}, "enforce_eager is set"),
         ("llama", {"dtype": "bfloat16"}, "for CPU and float32, not cpu and bfloat16"),
-        ("gpt2", {}, "compiled decoder, which cannot run here"),
+        ("opt-350m", {}, "compiled decoder, which cannot run here"),
     ],
 )
 def test_refused_by_name(checkpoint: Checkpoint, family: str, changes: dict[str, object], reason: str) -> None:

@@ -81,6 +81,20 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
+@pytest.mark.parametrize("quantize", ["none", "int8"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe"])
+def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: str, quantize: str) -> None:
+    """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side, experts."""
+    driver = Driver(load_arm(checkpoint(family), "compiled", quantize=quantize))
+    prompt = prompts()[1]
+    whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
+    driver.finish(whole)
+    history = [*prompt, *whole.token_ids[:5]]
+    replayed = driver.add(make_request("replay", history, max_new_tokens=12, num_prompt_tokens=len(prompt)))
+    driver.finish(replayed, chunk=9)
+    assert replayed.tokens == whole.tokens[5:]
+
+
 @pytest.mark.parametrize("family", ["bloom", "gemma3", "qwen2-moe"])
 def test_replay_of_other_families(checkpoint: Checkpoint, family: str) -> None:
     check_replay(Driver(load_model_runner(settings(checkpoint(family)))))
@@ -119,10 +133,11 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint) -> None:
-    many = run_mixed(load_arm(checkpoint("qwen3"), "compiled"))
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe"])
+def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
+    many = run_mixed(load_arm(checkpoint(family), "compiled"))
     torch.set_num_threads(1)
-    alone = run_mixed(load_arm(checkpoint("qwen3"), "compiled"))
+    alone = run_mixed(load_arm(checkpoint(family), "compiled"))
     assert [run.tokens for run in many] == [run.tokens for run in alone]
 
 

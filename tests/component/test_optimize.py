@@ -121,7 +121,7 @@ def test_a_family_that_cannot_be_quantised_is_tried_without(checkpoint: Checkpoi
     checkpoints = Checkpoints(subject.folder, subject.calibration(2), tmp_path / "work")
     tried, pruned = subject.candidates(Recipe(), subject.demand(asked, 8), checkpoints.require)
     reasons = {candidate.precision: reason for candidate, reason in pruned.items()}
-    assert {candidate.precision for candidate in tried} == {BASE, "int8"}
+    assert {candidate.precision for candidate in tried} == {BASE, "int8", "int4"}
     assert "cannot be quantised here" in reasons["smoothquant"]
 
 

@@ -156,7 +156,7 @@ def test_what_cannot_be_partitioned(
     for model_dir, target, flags, expected in (
         (out, tmp_path / "again", (), "is partitioned already"),
         (checkpoint("llama"), out, (), "exists already"),
-        (checkpoint("gpt2"), tmp_path / "other", (), "only models of the compiled decoder"),
+        (checkpoint("opt-350m"), tmp_path / "other", (), "only models of the compiled decoder"),
         (build_encoder_decoder("t5", tmp_path_factory.mktemp("t5")), tmp_path / "other", (), "encoder-decoder"),
         (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=9",), "KV heads"),
         (checkpoint("llama"), tmp_path / "other", ("--tensor-parallel=0",), "at least 1"),

@@ -11,17 +11,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Address, Element, Floats, Int64s, Matrix, Range
+from engine.kernels.cpu.arguments import Address, Floats, Int64s, Matrix, Range
 from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.rows import Norm
-from engine.kernels.cpu.tiles import TileProduct, gate_panels, multiply_tile
-from engine.kernels.cpu.vectors import scale_row, weigh_row
+from engine.kernels.cpu.matmul import multiply_panel, multiply_some
+from engine.kernels.cpu.rows import Norm, norm_row
+from engine.kernels.cpu.tiles import TileProduct
+from engine.kernels.cpu.vectors import scale_row
 
 QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
 """The products of a layer that an adapter may change."""
 NUM_SITES = 4
-MAX_TILE = 6
 _PANEL_BYTES = PANEL * FLOAT_BYTES
 
 
@@ -58,9 +58,7 @@ class StepAdapters(NamedTuple):
     runs: Int64s  # [num_runs, 3]: number of the adapter, first row, end row; in the order of rows
     normed: Floats  # [num_tokens, hidden]
     shrunk: Floats  # [num_tokens, shrunk_width]
-    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate
-    own_gate_up: Floats  # the same, from the first column that the rank computes; see Activations
-    tile: Floats  # flat [MAX_TILE * 16]
+    tile: Floats  # flat [MAX_PANEL_ROWS * 16]
 
 
 @jit
@@ -75,14 +73,12 @@ def changes_site(step: StepAdapters, layer: int, site: int) -> bool:
 
 @jit
 def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: Norm, part: Range) -> None:
-    """Like `shrink`, of rows after a root-mean-square norm."""
-    width, step_bytes = x.shape[1], x.shape[1] * FLOAT_BYTES
+    """Like `shrink`, of rows after a norm."""
+    width = x.shape[1]
     for run in range(len(step.runs)):
         for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
-            out = address(step.normed) + r * step_bytes
-            total = weigh_row(address(x) + r * step_bytes, address(norm.weight), width // PANEL, out)
-            factor = np.float32(1.0) / np.sqrt(total / np.float32(width) + norm.eps)
-            scale_row(out, width // PANEL, factor, out)
+            out, divisor = address(step.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, step.normed[r])
+            scale_row(out, width // PANEL, np.float32(1.0) / divisor, out)
     shrink(step, layer, site, step.normed, part)
 
 
@@ -102,7 +98,7 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) ->
             a_at, rank = pieces[piece, 0], pieces[piece, 2]
             for panel in range((rank + PANEL - 1) // PANEL):
                 a = address(packed) + (a_at + panel * depth * PANEL) * FLOAT_BYTES
-                _multiply(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
+                multiply_panel(TileProduct(rows, Matrix(a, 0), Matrix(out, shrunk_step)), depth, end - first, packed[0])
                 out += _PANEL_BYTES
 
 
@@ -133,43 +129,8 @@ def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: in
     while row < rows.end:
         left = Matrix(shrunk + (row - rows.first) * shrunk_step, shrunk_step)
         matrices = TileProduct(left, Matrix(b, 0), Matrix(address(tile), _PANEL_BYTES))
-        count = _multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
+        count = multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
         for r in range(count):
             for i in range(PANEL):
                 y[row + r, column + i] += tile[r * PANEL + i]
         row += count
-
-
-@jit
-def _multiply(matrices: TileProduct, depth: int, num_rows: int, element: Element) -> None:
-    """Multiply all rows with one panel."""
-    a, b, out = matrices
-    row = 0
-    while row < num_rows:
-        some = TileProduct(Matrix(a.address + row * a.step, a.step), b, Matrix(out.address + row * out.step, out.step))
-        row += _multiply_some(some, depth, num_rows - row, element)
-
-
-@jit
-def _multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
-    """Multiply the largest tile that has rows only; returns its rows."""
-    if max_rows >= MAX_TILE:
-        multiply_tile(matrices, depth, 6, 1, element, 0)
-        return 6
-    if max_rows >= 4:
-        multiply_tile(matrices, depth, 4, 1, element, 0)
-        return 4
-    if max_rows >= 2:
-        multiply_tile(matrices, depth, 2, 1, element, 0)
-        return 2
-    multiply_tile(matrices, depth, 1, 1, element, 0)
-    return 1
-
-
-@jit
-def gate_rows(step: StepAdapters, out: Floats, part: Range) -> None:
-    """silu(gate) * up of the rows in the range, from `gate_up` to out [num_tokens, intermediate]."""
-    width = out.shape[1]
-    for r in range(part.first, part.end):
-        gate_up = address(step.gate_up) + 2 * r * width * FLOAT_BYTES
-        gate_panels(gate_up, width // PANEL, address(out) + r * width * FLOAT_BYTES)

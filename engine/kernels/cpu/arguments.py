@@ -75,6 +75,7 @@ class HeadShape(NamedTuple):
     block_size: int
     num_slots: int
     scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
+    softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
 
 class Batch(NamedTuple):
@@ -85,7 +86,7 @@ class Batch(NamedTuple):
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
-    cos: Floats  # [num_tokens, head_dim]; [0, 0] without rotary positions
+    cos: Floats  # [kinds of layers, num_tokens, head_dim]; no kind without rotary positions
     sin: Floats  # like cos; the first half is negated
 
 
@@ -130,6 +131,9 @@ class Splits(NamedTuple):
     totals: Floats
 
 
+NO_SLOPES: Floats = np.empty(0, np.float32)
+
+
 class Attending(NamedTuple):
     """One thread's arguments of attention, the same in every layer of a step."""
 
@@ -138,6 +142,7 @@ class Attending(NamedTuple):
     batch: Batch
     scratch: AttentionScratch
     splits: Splits
+    slopes: Floats = NO_SLOPES  # of ALiBi, for each query head, times log2(e); empty without
 
 
 class AttentionMemory(NamedTuple):
@@ -166,6 +171,7 @@ class AttentionMemory(NamedTuple):
     split_peaks: Address
     split_totals: Address
     in_bf16: bool
+    slopes: Address  # 0 without ALiBi
 
 
 class LayerKV(NamedTuple):

@@ -103,6 +103,7 @@ def memory_of(attending: Attending) -> AttentionMemory:
         address(splits.peaks),
         address(splits.totals),
         in_bf16,
+        address(attending.slopes) if len(attending.slopes) else 0,
     )
 
 

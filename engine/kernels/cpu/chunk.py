@@ -29,14 +29,12 @@ from engine.kernels.cpu.machine import (
     VECTOR_BYTES,
     keys_at_once,
 )
+from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers
 from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import (
-    HIDDEN,
     fill_row,
-    highest_score,
     mix_rows,
     pair_rows,
-    powers,
     prefetch,
     read_float,
     read_int64,
@@ -66,6 +64,7 @@ class _Tile(NamedTuple):
     num_rows: int
     position: int  # of the first query
     state: int  # offset of the first query in memory.peaks and memory.totals
+    head: int
 
 
 @jit
@@ -113,6 +112,7 @@ def _tile(number: int, num_tiles: int, chunk: Chunk, shape: HeadShape, memory: A
         min(_tile_rows(memory), chunk.num_rows - first),
         chunk.position + first,
         state * FLOAT_BYTES,
+        head,
     )
 
 
@@ -159,20 +159,30 @@ def _add_keys(tile: _Tile, keys: Range, window: int, shape: HeadShape, memory: A
     for i in range(tile.num_rows):
         last = tile.position + i + 1 - keys.first - begin
         visible = Range(min(width, max(0, last - window)), min(width, max(0, last)))
-        _weigh(i, tile.state + i * FLOAT_BYTES, width // LANES, visible, shape, memory)
+        at, num_vectors = memory.scores + i * _score_bytes(shape), width // LANES
+        scale = adjust_scores(at, num_vectors, shape.scale, tile.head, 1 - last, shape, memory)
+        _weigh(i, tile.state + i * FLOAT_BYTES, num_vectors, visible, scale, shape, memory)
     _add_values(tile, Range(begin, end), shape, memory)
 
 
 @jit
-def _weigh(i: int, state: int, num_vectors: int, visible: Range, shape: HeadShape, memory: AttentionMemory) -> None:
+def _weigh(
+    i: int,
+    state: int,
+    num_vectors: int,
+    visible: Range,
+    scale: np.float32,
+    shape: HeadShape,
+    memory: AttentionMemory,
+) -> None:
     """Turn the scores of query number `i` into weights, and write the factor of what it has summed so far."""
     at = memory.scores + i * _score_bytes(shape)
     before = read_float(memory.peaks + state)
     peak, factor = max(before, highest_score(at, num_vectors, visible)), _ONE
     if peak != before:
-        factor = np.exp2((before - peak) * shape.scale)
+        factor = np.exp2((before - peak) * scale)
         write_float(memory.peaks + state, peak)
-    total = powers(at, num_vectors, visible, shape.scale, peak)
+    total = powers(at, num_vectors, visible, scale, peak)
     write_float(memory.totals + state, read_float(memory.totals + state) * factor + total)
     write_float(memory.factors + i * FLOAT_BYTES, factor)
     if memory.in_bf16:

@@ -15,12 +15,10 @@ from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode_vectors import CacheRows, add_values, score_keys
 from engine.kernels.cpu.kv_segments import head_of, prepare_queries
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
+from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers
 from engine.kernels.cpu.vectors import (
-    HIDDEN,
     fill_row,
-    highest_score,
     mix_rows,
-    powers,
     prefetch,
     read_float,
     read_int64,
@@ -125,6 +123,8 @@ def _attend_split(
     for g in range(num_rows):
         row = memory.scores + g * num_vectors * VECTOR_BYTES
         scale = shape.scale * read_float(memory.factors + (first_row + g) * FLOAT_BYTES)
+        distance = first * KEYS - (query.visible.end - 1)
+        scale = adjust_scores(row, num_vectors, scale, first_row + g, distance, shape, memory)
         peak = highest_score(row, num_vectors, visible)
         total = powers(row, num_vectors, visible, scale, peak)
         if is_whole:

@@ -32,6 +32,8 @@ _PREFETCH_MIN_TILES = 4
 _MAX_AHEAD_BYTES = 2**18
 """The largest unit that is fetched while the unit before it is multiplied: both stay in a core's own cache."""
 _AHEAD_IN_PANEL_BYTES = 2**12
+MAX_PANEL_ROWS = 6
+"""Rows that `multiply_some` multiplies at most."""
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
@@ -260,3 +262,29 @@ def _finish(tile: SumTile, mode: int, element: Element) -> None:
         finish_rows(tile, ADD, element)
     else:
         finish_rows(tile, STORE, element)
+
+
+@jit
+def multiply_panel(matrices: TileProduct, depth: int, num_rows: int, element: Element) -> None:
+    """Multiply all rows with one panel."""
+    a, b, out = matrices
+    row = 0
+    while row < num_rows:
+        some = TileProduct(Matrix(a.address + row * a.step, a.step), b, Matrix(out.address + row * out.step, out.step))
+        row += multiply_some(some, depth, num_rows - row, element)
+
+
+@jit
+def multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
+    """Multiply the largest tile that has rows only; returns its rows."""
+    if max_rows >= MAX_PANEL_ROWS:
+        multiply_tile(matrices, depth, 6, 1, element, 0)
+        return 6
+    if max_rows >= 4:
+        multiply_tile(matrices, depth, 4, 1, element, 0)
+        return 4
+    if max_rows >= 2:
+        multiply_tile(matrices, depth, 2, 1, element, 0)
+        return 2
+    multiply_tile(matrices, depth, 1, 1, element, 0)
+    return 1

@@ -13,6 +13,7 @@ from numba import types
 
 from engine.kernels.cpu.arguments import (
     Address,
+    Array,
     Attending,
     Cache,
     Element,
@@ -28,15 +29,30 @@ from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
-from engine.kernels.cpu.vectors import largest_magnitude, quantise_vectors, rotate_halves, scale_row, to_bf16, weigh_row
+from engine.kernels.cpu.vectors import (
+    largest_magnitude,
+    mix_rows,
+    quantise_vectors,
+    rotate_halves,
+    scale_row,
+    to_bf16,
+    weigh_row,
+)
 
 _LEVELS = np.float32(INT8_LEVELS)
 
 
 class Norm(NamedTuple):
-    """The parameters of a root-mean-square norm."""
+    """The parameters of a norm of rows: a root-mean-square norm, or, with a bias, a layer norm."""
 
-    weight: Floats  # [width]; of heads: [2, head_dim], queries then keys, or [0, head_dim] without a norm
+    weight: Floats  # [1, width]; [2, width]: weights, then biases
+    eps: np.float32
+
+
+class HeadNorms(NamedTuple):
+    """The parameters of the root-mean-square norms of queries and keys."""
+
+    weight: Floats  # [2, head_dim], of queries, then of keys; [0, head_dim] without norms
     eps: np.float32
 
 
@@ -83,32 +99,62 @@ select_by_dtype(put_row, _ROWS, _copy_row)
 @jit
 def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
     """Write the rows of x [rows, width] in the range to the operand of a product with a matrix."""
-    width, a = x.shape[1], operand.a
-    _, _, depth, _, group, order_end = weights.matrices[matrix]
-    gathered = np.empty(width if order_end else 0, np.float32)
+    depth = weights.matrices[matrix, 2]
     for r in range(part.first, part.end):
-        row = address(x) + r * width * FLOAT_BYTES
-        if order_end:
-            _gather(x[r], weights.orders[order_end - width : order_end], gathered)
-            row = address(gathered)
-        operand.factors[r] = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
+        operand.factors[r] = put_row_at(x[r], weights, matrix, operand.a, r * depth)
 
 
 @jit
 def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
-    """Like `put_rows`, after a root-mean-square norm of each row."""
-    width, a = x.shape[1], operand.a
-    _, _, depth, _, group, order_end = weights.matrices[matrix]
-    weighted, weight = np.empty(width, np.float32), address(norm.weight)
-    gathered = np.empty(width if order_end else 0, np.float32)
+    """Like `put_rows`, after a norm of each row."""
+    depth, normed = weights.matrices[matrix, 2], np.empty(x.shape[1], np.float32)
     for r in range(part.first, part.end):
-        total = weigh_row(address(x) + r * width * FLOAT_BYTES, weight, width // LANES, address(weighted))
-        row = address(weighted)
-        if order_end:
-            _gather(weighted, weights.orders[order_end - width : order_end], gathered)
-            row = address(gathered)
-        factor = put_row(row, width // LANES, address(a) + r * depth * a.itemsize, group, a[0])
-        operand.factors[r] = factor / np.sqrt(total / np.float32(width) + norm.eps)
+        divisor = norm_row(x[r], norm, normed)
+        operand.factors[r] = put_row_at(normed, weights, matrix, operand.a, r * depth) / divisor
+
+
+@jit
+def put_row_at(x: Floats, weights: Weights, matrix: int, a: Array, first: int) -> np.float32:
+    """Write x [width] as a row of `a`, which is the operand of a product with a matrix, from element number `first` on.
+    Returns the row's factor.
+    """
+    width, at = len(x), address(a) + first * a.itemsize
+    group, order_end = weights.matrices[matrix, 4], weights.matrices[matrix, 5]
+    if not order_end:
+        return put_row(address(x), width // LANES, at, group, a[0])
+    gathered = np.empty(width, np.float32)
+    _gather(x, weights.orders[order_end - width : order_end], gathered)
+    return put_row(address(gathered), width // LANES, at, group, a[0])
+
+
+@jit
+def norm_row(x: Floats, norm: Norm, out: Floats) -> np.float32:
+    """Write the norm of one row to `out`, but for a divisor, which is returned."""
+    width = len(x)
+    if len(norm.weight) == 1:
+        total = weigh_row(address(x), address(norm.weight), width // LANES, address(out))
+        return np.sqrt(total / np.float32(width) + norm.eps)
+    mean, total = np.float32(0.0), np.float32(0.0)
+    for i in range(width):
+        mean += x[i]
+    mean /= np.float32(width)
+    for i in range(width):
+        out[i] = x[i] - mean
+        total += out[i] * out[i]
+    factor = np.float32(1.0) / np.sqrt(total / np.float32(width) + norm.eps)
+    for i in range(width):
+        out[i] = out[i] * factor * norm.weight[0, i] + norm.weight[1, i]
+    return np.float32(1.0)
+
+
+@jit
+def add_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
+    """out += norm(x), for the rows in the range."""
+    width = x.shape[1]
+    normed = np.empty(width, np.float32)
+    for r in range(part.first, part.end):
+        factor = np.float32(1.0) / norm_row(x[r], norm, normed)
+        mix_rows(address(normed), width // LANES, factor, np.float32(1.0), address(out) + r * width * FLOAT_BYTES)
 
 
 @jit
@@ -145,10 +191,12 @@ def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
 
 
 @jit
-def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache, layer: int, part: Range) -> None:
+def rotate_and_store(
+    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, layer: int, rope: int, part: Range
+) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
-    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. norm: see `Norm`, of heads.
+    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. rope: the kind of the layer's rotary positions in `Batch`.
     """
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
@@ -156,11 +204,12 @@ def rotate_and_store(qkv: Floats, norm: Norm, attending: Attending, cache: Cache
     layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
-        if len(norm.weight):
+        if len(norms.weight):
             for head in range(num_heads + num_kv_heads):
-                weight = norm.weight[0 if head < num_heads else 1]
-                _norm_head(heads[head * dim : (head + 1) * dim], weight, norm.eps)
-        _rotate(heads, batch.cos[r], batch.sin[r])
+                weight = norms.weight[0 if head < num_heads else 1]
+                _norm_head(heads[head * dim : (head + 1) * dim], weight, norms.eps)
+        if len(batch.cos):
+            _rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
         _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
+from engine.kernels.cpu.activations import SILU, activate_rows, gate_rows
 from engine.kernels.cpu.adapters import (
     DOWN_SITE,
     GATE_UP_SITE,
@@ -19,7 +20,6 @@ from engine.kernels.cpu.adapters import (
     StepAdapters,
     changes_site,
     expand,
-    gate_rows,
     norm_and_shrink,
     shrink,
 )
@@ -39,41 +39,69 @@ from engine.kernels.cpu.compiler import (
     emitted,
     jit,
 )
+from engine.kernels.cpu.experts import (
+    Experts,
+    RoutedRows,
+    add_results,
+    copies_of,
+    multiply_down,
+    multiply_up,
+    put_copies,
+    put_inner,
+    route_rows,
+)
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
-from engine.kernels.cpu.rows import Norm, norm_rows, put_rows, rotate_and_store
+from engine.kernels.cpu.rows import HeadNorms, Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
-_MATRICES_PER_LAYER = 4
+_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
+
+
+class Kind(NamedTuple):
+    """How the layers of a family differ from those of others."""
+
+    parallel: bool  # attention and MLP both read the layer's input
+    sandwich: bool  # the outputs of attention and MLP are normed, too, before they are added
+    gated: bool
+    activation: int  # of `activations.py`
 
 
 class Model(NamedTuple):
     """The weights and constants of a model, the same in every step."""
 
-    weights: Weights  # of each layer: qkv, output, gate and up, down
+    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
+    firsts: Int64s  # [num_layers]: number of the layer's first matrix
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    input_norms: Floats  # [num_layers, hidden]
-    post_norms: Floats  # [num_layers, hidden]
-    final_norm: Floats  # [hidden]
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
+    final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
     windows: Int64s  # [num_layers]
+    ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
     shape: HeadShape
+    kind: Kind
+    experts: Experts
 
 
 class Activations(NamedTuple):
     """Intermediate results of a layer. All threads of all ranks share them, except qkv.
 
-    Products write to `own_residual` and `own_inner`. These have the shape of `residual` and `inner`, and begin at the
-    first column that the rank computes.
+    Products write to `own_residual`, `own_branch`, `own_inner` and `own_gate_up`. These have the shape of the arrays
+    without `own`, and begin at the first column that the rank computes.
     """
 
     residual: Floats  # [num_tokens, hidden]
     own_residual: Floats
+    branch: Floats  # [num_tokens, hidden], what attention and MLP of a sandwich have computed; else [0, hidden]
+    own_branch: Floats
     inner: Floats  # [num_tokens, intermediate]
     own_inner: Floats
+    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate; without use [0, ..]
+    own_gate_up: Floats
     mixed: Floats  # [num_tokens, num_heads * head_dim], the heads of all ranks
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
     queries: Queries  # over qkv and the rank's part of mixed
+    routed: RoutedRows  # of layers with experts
 
 
 class Team(NamedTuple):
@@ -110,71 +138,155 @@ class _Matrices(NamedTuple):
 @jit
 def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
-    acts, operand, attending, cache, adapted = work
-    weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows = _rows_of(len(acts.residual), team.number, team.num_all)
-    own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
+    operand, adapted = work.operand, work.adapted
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
-        qkv, output, _, _ = _matrices(layer)
-        input_norm = Norm(model.input_norms[layer], model.eps)
-        norm_rows(acts.residual, input_norm, weights, qkv, operand, rows)
-        norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, input_norm, rows)
-        _finish_phase(team, NORM)
-        product(operand, weights, qkv, Target(acts.qkv, STORE), part)
-        _finish_own_phase(team, QKV)
-        expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
-        rotate_and_store(acts.queries.rows, Norm(model.head_norms[layer], model.eps), attending, cache, layer, own_rows)
-        _finish_own_phase(team, STORE_KV)
-        attend(attending, cache, layer, model.windows[layer], part)
-        if has_splits(attending.batch, model.windows[layer]):
-            _finish_own_phase(team, ATTENTION)
-            join(attending, model.windows[layer], part)
-        _finish_phase(team, ATTENTION)
-        put_rows(acts.mixed, weights, output, operand, rows)
-        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
-        _finish_phase(team, QUANTISE)
-        product(operand, weights, output, Target(acts.own_residual, ADD), part)
-        _finish_phase(team, OUTPUT)
-        expand(adapted, layer, OUTPUT_SITE, acts.residual, rows)
-        _run_mlp(model, work, team, layer)
-    if layers.end == len(model.input_norms) and len(adapted.runs) > 0:
+        _compute_attention(model, work, team, layer)
+        if model.kind.parallel:
+            _compute_inner(model, work, team, layer)
+            _add_attention(model, work, team, layer)
+            _add_mlp(model, work, team, layer)
+        elif model.experts.layers[layer]:
+            _add_attention(model, work, team, layer)
+            _add_experts(model, work, team, layer)
+        else:
+            _add_attention(model, work, team, layer)
+            _compute_inner(model, work, team, layer)
+            _add_mlp(model, work, team, layer)
+    if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
         _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
 
 
 @jit
-def _run_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
-    """The second half of a layer. Until the next barrier, a thread may read its own rows of the residual only."""
-    acts, operand, _, _, adapted = work
+def _compute_attention(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
+    reads and writes its own rows of the residual only.
+    """
+    acts, operand, attending, cache, adapted = work
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
-    _, _, gate_up, down = _matrices(layer)
-    post_norm = Norm(model.post_norms[layer], model.eps)
-    norm_rows(acts.residual, post_norm, weights, gate_up, operand, rows)
-    norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, post_norm, rows)
+    own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
+    qkv, window = _matrices(model, layer).qkv, model.windows[layer]
+    norm, head_norms = Norm(model.norms[layer, _INPUT_NORM], model.eps), HeadNorms(model.head_norms[layer], model.eps)
+    norm_rows(acts.residual, norm, weights, qkv, operand, rows)
+    norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, norm, rows)
     _finish_phase(team, NORM)
-    is_gate_changed = changes_site(adapted, layer, GATE_UP_SITE)
-    if is_gate_changed:
-        product(operand, weights, gate_up, Target(adapted.own_gate_up, STORE), part)
-    else:
-        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
-    _finish_phase(team, GATE_UP)
-    if is_gate_changed:
-        expand(adapted, layer, GATE_UP_SITE, adapted.gate_up, rows)
-        gate_rows(adapted, acts.inner, rows)
-    put_rows(acts.inner, weights, down, operand, rows)
-    shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
-    _finish_phase(team, QUANTISE)
-    product(operand, weights, down, Target(acts.own_residual, ADD), part)
-    _finish_phase(team, DOWN)
-    expand(adapted, layer, DOWN_SITE, acts.residual, rows)
+    product(operand, weights, qkv, Target(acts.qkv, STORE), part)
+    _finish_own_phase(team, QKV)
+    expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
+    rotate_and_store(acts.queries.rows, head_norms, attending, cache, layer, model.ropes[layer], own_rows)
+    _finish_own_phase(team, STORE_KV)
+    attend(attending, cache, layer, window, part)
+    if has_splits(attending.batch, window):
+        _finish_own_phase(team, ATTENTION)
+        join(attending, window, part)
+    _finish_phase(team, ATTENTION)
 
 
 @jit
-def _matrices(layer: int) -> _Matrices:
-    first = layer * _MATRICES_PER_LAYER
+def _add_attention(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Add attention's result to the residual."""
+    acts, operand, _, _, adapted = work
+    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
+    put_rows(acts.mixed, model.weights, output, operand, rows)
+    shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
+    _finish_phase(team, QUANTISE)
+    _add_product(model, work, team, output)
+    _finish_phase(team, OUTPUT)
+    _end_branch(model, work, rows, layer, OUTPUT_SITE)
+
+
+@jit
+def _compute_inner(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Compute the inner rows of the MLP."""
+    acts, operand, _, _, adapted = work
+    kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
+    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
+    norm, is_gated_at_once = Norm(model.norms[layer, _POST_NORM], model.eps), _is_gated_at_once(kind, work, layer)
+    norm_rows(acts.residual, norm, weights, gate_up, operand, rows)
+    norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, norm, rows)
+    _finish_phase(team, NORM)
+    if is_gated_at_once:
+        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
+    else:
+        product(operand, weights, gate_up, Target(acts.own_gate_up if kind.gated else acts.own_inner, STORE), part)
+    _finish_phase(team, GATE_UP)
+    if not kind.gated:
+        expand(adapted, layer, GATE_UP_SITE, acts.inner, rows)
+        activate_rows(acts.inner, kind.activation, rows)
+    elif not is_gated_at_once:
+        expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
+        gate_rows(acts.gate_up, acts.inner, kind.activation, rows)
+
+
+@jit
+def _add_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Add the MLP's result to the residual."""
+    acts, operand, _, _, adapted = work
+    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
+    put_rows(acts.inner, model.weights, down, operand, rows)
+    shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
+    _finish_phase(team, QUANTISE)
+    _add_product(model, work, team, down)
+    _finish_phase(team, DOWN)
+    _end_branch(model, work, rows, layer, DOWN_SITE)
+
+
+@jit
+def _add_experts(model: Model, work: Work, team: Team, layer: int) -> None:
+    """Add the results of the layer's experts to the residual."""
+    acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
+    weights, part = model.weights, Part(team.thread, team.num_threads)
+    rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
+    norm = Norm(model.norms[layer, _POST_NORM], model.eps)
+    route_rows(experts, routed, layer, acts.residual, norm, rows)
+    _finish_phase(team, NORM)
+    copies = copies_of(experts, routed)
+    own_copies = _rows_of(len(copies.rows), team.number, team.num_all)
+    put_copies(experts, routed, copies, weights, first, operand, own_copies)
+    _finish_phase(team, QUANTISE)
+    multiply_up(experts, routed, copies, weights, first, operand, part)
+    _finish_phase(team, GATE_UP)
+    put_inner(experts, routed, copies, weights, first, operand, own_copies)
+    _finish_phase(team, QUANTISE)
+    multiply_down(experts, routed, copies, weights, first, operand, part)
+    _finish_phase(team, DOWN)
+    add_results(routed, copies, acts.residual, rows)
+
+
+@jit
+def _is_gated_at_once(kind: Kind, work: Work, layer: int) -> bool:
+    """True if the product of gate and up itself ends with silu(gate) * up."""
+    return kind.gated and kind.activation == SILU and not changes_site(work.adapted, layer, GATE_UP_SITE)
+
+
+@jit
+def _add_product(model: Model, work: Work, team: Team, matrix: int) -> None:
+    """Multiply, and add to the residual; in a sandwich, store."""
+    acts, part = work.acts, Part(team.thread, team.num_threads)
+    if model.kind.sandwich:
+        product(work.operand, model.weights, matrix, Target(acts.own_branch, STORE), part)
+    else:
+        product(work.operand, model.weights, matrix, Target(acts.own_residual, ADD), part)
+
+
+@jit
+def _end_branch(model: Model, work: Work, rows: Range, layer: int, site: int) -> None:
+    """What follows `_add_product` and a barrier: adapters, and the norms of a sandwich."""
+    acts, adapted = work.acts, work.adapted
+    if model.kind.sandwich:
+        expand(adapted, layer, site, acts.branch, rows)
+        number = _ATTENTION_OUT_NORM if site == OUTPUT_SITE else _MLP_OUT_NORM
+        add_normed(acts.branch, Norm(model.norms[layer, number], model.eps), acts.residual, rows)
+    else:
+        expand(adapted, layer, site, acts.residual, rows)
+
+
+@jit
+def _matrices(model: Model, layer: int) -> _Matrices:
+    first = model.firsts[layer]
     return _Matrices(first, first + 1, first + 2, first + 3)
 
 

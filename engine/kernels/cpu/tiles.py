@@ -303,7 +303,7 @@ class Finish:
         low, high = (self._scaled(emit.at(sums, i * VECTOR_BYTES), factor, i) for i in range(2))
         out = emit.at(self._out, builder.mul(row, self._out_step))
         if self._mode == GATE:
-            emit.store_if(exists, _gated(emit, low, high), out)
+            emit.store_if(exists, gated_silu(emit, low, high), out)
             return
         self._store(low, out, exists)
         self._store(high, emit.at(out, VECTOR_BYTES), builder.and_(exists, self._has_both_panels))
@@ -323,29 +323,18 @@ class Finish:
         self._emit.store_if(condition, value, out)
 
 
-def _gated(emit: Emitter, gate: Value, up: Value) -> Value:
+def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:
     """silu(gate) * up, of vectors of 16 fp32 numbers."""
+    return sigmoid_of(emit, gate, emit.builder.fmul(gate, up))
+
+
+def sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
+    """factor / (1 + e^-x)."""
     builder = emit.builder
-    exponent = builder.fmul(gate, constant(FLOATS, -LOG2_E))
+    exponent = builder.fmul(x, constant(FLOATS, -LOG2_E))
     exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
     divisor = builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0))
-    return builder.fmul(builder.fmul(gate, up), emit.reciprocal(divisor))
-
-
-@emitted
-def gate_panels(typing: TypingContext, gate_up: NumbaType, num_panels: NumbaType, out: NumbaType) -> Intrinsic:
-    """silu(gate) * up of one row, to the bit as GATE computes it. gate_up: panels of 16 gates and 16 ups alternate."""
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        gate_up_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
-        with emit.loop(args[1], []) as loop:
-            at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
-            gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
-            emit.store(_gated(emit, gate, up), emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 3), generate
+    return builder.fmul(factor, emit.reciprocal(divisor))
 
 
 @emitted

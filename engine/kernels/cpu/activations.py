@@ -1,0 +1,141 @@
+"""Activations of MLPs, over rows of fp32 numbers.
+
+Arguments are addresses, and bounds are not checked. The activation is a compile-time constant of the vector loops.
+"""
+
+import math
+
+from numba import types
+
+from engine.kernels.cpu.arguments import Floats, Range
+from engine.kernels.cpu.compiler import (
+    FLOATS,
+    INT64,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    address,
+    constant,
+    emitted,
+    jit,
+)
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
+from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
+
+SILU, GELU, GELU_TANH, RELU = range(4)
+_INTP = types.intp
+_CUBE, _TANH_FACTOR = 0.044715, 2.0 * math.sqrt(2.0 / math.pi)
+# Abramowitz and Stegun 1964, 7.1.26: erfc(x) = (a1 t + ... + a5 t^5) e^(-x^2), t = 1 / (1 + p x), within 1.5e-7.
+_ERFC_P, _ERFC_A = 0.3275911, (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+
+
+def _gelu_tanh(emit: Emitter, x: Value) -> Value:
+    """x (1 + tanh(y)) / 2 = x / (1 + e^-2y), with y = sqrt(2 / pi) (x + 0.044715 x^3)."""
+    builder = emit.builder
+    square = builder.fmul(x, x)
+    factor = emit.multiply_add(square, constant(FLOATS, _CUBE * _TANH_FACTOR), constant(FLOATS, _TANH_FACTOR))
+    return sigmoid_of(emit, builder.fmul(x, factor), x)
+
+
+def _gelu(emit: Emitter, x: Value) -> Value:
+    """x (1 - erfc(x / sqrt 2) / 2) for x >= 0, x erfc(-x / sqrt 2) / 2 else."""
+    builder = emit.builder
+    magnitude = builder.fmul(emit.call("llvm.fabs.v16f32", FLOATS, x), constant(FLOATS, math.sqrt(0.5)))
+    t = emit.reciprocal(emit.multiply_add(magnitude, constant(FLOATS, _ERFC_P), constant(FLOATS, 1.0)))
+    polynomial = constant(FLOATS, _ERFC_A[0])
+    for coefficient in _ERFC_A[1:]:
+        polynomial = emit.multiply_add(polynomial, t, constant(FLOATS, coefficient))
+    exponent = builder.fmul(builder.fmul(magnitude, magnitude), constant(FLOATS, -LOG2_E))
+    half = builder.fmul(builder.fmul(polynomial, t), builder.fmul(emit.power_of_two(exponent), constant(FLOATS, 0.5)))
+    is_negative = builder.fcmp_ordered("<", x, constant(FLOATS, 0.0))
+    return builder.fmul(x, builder.select(is_negative, half, builder.fsub(constant(FLOATS, 1.0), half)))
+
+
+def _activated(emit: Emitter, x: Value, activation: int) -> Value:
+    if activation == SILU:
+        return sigmoid_of(emit, x, x)
+    if activation == GELU:
+        return _gelu(emit, x)
+    if activation == GELU_TANH:
+        return _gelu_tanh(emit, x)
+    return emit.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, 0.0))
+
+
+@emitted
+def activate(typing: TypingContext, row: NumbaType, num_vectors: NumbaType, activation: NumbaType) -> Intrinsic:
+    """row = activation(row) in place."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at = emit.pointer(args[0])
+        with emit.loop(args[1], []) as loop:
+            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            emit.store(_activated(emit, emit.load(target, FLOATS), activation.literal_value), target)
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, activation), generate
+
+
+@emitted
+def gate_panels(
+    typing: TypingContext, gate_up: NumbaType, num_panels: NumbaType, out: NumbaType, activation: NumbaType
+) -> Intrinsic:
+    """activation(gate) * up of one row; SILU to the bit as tiles.GATE computes it. gate_up: panels of 16 gates and 16
+    ups alternate.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        gate_up_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(args[1], []) as loop:
+            at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
+            gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
+            if activation.literal_value == SILU:
+                value = gated_silu(emit, gate, up)
+            else:
+                value = builder.fmul(_activated(emit, gate, activation.literal_value), up)
+            emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
+        return context.get_dummy_value()
+
+    return types.void(_INTP, _INTP, _INTP, activation), generate
+
+
+@jit
+def activate_rows(x: Floats, activation: int, part: Range) -> None:
+    """x = activation(x) in place, for the rows of x [rows, width] in the range."""
+    num_vectors = x.shape[1] // LANES
+    for r in range(part.first, part.end):
+        at = address(x) + r * x.shape[1] * FLOAT_BYTES
+        if activation == GELU:
+            activate(at, num_vectors, GELU)
+        elif activation == GELU_TANH:
+            activate(at, num_vectors, GELU_TANH)
+        elif activation == RELU:
+            activate(at, num_vectors, RELU)
+        else:
+            activate(at, num_vectors, SILU)
+
+
+@jit
+def gate_rows(gate_up: Floats, out: Floats, activation: int, part: Range) -> None:
+    """activation(gate) * up of the rows in the range: from gate_up [rows, 2 * width] to out [rows, width]."""
+    num_panels = out.shape[1] // LANES
+    for r in range(part.first, part.end):
+        at, target = (
+            address(gate_up) + r * gate_up.shape[1] * FLOAT_BYTES,
+            address(out) + r * out.shape[1] * FLOAT_BYTES,
+        )
+        if activation == GELU:
+            gate_panels(at, num_panels, target, GELU)
+        elif activation == GELU_TANH:
+            gate_panels(at, num_panels, target, GELU_TANH)
+        elif activation == RELU:
+            gate_panels(at, num_panels, target, RELU)
+        else:
+            gate_panels(at, num_panels, target, SILU)

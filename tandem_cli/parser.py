@@ -83,9 +83,7 @@ class CommandParser(argparse.ArgumentParser):
         return f"there is no option {option}{self._own_word(option) or suggestion(option, self._option_string_actions)}"
 
     def _own_word(self, option: str) -> str:
-        """The flag to write instead of an option of vLLM or TGI; "" for others, and where this command has nothing for
-        it.
-        """
+        """The flag to write for an option of vLLM or TGI; "" for others, and where this command has nothing for it."""
         from tandem_cli.low_code_keys import knob_of  # here: chains of imports stay short
 
         knob = knob_of(option)

@@ -122,7 +122,6 @@ class EngineSteps:
             num_threads=workload.num_threads,
             kv_dtype=workload.kv_dtype,
             tensor_parallel=str(workload.num_ranks),
-            enforce_eager=workload.enforce_eager,
         )
         kv_tokens = (workload.max_batch + 1) * (workload.max_context_tokens + 2 * settings.block_size)
         max_batch_tokens = max(512, min(workload.prompt_tokens, _MAX_CHUNK_TOKENS) + workload.max_batch)

@@ -45,7 +45,6 @@ from kvtransfer import (
 )
 from mesh.domain.host import host_and_port
 from mesh.domain.kv import KVLayout, Span
-from mesh.domain.tokens import SampledToken
 from mesh.process import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -53,7 +52,7 @@ from mesh.rpc.server import Listen, Server
 LAYOUT = KVLayout("bench", num_layers=30, num_kv_heads=3, head_dim=64, block_size=16, dtype="float32")
 NUM_BLOCKS = 256
 KEY = MeshKey("bench" * 8)
-FIRST_TOKEN = SampledToken(1, 0.0)
+FIRST_TOKEN = 1
 LAYER_GROUPS = [Span(first, min(8, LAYOUT.num_layers - first)) for first in range(0, LAYOUT.num_layers, 8)]
 """As many layers as workers announce together."""
 SETTLE_S = 0.02

@@ -120,7 +120,7 @@ async def test_a_second_sender_is_refused(bench: Bench) -> None:
     assert bench.outcomes.committed == [("transfer", FIRST_TOKEN)]
 
 
-@pytest.mark.parametrize("change", [{"first_block": 1}, {"num_blocks": 4}])
+@pytest.mark.parametrize("change", [{"first_block": 1}, {"end_block": 4}])
 async def test_other_blocks_than_reserved(bench: Bench, change: dict[str, int]) -> None:
     with pytest.raises(TransferFailed, match=r"\[0, 3\) are reserved"):
         await bench.run(replace(bench.opening, **change))  # type: ignore[arg-type]

@@ -138,10 +138,10 @@ def test_acceptance_follows_what_happens_and_forgets() -> None:
 @pytest.mark.parametrize(
     ("asked", "kind", "most"),
     [
-        ({}, "none", 8),
+        ({}, "none", 0),
         ({"speculative": "ngram"}, "ngram", 8),
         ({"num_speculative_tokens": 3}, "ngram", 3),
-        ({"num_speculative_tokens": 3, "speculative": "none"}, "none", 3),
+        ({"num_speculative_tokens": 3, "speculative": "none"}, "none", 0),
         ({"draft_model": str(DRAFT)}, "draft", 8),
     ],
 )

@@ -59,7 +59,7 @@ class StepShape(NamedTuple):
 
 
 def step_shapes(sizes: Sequence[int], max_drafts: int) -> list[StepShape]:
-    """What is captured for these numbers of sequences: steps without drafts, and with. The largest first."""
+    """Return the steps to capture for these numbers of sequences, without drafts and with, the largest first."""
     shapes = {StepShape(size, num_queries) for size in sizes for num_queries in (1, 1 + max_drafts)}
     return sorted(shapes, key=lambda shape: (shape.num_rows, shape), reverse=True)
 

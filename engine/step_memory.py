@@ -22,8 +22,8 @@ class StepSize:
 
 
 def activation_bytes(config: AnyConfig, size: StepSize, itemsize: int) -> int:
-    """What the tensors of a step take at most, with numbers of `itemsize` bytes. The layers are over when the step is
-    sampled, so memory is counted for the larger of the two.
+    """Return the bytes that the tensors of a step take at most, with numbers of `itemsize` bytes. The layers are over
+    when the step is sampled, so memory is counted for the larger of the two.
     """
     layers = size.num_tokens * row_numbers(config) * itemsize
     sampling = size.num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * size.num_tokens * config.hidden_size * itemsize

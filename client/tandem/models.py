@@ -15,7 +15,7 @@ class Priority(StrEnum):
 
 
 class KeepPriority(StrEnum):
-    """What cached KV goes first when a worker's memory is short. Plain text is accepted too: `keep_priority="low"`."""
+    """The order in which cached KV goes when a worker's memory is short. Text is accepted: `keep_priority="low"`."""
 
     LOW = "low"  # nobody will ask for it again
     NORMAL = "normal"

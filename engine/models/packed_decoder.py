@@ -148,7 +148,7 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
 
 
 def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share: RankShare) -> Floats:
-    """What rank 0 adds to embedded tokens, [0, hidden] if there is nothing to add."""
+    """Return what rank 0 adds to embedded tokens, [0, hidden] if there is nothing to add."""
     taken = parameters.take_optional(name)
     if taken is None or share.rank > 0:
         return np.empty((0, config.hidden_size), np.float32)

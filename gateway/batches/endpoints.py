@@ -77,7 +77,7 @@ async def delete_file(exchange: Exchange) -> Response:
 
 
 async def create_batch(exchange: Exchange) -> Response:
-    """Begin the batch. What is wrong with its file is in `errors` of the batch, soon after."""
+    """Begin the batch. Faults of its file appear in `errors` of the batch, soon after."""
     body = await exchange.parse(BatchBody)
     if body.endpoint not in URLS:
         raise InvalidField(f"endpoint must be one of {', '.join(URLS)}", field="endpoint")
@@ -116,7 +116,7 @@ def _shelf(exchange: Exchange) -> Shelf:
 
 
 async def _resumed(exchange: Exchange) -> tuple[Shelf, Batches]:
-    """Whoever asks for batches has the key that those of an earlier process lack."""
+    """Return the caller's shelf. Its batches of an earlier process go on: this call brings the key that they need."""
     batches, shelf = _batches(exchange), _shelf(exchange)
     await batches.resume(shelf, exchange.arrival.request.app, key_in(exchange.arrival.request.headers))
     return shelf, batches

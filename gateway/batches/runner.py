@@ -88,7 +88,7 @@ class Batches:
         self._resumed.add(shelf)
 
     def cancel(self, shelf: Shelf, batch_id: str) -> Json:
-        """What runs is given up; answers that are there are kept. A batch that has ended stays as it is."""
+        """Give up a batch that runs; answers that are there are kept. A batch that has ended stays as it is."""
         batch = shelf.batch(batch_id)
         run = self._runs.get(batch_id)
         if run is not None:
@@ -203,7 +203,7 @@ class Run:
 
 
 class Answers:
-    """The two files of a batch: answers, and errors. What they hold already counts, and is in `done`."""
+    """The two files of a batch: answers, and errors. Answers that they hold already count, and are in `done`."""
 
     def __init__(self, shelf: Shelf, batch: Json) -> None:
         self._counts = batch["request_counts"]

@@ -274,7 +274,7 @@ def _add_product(model: Model, work: Work, team: Team, matrix: int) -> None:
 
 @jit
 def _end_branch(model: Model, work: Work, rows: Range, layer: int, site: int) -> None:
-    """What follows `_add_product` and a barrier: adapters, and the norms of a sandwich."""
+    """After `_add_product` and a barrier: apply adapters, and the norms of a sandwich."""
     acts, adapted = work.acts, work.adapted
     if model.kind.sandwich:
         expand(adapted, layer, site, acts.branch, rows)

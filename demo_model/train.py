@@ -203,7 +203,7 @@ def fit(
     optimizers = optimizers_for(model, plan.learning_rate)
     start, start_cpu = time.monotonic(), time.process_time()
     saved = start
-    average = math.log(len(tokenizer))
+    average: float | None = None
     drawn = steps(tokenizer, phase.seed, phase.mix, phase.random_share)
     for step, parts in enumerate(islice(drawn, phase.steps)):
         elapsed_s = time.monotonic() - start
@@ -216,7 +216,7 @@ def fit(
             with torch.autocast("cpu", torch.bfloat16, enabled=bfloat16):
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        average += 0.02 * (loss - average)
+        average = loss if average is None else average + 0.02 * (loss - average)
         is_over = step == phase.steps - 1 or elapsed_s > phase.limit_s
         if step % 100 == 0 or is_over:
             cpu_minutes = (time.process_time() - start_cpu) / 60

@@ -21,7 +21,7 @@ QUESTIONS = {
     "What is the opposite of hot?": "cold",
     "Is 14 even or odd?": "even",
 }
-MOST_WRONG = 0.05
+MOST_WRONG = 0.01
 BEYOND_IT = "What is 869 x 671?"
 EVERY = 127  # of the questions that README.md claims: about five hundred, over all wordings and chats
 EVERY_INT8 = 199

@@ -30,6 +30,22 @@ SHAPES = {
         "intermediate_size": 4864,
         "vocab_size": 32000,
     },
+    "3b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "intermediate_size": 11008,
+        "vocab_size": 151936,
+    },
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
     "narrow": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rich import progress
 from rich.console import Console
 
-from gateway.batches.files import AnswerFile, check_requests, read_requests
+from gateway.batches.files import AnswerFile, BatchRefused, check_requests, read_requests
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings, setting
 
@@ -47,11 +47,14 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigurationError("--concurrency must be >= 1, --patience >= 0 and --timeout > 0")
     if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):
         raise ConfigurationError("IN and OUT must be two files")
-    ids = check_requests(args.requests)
-    with AnswerFile(args.answers) as answers, _progress_bar() as bar:
-        num_before = len(ids & answers.done)
-        task = bar.add_task("answers", total=len(ids), completed=num_before)
-        tally = asyncio.run(_send_all(args, answers, lambda: bar.advance(task)))
+    try:
+        ids = check_requests(args.requests)
+        with AnswerFile(args.answers) as answers, _progress_bar() as bar:
+            num_before = len(ids & answers.done)
+            task = bar.add_task("answers", total=len(ids), completed=num_before)
+            tally = asyncio.run(_send_all(args, answers, lambda: bar.advance(task)))
+    except BatchRefused as refused:
+        raise ConfigurationError(str(refused)) from None
     sys.stderr.write(_summary(tally, num_before))
     return 1 if tally.num_refused or tally.num_left else 0
 

@@ -21,7 +21,11 @@ URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/message
 _LOWEST_PRIORITY = "batch"
 
 
-class BadLine(ConfigurationError):
+class BatchRefused(Exception):
+    """A batch cannot be answered, for a reason that its caller can repair."""
+
+
+class BadLine(BatchRefused):
     """A line of the input is no request. `line` counts from 1, `reason` says what is wrong with it."""
 
     def __init__(self, path: Path, line: int, reason: str) -> None:

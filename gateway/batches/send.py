@@ -10,8 +10,7 @@ from typing import Protocol
 
 import httpx2
 
-from gateway.batches.files import BatchRequest
-from mesh.domain.errors import ConfigurationError
+from gateway.batches.files import BatchRefused, BatchRequest
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
@@ -36,7 +35,7 @@ class Answers(Protocol):
     def write(self, custom_id: str, status: int, request_id: str, body: object) -> object: ...
 
 
-class KeyRefused(ConfigurationError):
+class KeyRefused(BatchRefused):
     """The gateway takes no requests with this key."""
 
 

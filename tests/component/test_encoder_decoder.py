@@ -220,7 +220,7 @@ def test_the_longest_sequence_is_what_clients_count(encoder_decoder: Checkpoint,
         )
         info = load_engine_host(worker, EngineLimits(64, 4)).worker_info(WorkerRole.DECODE)
         router = RouterSettings(model=worker.model)
-        limits = LimitPolicy(router, read_model_facts(encoder_decoder("t5"))).resolve(capacity_tokens(info))
+        limits = LimitPolicy(router, read_model_facts(encoder_decoder("t5"))).resolve({capacity_tokens(info)})
         assert limits.max_total_tokens == longest
     repaired("M16", "T5's longest total is 2,048 tokens, as the documentation says")
 

@@ -93,4 +93,4 @@ def test_generated_code_runs_with_the_oldest_declared_runtime(project: dict[str,
 def test_clients_get_public_services_only() -> None:
     stubs = {path.stem for path in (ROOT / "client" / "tandem" / "v1").glob("*_pb2.py")}
     assert stubs == {f"{path.stem}_pb2" for path in (ROOT / "protos" / "tandem" / "v1").glob("*.proto")}
-    assert stubs == {"generation_pb2", "mesh_pb2", "sampling_pb2"}
+    assert stubs == {"cache_pb2", "generation_pb2", "mesh_pb2", "sampling_pb2"}

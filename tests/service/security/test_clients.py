@@ -47,9 +47,11 @@ def test_no_field_names_an_address_or_a_transfer() -> None:
     fields = [field for message in public_requests() for field in fields_of(message, set())]
     assert len(fields) > 20
     named = [f.full_name for f in fields if set(f.name.split("_")) & set(INTERNAL_WORDS)]
-    # Values for the operator's template, which a client cannot name; and workers that an operator names.
+    # Values for the operator's template, which a client cannot name; hints about the client's own share of the cache;
+    # and workers that an operator names.
     of_operators = {f"tandem.v1.{name}Request.worker_id" for name in ("SetDraining", "SwitchRole")}
-    assert set(named) == {"tandem.v1.Chat.template_kwargs_json", *of_operators}
+    of_clients = {"tandem.v1.Chat.template_kwargs_json", "tandem.v1.GenerateRequest.cache_hints"}
+    assert set(named) == of_clients | of_operators
     assert [f.full_name for f in fields if f.type == FieldDescriptor.TYPE_BYTES] == []
     messages = {f.message_type.full_name for f in fields if f.message_type is not None}
     assert not any(name.startswith(("mesh.v1.", "google.protobuf.Any")) for name in messages)

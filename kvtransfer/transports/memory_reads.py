@@ -25,8 +25,8 @@ from torch import Tensor
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
+from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.pair import local_address
-from kvtransfer.transports.pair_pool import PairPool
 from kvtransfer.transports.read_engines import MOONCAKE, NIXL, ReadEngine, ReadLibrary, Remote
 from kvtransfer.transports.slots import ArenaSlot, ArenaSlots, TensorSlots
 from mesh.domain.errors import TransferCorrupt, TransferFailed
@@ -148,7 +148,7 @@ class ReadReceiveTransport(ReceiveTransport):
 
     def __init__(self, library: ReadLibrary, settings: TransferSettings) -> None:
         self.name = library.name
-        self.senders: PairPool[str, _Sender] = PairPool(_MAX_SENDERS, 2 * settings.channel_idle_s)
+        self.senders: KeptPool[str, _Sender] = KeptPool(_MAX_SENDERS, 2 * settings.channel_idle_s)
         self._library = library
         self._settings = settings
         self._engines = _Engines(library, settings)
@@ -260,7 +260,7 @@ class _Sender:
 
 
 class _ReadSource(InlineSource):
-    def __init__(self, senders: PairPool[str, _Sender], sender: _Sender, timeout_s: float) -> None:
+    def __init__(self, senders: KeptPool[str, _Sender], sender: _Sender, timeout_s: float) -> None:
         self._senders = senders
         self._sender = sender
         self._timeout_s = timeout_s

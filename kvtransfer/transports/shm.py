@@ -36,7 +36,7 @@ from kvtransfer.transports.base import (
     SendTransport,
     TransportOffer,
 )
-from kvtransfer.transports.pair_pool import PairPool
+from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.slots import ArenaSlot, ArenaSlots
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
@@ -128,7 +128,7 @@ class MappedArena:
 
 
 class _ArenaSource(PayloadSource):
-    def __init__(self, arenas: PairPool[str, MappedArena], arena: MappedArena) -> None:
+    def __init__(self, arenas: KeptPool[str, MappedArena], arena: MappedArena) -> None:
         self._arenas = arenas
         self._arena: MappedArena | None = arena
         arenas.use(arena)
@@ -154,7 +154,7 @@ class ShmReceiveTransport(ReceiveTransport):
 
     def __init__(self, settings: TransferSettings) -> None:
         self._settings = settings
-        self._arenas: PairPool[str, MappedArena] = PairPool(_MAX_ARENAS, settings.channel_idle_s)
+        self._arenas: KeptPool[str, MappedArena] = KeptPool(_MAX_ARENAS, settings.channel_idle_s)
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
         if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:

@@ -30,6 +30,7 @@ from torch import Tensor, distributed
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports.base import Payload, ReceiveTransport, SendPath, SendTransport, Slot, TransportOffer
 from kvtransfer.transports.grpc_bytes import InlineSource
+from kvtransfer.transports.kept_pool import KeptPool
 from kvtransfer.transports.pair import (
     GLOO,
     NCCL,
@@ -40,7 +41,6 @@ from kvtransfer.transports.pair import (
     pair_name,
     parse_pair_name,
 )
-from kvtransfer.transports.pair_pool import PairPool
 from kvtransfer.transports.slots import TensorSlots
 from mesh.domain.errors import TransferFailed
 
@@ -74,7 +74,7 @@ class PairSendTransport(SendTransport):
         self.name = kind.name
         num_slots = max(1, settings.arena_bytes // max_chunk_bytes)
         self.slots = _slots(kind, num_slots, max_chunk_bytes)
-        self.pairs: PairPool[tuple[str, str], Pair] = PairPool(MAX_PAIRS, settings.channel_idle_s)
+        self.pairs: KeptPool[tuple[str, str], Pair] = KeptPool(MAX_PAIRS, settings.channel_idle_s)
         self._max_abandoned = num_slots
         self._kind = kind
         self._settings = settings
@@ -209,7 +209,7 @@ class PairReceiveTransport(ReceiveTransport):
     def __init__(self, kind: Kind, settings: TransferSettings) -> None:
         self.name = kind.name
         # Longer than the sender's: it closes a pair first, and does not offer one that is gone.
-        self.pairs: PairPool[str, _Inbox] = PairPool(MAX_PAIRS, 2 * settings.channel_idle_s)
+        self.pairs: KeptPool[str, _Inbox] = KeptPool(MAX_PAIRS, 2 * settings.channel_idle_s)
         self._kind = kind
         self._settings = settings
 

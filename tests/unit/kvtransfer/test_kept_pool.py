@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvtransfer.transports.pair_pool import PairPool
+from kvtransfer.transports.kept_pool import KeptPool
 from tests.waiting import until
 
 MAX_PAIRS = 3
@@ -29,7 +29,7 @@ class FakePair:
 class Model:
     """A pool, and what is known of every pair that it ever had."""
 
-    pool: PairPool[int, FakePair] = field(default_factory=lambda: PairPool(MAX_PAIRS, idle_s=1000))
+    pool: KeptPool[int, FakePair] = field(default_factory=lambda: KeptPool(MAX_PAIRS, idle_s=1000))
     made: list[FakePair] = field(default_factory=list)
 
     def make(self) -> FakePair:
@@ -107,7 +107,7 @@ async def test_the_pair_that_was_unused_longest_makes_room() -> None:
 
 
 async def test_idle_pairs_are_closed_and_used_ones_are_not() -> None:
-    pool: PairPool[str, FakePair] = PairPool(MAX_PAIRS, idle_s=0)
+    pool: KeptPool[str, FakePair] = KeptPool(MAX_PAIRS, idle_s=0)
     used, unused = pool.add("used", FakePair), pool.add("unused", FakePair)
     assert used is not None
     assert unused is not None

@@ -247,7 +247,7 @@ async def run_all(families: Sequence[str], run_row: RunRow, columns: Sequence[tu
     refused = f"; {num_refused} not possible" if num_refused else ""
     sys.stdout.write(f"{num_run - num_wrong} of {num_run}: tokens equal, log-probs within {TOLERANCE}{refused}\n")
     if any(name == "w8a8" for name, _ in columns):
-        rounded = f"log-probs within {INT8_TOLERANCE} (bf16: 0.3; Gemma 2: more), tokens may differ"
+        rounded = f"log-probs within {INT8_TOLERANCE} (bf16: 0.3; Gemma: 1.5), tokens may differ"
         sys.stdout.write(f"{', '.join(_ROUNDED)}: {rounded}\n")
     return num_wrong
 
@@ -321,10 +321,16 @@ def check_form(family: str, model_dir: Path, form: str) -> Outcome:
 
 
 def tolerance_of(family: str, form: str) -> float:
-    """Of log-probs. Gemma 2 norms the outputs of attention and MLP, which makes rounding of small ones large."""
+    """The most by which log-probs may differ.
+
+    Random Gemma models differ by more than others when they are rounded: with several seeds, int8 and fp32 differ by
+    0.5 to 1 in the compiled decoder, and by 0.4 to 4 in the eager one.
+    """
     if form not in _ROUNDED:
         return TOLERANCE
-    return half_tolerance(family, "bfloat16") if form == "bf16" else INT8_TOLERANCE * (2 if "gemma2" in family else 1)
+    if form == "bf16":
+        return half_tolerance(family, "bfloat16")
+    return INT8_TOLERANCE * (2 if family.startswith("gemma") else 1)
 
 
 def main(argv: Sequence[str]) -> int:

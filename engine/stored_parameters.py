@@ -9,7 +9,8 @@ from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.models.encodings import OUTPUT
 from engine.models.parameters import ParameterSpec
 from engine.quantized_formats.config import Quantization, read_quantization
-from engine.quantized_formats.modules import QuantizedModule, find_module
+from engine.quantized_formats.modules import QuantizedModule, find_module, stores_quantized
+from mesh.domain.errors import ConfigurationError
 
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -23,17 +24,29 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
 def find_modules(
     specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], quantization: Quantization | None
 ) -> dict[str, QuantizedModule]:
-    """The quantised modules that the model uses, by the names of their sources. Raises ConfigurationError."""
+    """The quantised modules that the model uses, by the names of their sources. Raises ConfigurationError, also if
+    config.json promises quantised modules and the checkpoint has none.
+    """
     modules: dict[str, QuantizedModule] = {}
+    promised: list[str] = []
     for source in (source for spec in specs for source in spec.sources):
         if len(source.shape) == 2 and source.name.endswith(".weight"):
             name = source.name.removesuffix(".weight")
+            if source.name in stored and quantization is not None and quantization.storage_of(name) is not None:
+                promised.append(source.name)
             shape = source.shape[::-1] if source.transposed else source.shape
             for candidate in (name, name.partition(".")[2]):
                 module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
                 if module is not None:
                     modules[source.name] = module
                     break
+    if promised and not modules and not stores_quantized(stored):
+        tensor = stored[promised[0]]
+        raise ConfigurationError(
+            f"{tensor.path}: tensor {promised[0]} is {tensor.dtype}, and no other is quantised, though config.json says "
+            f"so ({quantization}): remove its quantization_config to serve the weights as they are, or take the "
+            "quantised files"
+        )
     return modules
 
 

@@ -20,6 +20,7 @@ from engine.quantized_formats.matrix import (
     read_groups,
     unpack,
 )
+from mesh.domain.errors import ConfigurationError
 
 
 def packed_parts(storage: MatrixStorage, shape: Shape) -> Parts:
@@ -37,6 +38,12 @@ def packed_parts(storage: MatrixStorage, shape: Shape) -> Parts:
 
 def read_packed(storage: MatrixStorage, shape: Shape, tensors: Tensors) -> QuantizedMatrix:
     num_outputs, num_inputs = shape
+    stored_shape = tensors.get("weight_shape")
+    if stored_shape is not None and stored_shape.tolist() != [num_outputs, num_inputs]:
+        raise ConfigurationError(
+            f"its weight_shape says {stored_shape.tolist()}, config.json implies {[num_outputs, num_inputs]}: "
+            "one of them is from another checkpoint"
+        )
     scales, zeros = _by_output(tensors["weight_scale"], storage, shape), tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype is torch.int32:
         zeros = _signed(zeros.t(), storage.num_bits)[:, :num_outputs].t()

@@ -109,6 +109,14 @@ def find_module(
     )
 
 
+def stores_quantized(stored: StoredTensors) -> bool:
+    """True if any matrix of the checkpoint is quantised."""
+    return any(
+        name.rpartition(".")[2] in _MATRICES[1:] or (name.endswith(".weight") and not _is_float(tensor))
+        for name, tensor in stored.items()
+    )
+
+
 def _is_float(tensor: StoredTensor) -> bool:
     return tensor.dtype in (*FLOATS, "F64")
 

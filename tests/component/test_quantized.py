@@ -240,6 +240,11 @@ def replaced(part: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
             r"weight_scale has shape \[64, 5\].*\[64, 6\]",
         ),
         ("w4a16", replaced("weight_packed", lambda packed: packed[:, 1:]), r"weight_packed has shape \[64, 11\]"),
+        (
+            "w4a16",
+            put("weight_shape", lambda tensors: torch.tensor([64, 95])),
+            r"down_proj: its weight_shape says \[64, 95\], config\.json implies \[64, 96\]",
+        ),
         ("fp8", replaced("weight_scale_inv", lambda scales: scales.int()), r"weight_scale_inv has dtype I32.* F32 or"),
         ("fp8", replaced("weight_scale_inv", lambda scales: scales * torch.nan), r"down_proj are NaN or infinite"),
         ("w8a8", replaced("weight_scale", lambda scales: scales / 0), r"weight_scale are NaN or infinite"),
@@ -265,6 +270,19 @@ def test_broken_files_are_refused(
         return
     with pytest.raises(ConfigurationError, match=words):
         parameters(model_dir, encoding).read_all()
+
+
+@pytest.mark.parametrize("form", ["gptq", "w8a8", "fp8"])
+def test_a_description_without_quantised_tensors_is_refused(
+    checkpoint: Callable[[str], Path], tmp_path: Path, form: str
+) -> None:
+    model_dir = tmp_path / form
+    shutil.copytree(checkpoint("llama"), model_dir)
+    describe(model_dir, changed(form))
+    with pytest.raises(ConfigurationError, match=r"is F32, and no other is quantised, though config\.json says so"):
+        load_model_runner(settings(model_dir))
+    describe(model_dir, None)
+    load_model_runner(settings(model_dir))
 
 
 def changed(form: str, **changes: object) -> dict[str, Any]:

@@ -69,6 +69,8 @@ ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
 
 T = TypeVar("T")
 
+_MAX_DOUBLINGS = 30  # of a backoff: more would overflow a float one day, and each is beyond any longest one
+
 ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
 """Errors that may not occur at another router."""
 
@@ -138,7 +140,7 @@ class RetryPolicy:
         """Seconds to wait before the next attempt; None to raise `error` instead."""
         if num_retries >= self.max_retries or not isinstance(error, RETRYABLE):
             return None
-        backoff_s = min(self.max_backoff_s, self.initial_backoff_s * 2**num_retries)
+        backoff_s = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(num_retries, _MAX_DOUBLINGS))
         jitter = random.uniform(0.5, 1.0)
         requested_s = error.retry_after_s if isinstance(error, Overloaded) else None
         # Clients that were refused together must not return together: the jitter is added to the requested delay.
@@ -146,15 +148,31 @@ class RetryPolicy:
         return delay_s if delay_s < remaining_s else None
 
 
-async def retrying(attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline) -> T:
-    """Call `attempt()` until it returns, or until the policy gives up and its error is raised."""
+@dataclass(slots=True)
+class Losses:
+    """The connections that broke under one call, which may have reached their routers."""
+
+    limit: int
+    count: int = 0
+
+    @property
+    def are_too_many(self) -> bool:
+        return self.count > self.limit
+
+
+async def retrying(
+    attempt: Callable[[], Awaitable[T]], policy: RetryPolicy, deadline: Deadline, losses: Losses | None = None
+) -> T:
+    """Call `attempt()` until it returns, or until the policy gives up or there are too many losses. Its error is then
+    raised.
+    """
     num_retries = 0
     while True:
         try:
             return await attempt()
         except TandemError as error:
             delay_s = policy.delay_s(error, num_retries, deadline.remaining_s())
-            if delay_s is None:
+            if delay_s is None or (losses is not None and losses.are_too_many):
                 raise
         await asyncio.sleep(delay_s)
         num_retries += 1

@@ -3,8 +3,8 @@
 A router holds no state that another router would need: a request determines its answer completely, including random
 draws, which depend on the seed. A call whose connection breaks is therefore sent again, to the next router or to the
 same address once a router answers there. Tokens that the caller already has are removed from the new answer
-(EventReader), so the caller only notices a pause. This applies to broken connections only. An error status from a
-router is the result of the call.
+(EventReader), so the caller only notices a pause. This applies to connections that break or cannot be made. Any other
+error status from a router is the result of the call.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, Deadline, RetryPolicy, retrying
+from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
 from tandem._routers import ChannelFactory, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, TandemError
 from tandem.v1 import generation_pb2
@@ -33,7 +33,7 @@ _SERVING = b"\x08\x01"
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 _TRACE_CONTEXT = TraceContextTextMapPropagator()
 
-# A request that crashes its router must not crash all routers.
+# A request that crashes its router must not crash all routers: a call goes on after so many broken connections.
 _MAX_LOSSES = 4
 # A lost router is last in order, and its health check may still succeed for a moment.
 _STAGGER_S = 0.2
@@ -80,9 +80,11 @@ class Connection:
         deadline: Deadline,
         policy: RetryPolicy | None = None,
         patience: Deadline | None = None,
+        losses: Losses | None = None,
     ) -> "MessageStream":
         """Start a Generate call and wait for its first message. The call is retried until then, with `policy` or the
-        policy of the client. Retries end with `patience`, by default with `deadline`.
+        policy of the client. Retries end with `patience`, by default with `deadline`. `losses` counts those of earlier
+        attempts, and of this one.
         """
 
         async def attempt(router: Router, timeout_s: float) -> MessageStream:
@@ -96,7 +98,7 @@ class Connection:
                 raise
             return stream
 
-        return await self._try_all(attempt, deadline, policy, patience)
+        return await self._try_all(attempt, deadline, policy, patience, losses)
 
     async def _try_all(
         self,
@@ -104,6 +106,7 @@ class Connection:
         deadline: Deadline,
         policy: RetryPolicy | None = None,
         patience: Deadline | None = None,
+        losses: Losses | None = None,
     ) -> R:
         """Call `attempt(router, timeout_s)` until it succeeds at a router or the policy gives up.
 
@@ -111,6 +114,7 @@ class Connection:
         because a router may have started to process the request.
         """
         broke: ConnectionFailed | None = None
+        losses = losses or Losses(_MAX_LOSSES)
 
         async def one_round() -> R:
             nonlocal broke
@@ -123,11 +127,14 @@ class Connection:
                     error = failure
                     if isinstance(failure, ConnectionFailed) and failure.broke:
                         broke = failure
+                        losses.count += 1
+                        if losses.are_too_many:
+                            break
             assert error is not None  # there is at least one router
             raise error
 
         try:
-            return await retrying(one_round, policy or self._policy, patience or deadline)
+            return await retrying(one_round, policy or self._policy, patience or deadline, losses)
         except ConnectionFailed as error:
             raise broke or error from None
 
@@ -244,15 +251,15 @@ class ResumableStream:
         self._resume_timeout_s = resume_timeout_s
         self._on_repeat = on_repeat
         self._stream: MessageStream | None = None
-        self._num_losses = 0
+        self._losses = Losses(_MAX_LOSSES)
 
     async def read(self) -> generation_pb2.GenerateResponse | None:
         """The next message; None at the end of the answer. Raises TandemError."""
         try:
             if self._stream is None:
-                self._stream = await self._connection.open_stream(self._request, self._deadline)
+                self._stream = await self._connection.open_stream(self._request, self._deadline, losses=self._losses)
             else:
-                await self._stream.read()
+                await self._read_on(self._stream)
         except ConnectionFailed as loss:
             if self._stream is None and not loss.broke:
                 raise  # no router has accepted the call
@@ -263,6 +270,13 @@ class ResumableStream:
             self._request.model = message.prompt.model
         return message
 
+    async def _read_on(self, stream: MessageStream) -> None:
+        try:
+            await stream.read()
+        except ConnectionFailed:
+            self._losses.count += 1
+            raise
+
     def cancel(self) -> None:
         """Cancel the call, unless it has ended."""
         if self._stream is not None:
@@ -272,8 +286,7 @@ class ResumableStream:
         """Send the call again and return its stream at the first message. Raises `loss` if no router accepts it in
         time.
         """
-        self._num_losses += 1
-        if self._num_losses > _MAX_LOSSES or not self._resume_timeout_s:
+        if self._losses.are_too_many or not self._resume_timeout_s:
             raise loss
         if self._stream is not None and self._request.HasField("ttft_target"):
             # The first token was delivered before the loss, so its target no longer applies.
@@ -282,7 +295,7 @@ class ResumableStream:
         try:
             # A router that has just started does not know its workers and their limits yet.
             await self._connection.wait_serving(patience.remaining_s(), stagger_s=_STAGGER_S)
-            stream = await self._connection.open_stream(self._request, self._deadline, _PATIENT, patience)
+            stream = await self._connection.open_stream(self._request, self._deadline, _PATIENT, patience, self._losses)
         except TandemError as error:
             if not self._deadline.remaining_s():
                 raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error

@@ -120,6 +120,17 @@ async def test_a_call_that_breaks_every_router_is_given_up() -> None:
         assert len(router.script.requests) == 5
 
 
+async def test_a_call_that_breaks_every_router_before_its_first_token_is_given_up() -> None:
+    async with running_router() as first, running_router() as second, running_router() as third:
+        routers = (first, second, third)
+        for router in routers:
+            router.script.refusals = breaks_after(*[0] * 20)
+        async with client_of(*routers) as client:
+            with pytest.raises(tandem.ConnectionFailed, match="Socket closed"):
+                await client.generate(prompt="")
+        assert sum(len(router.script.requests) for router in routers) == 5
+
+
 async def test_a_refusal_of_the_second_router_is_told_as_the_loss_it_follows() -> None:
     async with running_router() as first, running_router() as second:
         first.script.refusals = breaks_after(2)

@@ -1,8 +1,8 @@
 """A Redis Cluster as the registry: all keys of a mesh have one hash tag, so they lie in one slot, on one server.
 
 A connection asks the servers of the URL which of them has that slot, and goes there: as with sentinels, nothing else of
-the mesh knows of the cluster. Messages reach subscribers at any server. A server that no longer has the slot says
-MOVED; the connection ends then, and the next one asks again.
+the mesh knows of the cluster. Messages reach subscribers at any server. A server that no longer has the slot
+says so; the connection ends then, and the next one asks again.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,14 @@ from urllib.parse import SplitResult, urlunsplit
 from redis.asyncio import ConnectionPool, Redis
 from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.crc import key_slot
+from redis.exceptions import AskError, ClusterDownError, ReadOnlyError, RedisError
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import RedisError, ResponseError
 
 TAG = "{tandem}"
 _SLOT = key_slot(TAG.encode())
 _PORT = 6379
-_NOT_HERE = ("MOVED", "ASK ", "READONLY", "CLUSTERDOWN")
+_NOT_HERE = (AskError, ClusterDownError, ReadOnlyError)
+"""Answers of servers that do not have the slot, or not for writing. MOVED is an AskError, too."""
 
 Address = tuple[str, int]
 
@@ -39,11 +40,9 @@ class _ToSlot(Connection):
     async def read_response(self, *args: Any, **options: Any) -> Any:
         try:
             return await super().read_response(*args, **options)
-        except ResponseError as error:
-            if str(error).startswith(_NOT_HERE) or type(error).__name__ == "ReadOnlyError":
-                await self.disconnect()
-                raise RedisConnectionError("the cluster has moved the slot of the mesh") from error
-            raise
+        except _NOT_HERE as error:
+            await self.disconnect()
+            raise RedisConnectionError("the cluster has moved the slot of the mesh") from error
 
 
 class _ToSlotWithTls(_ToSlot, SSLConnection):

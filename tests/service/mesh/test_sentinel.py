@@ -122,6 +122,34 @@ async def test_a_failover_under_load_loses_no_permit_and_no_stream(
     assert wrong == 0
 
 
+async def test_a_client_follows_a_planned_failover(tmp_path: Path) -> None:
+    """The old master lives on, and keeps connections open: only its answers tell that it is a replica now."""
+    cluster = Clustered(tmp_path)
+    try:
+        await cluster.start()
+        async with cluster.client() as redis, cluster.replica.client() as new_master:
+            await redis.set(f"{cluster.prefix}x", 1)
+
+            async def role() -> object:
+                found = (await new_master.info("replication"))["role"]
+                if found != "master":  # asked again: a failover that takes 5 s is given up
+                    await new_master.execute_command("CLUSTER", "FAILOVER")
+                return found
+
+            await until_told(role, lambda found: found == "master")
+
+            async def written() -> bool:
+                try:
+                    return bool(await redis.set(f"{cluster.prefix}x", 2))
+                except FAILURES:
+                    return False
+
+            await until_told(written, bool)
+            assert await new_master.get(f"{cluster.prefix}x") == b"2"
+    finally:
+        cluster.stop()
+
+
 async def test_an_operators_url_may_name_sentinels_that_are_away(watched: Replicated) -> None:
     async with watched.client() as redis:
         await redis.set(f"{watched.prefix}x", 1)

@@ -20,12 +20,15 @@ _Blocks = OrderedDict[int, None]
 
 
 class Worth(NamedTuple):
-    """The worth of a block to the tenant and session that used it last: its priority holds until `until_s`."""
+    """The worth of a block to the tenant and session whose hint counts for it. Its priority holds until `until_s`; what
+    others have said counts `then`, and without that the block is worth nothing any more.
+    """
 
     tenant: str = ""
     session_id: str = ""
     priority: KeepPriority = KeepPriority.NORMAL
     until_s: float = math.inf
+    then: "Worth | None" = None
 
     @property
     def is_hinted(self) -> bool:
@@ -43,11 +46,16 @@ def combined(old: Worth, new: Worth, now_s: float) -> Worth:
     """The worth of a block with worth `old` that another sequence has used since.
 
     A session may take its own hints back. Those of others, which share the beginning of the prompt, count as long as
-    they are stronger.
+    they are stronger, and a weaker hint counts after them if it holds for longer.
     """
     is_same_session = old.session_id != "" and old.session_id == new.session_id
+    if is_same_session or old.until_s <= now_s:
+        return new if old.then is None else combined(old.then, new, now_s)
     is_stronger = (old.priority, old.until_s) > (new.priority, new.until_s)
-    return old if is_stronger and old.until_s > now_s and not is_same_session else new
+    strong, weak = (old, new) if is_stronger else (new, old)
+    if weak.until_s <= strong.until_s:
+        return strong
+    return strong._replace(then=weak if strong.then is None else combined(strong.then, weak, strong.until_s))
 
 
 class EvictionQueue:
@@ -134,11 +142,11 @@ class EvictionQueue:
             heapq.heapify(self._ends)
 
     def _expire(self) -> None:
-        """Make blocks expendable whose time to live is over."""
+        """Give blocks whose time to live is over the worth that comes then, or make them expendable."""
         now_s = self._clock()
         while self._ends and self._ends[0][0] <= now_s:
             until_s, block_id = heapq.heappop(self._ends)
             worth = self._worth.get(block_id)
             if worth is not None and worth.until_s == until_s:
                 self.remove(block_id)
-                self.add([block_id], Worth(worth.tenant, worth.session_id, KeepPriority.LOW))
+                self.add([block_id], worth.then or Worth(worth.tenant, worth.session_id, KeepPriority.LOW))

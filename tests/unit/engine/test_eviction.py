@@ -110,11 +110,38 @@ def test_of_older_blocks_no_more_than_a_share_outlives_those_of_a_tenant_without
 def test_the_stronger_hint_counts_for_shared_blocks_unless_it_is_taken_back() -> None:
     keep = Worth("t", "agent", HIGH, 100.0)
     plain, done = Worth("t"), Worth("t", "agent", LOW, math.inf)
-    assert combined(keep, plain, now_s=50.0) is keep
+    other = Worth("t", "other", LOW, math.inf)
+    assert combined(keep, plain, now_s=50.0) == keep._replace(then=plain)
     assert combined(keep, plain, now_s=100.0) is plain  # it is over
     assert combined(keep, done, now_s=50.0) is done  # the session itself
-    assert combined(keep, Worth("t", "other", LOW, math.inf), now_s=50.0) is keep
+    assert combined(keep, other, now_s=50.0) == keep._replace(then=other)
     assert combined(done, plain, now_s=50.0) is plain
+    assert combined(keep, keep._replace(session_id="third", until_s=99.0), now_s=50.0) is keep
+
+
+def test_what_others_have_said_counts_when_the_strongest_hint_is_over() -> None:
+    keep, plain = Worth("t", "agent", HIGH, 100.0), Worth("t")
+    for_longer = Worth("t", "other", NORMAL, 200.0)
+    both = combined(combined(keep, for_longer, now_s=50.0), plain, now_s=60.0)
+    assert both == keep._replace(then=plain), "a prompt without a hint is as good as one for ever"
+    low = Worth("t", "third", LOW, math.inf)
+    three = combined(combined(keep, for_longer, now_s=50.0), low, now_s=60.0)
+    assert three == keep._replace(then=for_longer._replace(then=low))
+    assert combined(three, Worth("t", "agent", LOW, math.inf), now_s=70.0) == for_longer._replace(
+        then=Worth("t", "agent", LOW, math.inf)
+    ), "the session takes its own hint back, not that of the other"
+    assert combined(three, plain, now_s=150.0) is plain
+
+
+def test_a_prefix_that_others_use_outlives_the_hint_of_one() -> None:
+    clock = Clock()
+    queue = EvictionQueue(8, clock)
+    queue.add([1], Worth("t"))
+    hint = worth_of("t", CacheHints("agent", HIGH, 60.0), clock())
+    clock.now_s += 59
+    queue.add([0], combined(hint, Worth("t"), clock()))
+    clock.now_s += 2
+    assert order(queue) == [1, 0], "it was used after the other, by somebody who gave no hint"
 
 
 def _scheduler(pool: BlockPool) -> Scheduler:

@@ -49,9 +49,22 @@ class Partition:
         if (degrees, quantize, dtype) != (self.degrees, self.quantize, self.dtype):
             raise ConfigurationError(
                 f"{self.folder} is partitioned for {_described(self.degrees, self.quantize, self.dtype)}, not for "
-                f"{_described(degrees, quantize, dtype)}: set these, serve the original checkpoint, or run "
-                "`tandem partition` again"
+                f"{_described(degrees, quantize, dtype)}: set these, serve the original checkpoint, or "
+                "partition it into another folder"
             )
+
+    def require_file(self, file: RankFile) -> None:
+        """Raise ConfigurationError unless this file is there in its whole length."""
+        path = self.folder / file.name
+        if not path.is_file() or path.stat().st_size != file.num_bytes:
+            raise self.damage(path)
+
+    def damage(self, path: Path) -> ConfigurationError:
+        """The error for a file that is not as it was written."""
+        return ConfigurationError(
+            f"{path} is missing, truncated or changed since it was written: remove the folder and run "
+            "`tandem partition` again"
+        )
 
 
 def read_partition(model_dir: Path) -> Partition | None:
@@ -67,7 +80,7 @@ def read_partition(model_dir: Path) -> Partition | None:
         if manifest["version"] != VERSION:
             raise ConfigurationError(
                 f"{model_dir} was partitioned in version {manifest['version']} of the format, not {VERSION}: "
-                "run `tandem partition` again"
+                "remove it and run `tandem partition` again"
             )
         files = tuple(RankFile(**file) for file in manifest["files"])
         if any(Path(file.name).name != file.name for file in files):

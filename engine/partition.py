@@ -19,7 +19,6 @@ import xxhash
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
-from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 _READ_BYTES = 1 << 24
@@ -29,11 +28,10 @@ def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str, 
     """The weights of rank `rank`. Raises ConfigurationError if the partition is another, or broken."""
     partition.require(degrees, quantize, dtype)
     file = partition.files[rank]
+    partition.require_file(file)
     path = partition.folder / file.name
-    if not path.is_file() or path.stat().st_size != file.num_bytes or _checksum(path) != file.xxh3:
-        raise ConfigurationError(
-            f"{path} is missing, truncated or changed since it was written: run `tandem partition` again"
-        )
+    if _checksum(path) != file.xxh3:
+        raise partition.damage(path)
     return read_packed(path)
 
 

@@ -86,4 +86,6 @@ def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: s
         raise ConfigurationError(
             f"{out} is a partition of another checkpoint than {settings.model_dir}: choose another folder"
         )
+    for file in partition.files:
+        partition.require_file(file)
     return True

@@ -192,6 +192,11 @@ def test_a_partition_that_is_there_is_used_again(
     status, said = again("qwen3", "--tensor-parallel=2")
     assert (status, "is a partition of another checkpoint" in said) == (2, True)
     assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == written
+    partition = read_partition(out)
+    assert partition is not None
+    (out / partition.files[1].name).unlink()
+    status, said = again("llama", "--tensor-parallel=2")
+    assert (status, "is missing, truncated or changed" in said) == (2, True)
 
 
 def test_partitions_are_for_cpus(

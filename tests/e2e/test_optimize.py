@@ -112,7 +112,7 @@ async def check_served(out: Path, chosen: str) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 async def test_auto_finds_something_faster_than_the_base(tmp_path: Path) -> None:
-    """With the bundled model: 1.3 times as fast, at most 1 % fewer right answers (in ten minutes, on a quiet machine)."""
+    """With the bundled model: 1.3 times as fast, at most 1 % fewer right answers; ten minutes on a quiet machine."""
     data, out = tmp_path / "data.jsonl", tmp_path / "out"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines(600)))
     process = await start("optimize", "tandem-small", f"--data={data}", f"--judge={JUDGE}", f"--out={out}", "--json")

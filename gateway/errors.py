@@ -125,6 +125,9 @@ TABLE: Mapping[type[Exception], Row] = MappingProxyType(
             TgiRow(504, "generation"),
             shown="no complete answer within the time allowed",
         ),
+        tandem.SlowReader: Row(
+            OpenAIRow(408, _INVALID, "slow_reader"), LmiRow(408, "TimeoutException"), TgiRow(408, "generation")
+        ),
         tandem.Cancelled: Row(
             OpenAIRow(503, _SERVER, "unavailable"),
             LmiRow(503, "WlmException"),

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
 from typing import NamedTuple
 
-from mesh.domain.errors import DeadlineExceeded
+from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
@@ -168,7 +168,7 @@ class GenerationStream:
 
     def _cut_off(self, message: str) -> None:
         self._ready.clear()
-        self.fail(DeadlineExceeded(message))
+        self.fail(SlowReader(message))
         for choice in self._choices:
             choice.take()
         self._watchdog.cancel()

@@ -24,6 +24,7 @@ from tandem.exceptions import (
     Overloaded,
     PermissionDenied,
     ServerMisconfigured,
+    SlowReader,
     TandemError,
     Unauthenticated,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "Result",
     "RoutedRequests",
     "ServerMisconfigured",
+    "SlowReader",
     "TandemError",
     "Timing",
     "Tls",

@@ -46,6 +46,7 @@ ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
         "AttemptsFailed": exceptions.InternalError,
         "ModelFailed": exceptions.ModelFailed,
         "DeadlineExceeded": exceptions.DeadlineExceeded,
+        "SlowReader": exceptions.SlowReader,
         "LayoutMismatch": exceptions.ServerMisconfigured,
         "ConfigurationError": exceptions.ServerMisconfigured,
     }

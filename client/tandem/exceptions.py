@@ -8,6 +8,7 @@
     ├── Overloaded            a limit is reached, or the first token would be late; retry after `retry_after_s`
     ├── NoWorkers             no healthy workers can serve this now
     ├── DeadlineExceeded      out of time
+    ├── SlowReader            the answer was read too slowly, and the server has cut it off
     ├── Cancelled             the server ended the call as cancelled, or the client was closed meanwhile
     ├── ConnectionFailed      the server cannot be reached, or the connection broke
     ├── ServerMisconfigured   the parts of the server do not fit together; its operator has to act
@@ -55,6 +56,10 @@ class NoWorkers(TandemError):
 
 class DeadlineExceeded(TandemError):
     """The request's time is up."""
+
+
+class SlowReader(TandemError):
+    """The caller took no event of the stream for too long, or too many were waiting, and the server has cut it off."""
 
 
 class Cancelled(TandemError):

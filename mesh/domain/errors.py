@@ -10,6 +10,7 @@
     ├── AttemptsFailed          several workers failed on this request; clients should not repeat it
     ├── ModelFailed             the model computed NaN or infinity for this request; do not retry
     ├── DeadlineExceeded        the request ran out of time
+    ├── SlowReader              the client read its answer too slowly and was cut off
     ├── LayoutMismatch          workers and router do not fit together; the operator must fix it
     ├── ConfigurationError      a setting, checkpoint or port is wrong; the operator must fix it
     └── Replayable              this attempt failed; the router replays the request on other workers
@@ -67,6 +68,10 @@ class ModelFailed(MeshError):
 
 class DeadlineExceeded(MeshError):
     """The request ran out of time."""
+
+
+class SlowReader(MeshError):
+    """The client read nothing for too long, or let too many events pile up, and was cut off."""
 
 
 class LayoutMismatch(MeshError):

@@ -26,6 +26,7 @@ STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
         errors.AttemptsFailed: grpc.StatusCode.INTERNAL,
         errors.ModelFailed: grpc.StatusCode.INTERNAL,
         errors.DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+        errors.SlowReader: grpc.StatusCode.ABORTED,
         errors.LayoutMismatch: grpc.StatusCode.FAILED_PRECONDITION,
         errors.ConfigurationError: grpc.StatusCode.FAILED_PRECONDITION,
         errors.Replayable: grpc.StatusCode.UNAVAILABLE,

@@ -32,7 +32,7 @@ TIMEOUT_S = 300.0
 _SAMPLE_EVERY_S = 5.0
 _BUSY_WAIT_S = 1.0
 _BUSY = "busy machine"
-_BUSY_ERRORS = frozenset({"NoWorkers", "Overloaded", "DeadlineExceeded", "ConnectionFailed"})
+_BUSY_ERRORS = frozenset({"NoWorkers", "Overloaded", "DeadlineExceeded", "SlowReader", "ConnectionFailed"})
 _SHOWN = 5
 
 

@@ -13,7 +13,12 @@ from gateway.openai.response_parts import finish_reason
 
 _NAMES = {"token_ids": "prompt", "max_new_tokens": "max_tokens"}
 _LEFT_OUT = ("top_logprobs",)
-_KINDS = {"rate_limit_exceeded": "Overloaded", "unavailable": "NoWorkers", "timeout": "DeadlineExceeded"}
+_KINDS = {
+    "rate_limit_exceeded": "Overloaded",
+    "unavailable": "NoWorkers",
+    "timeout": "DeadlineExceeded",
+    "slow_reader": "SlowReader",
+}
 
 
 @dataclass(slots=True)

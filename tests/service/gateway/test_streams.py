@@ -23,7 +23,14 @@ from gateway.tgi.endpoints import StreamEvents, TgiShape
 from tandem import FinishReason, Token, TokenEvent, Usage
 from tests.evidence import Evidence
 
-FAULTS = [tandem.InternalError, tandem.NoWorkers, tandem.ConnectionFailed, tandem.DeadlineExceeded, tandem.Cancelled]
+FAULTS = [
+    tandem.InternalError,
+    tandem.NoWorkers,
+    tandem.ConnectionFailed,
+    tandem.DeadlineExceeded,
+    tandem.SlowReader,
+    tandem.Cancelled,
+]
 NUM_STREAMS = 10_000
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 
+from mesh.rpc.status import ERROR_KEY
 from tandem.v1 import generation_pb2_grpc
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.router.conftest import Mesh, make_request
@@ -117,7 +118,8 @@ async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
     await assert_all_gone(mesh)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert caught.value.code() is grpc.StatusCode.ABORTED
+    assert dict(caught.value.trailing_metadata() or ())[ERROR_KEY] == "SlowReader"
     await channel.close()
 
 

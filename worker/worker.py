@@ -20,6 +20,7 @@ from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
+from mesh.rpc.server import require_free
 from worker.engine_host import LoadRunner, download_and_load_host
 from worker.limits import widest
 from worker.ranks.link import set_up_kv
@@ -102,15 +103,8 @@ class Worker:
         return role, runtime
 
     async def _reopen(self, role: Role) -> tuple[Role, WorkerRuntime]:
-        """As `_open`. A port of its own may be in use until the former server has let go of it."""
-        deadline_s = asyncio.get_running_loop().time() + _PORT_S
-        while True:
-            try:
-                return self._open(role)
-            except ConfigurationError:
-                if asyncio.get_running_loop().time() > deadline_s:
-                    raise
-            await asyncio.sleep(_PORT_RETRY_S)
+        await _free_port(self._settings.host, self._settings.port)
+        return self._open(role)
 
     async def _serve(self, stopped: "asyncio.Task[None]") -> WorkerRole | None:
         """Serve in the role that is open until stopped, or until another role is wanted, which is returned."""
@@ -151,3 +145,16 @@ async def _within_limit(work: Coroutine[object, object, None]) -> None:
             await work
     except TimeoutError:
         raise MeshError(f"the engine did not end its work within {_CHANGE_S:g} s, which the next role needs") from None
+
+
+async def _free_port(host: str, port: int) -> None:
+    """Wait until the former server has let go of the port. Raises ConfigurationError if it is in use for longer."""
+    deadline_s = asyncio.get_running_loop().time() + _PORT_S
+    while True:
+        try:
+            require_free(host, port)
+            return
+        except ConfigurationError:
+            if asyncio.get_running_loop().time() > deadline_s:
+                raise
+        await asyncio.sleep(_PORT_RETRY_S)

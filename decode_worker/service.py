@@ -276,8 +276,10 @@ class DecodeService:
             self._send(owner.session, Failed(key, reason, detail))
 
     def _send(self, session: Session, event: Event) -> None:
-        """Queue an event. If the router reads too slowly, end its sequences at once."""
-        if not session.send(event):
+        """Queue an event. If the router reads too slowly, end its sequences at once, unless that is under way: forks
+        that end with their prompt's sequence have events, too.
+        """
+        if not session.send(event) and session in self._sessions:
             self.end_session(session)
 
     def _forget(self, key: SequenceKey) -> _Owner:

@@ -9,7 +9,7 @@ import grpc
 import pytest
 from structlog.testing import capture_logs
 
-from decode_worker.session import Event, Session, Step
+from decode_worker.session import MAX_UNSENT_EVENTS, Event, Session, Step
 from kvtransfer import TransferSettings
 from mesh.domain.request import Fork, SequenceSpec
 from mesh.rpc.channel import open_channel
@@ -319,6 +319,17 @@ async def test_forks_that_wait_end_with_their_router() -> None:
                 await router.box("a").get()  # its blocks are reserved
             await rig.wait_whole()
         assert [line for line in logs if line["log_level"] == "error"] == []
+
+
+async def test_many_forks_that_wait_end_with_a_router_that_reads_nothing() -> None:
+    async with worker_rig() as rig:
+        session = Session("r")
+        for number in range(MAX_UNSENT_EVENTS + 400):
+            request = make_request(f"r{number}", [7, 8], forks=(Fork(f"f{number}", 0, 0),))
+            rig.decode_service.start(session, request, "")
+        assert rig.decode_service.num_sequences == 2 * (MAX_UNSENT_EVENTS + 400)
+        rig.decode_service.end_session(session)  # each fork's Failed event is one more that nobody has read
+        assert rig.decode_service.num_sequences == 0
 
 
 async def test_a_fork_ends_alone() -> None:

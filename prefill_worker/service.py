@@ -42,7 +42,7 @@ _FAILURE_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Destination:
+class KVDestination:
     """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
     takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
 
@@ -55,7 +55,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Started:
+class PrefillStarted:
     """Computation of the prompt began `elapsed_s` ago."""
 
     elapsed_s: float
@@ -69,7 +69,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class TransferFinished:
     """The decode worker has verified the KV, `duration_s` after the transfer was opened."""
 
     num_bytes: int
@@ -77,7 +77,7 @@ class Finished:
     duration_s: float
 
 
-PrefillEvent = Started | FirstToken | Finished
+PrefillEvent = PrefillStarted | FirstToken | TransferFinished
 
 
 @dataclass(eq=False, slots=True)
@@ -87,7 +87,7 @@ class _Prompt:
     `context` is the context of the call, for logs."""
 
     sequence: SequenceState
-    destination: Destination
+    destination: KVDestination
     receivers: tuple[KVEndpoint, ...]
     started: asyncio.Future[None]
     first_token: asyncio.Future[SequenceOutput]
@@ -143,7 +143,7 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: SequenceSpec, destination: Destination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, request: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -164,7 +164,7 @@ class PrefillService:
             await self._engine.fetch_evicted(sequence)
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started
-            yield Started(self._loop.time() - prompt.begun_s)
+            yield PrefillStarted(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
             end_span(prompt.trace_span)
@@ -173,7 +173,7 @@ class PrefillService:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
-                yield Finished(moved.num_bytes, moved.transport, duration_s)
+                yield TransferFinished(moved.num_bytes, moved.transport, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.

@@ -7,7 +7,14 @@ import grpc
 
 from mesh import wire
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from prefill_worker.service import Destination, Finished, FirstToken, PrefillEvent, PrefillService, Started
+from prefill_worker.service import (
+    FirstToken,
+    KVDestination,
+    PrefillEvent,
+    PrefillService,
+    PrefillStarted,
+    TransferFinished,
+)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -24,8 +31,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield message
 
 
-def _destination(message: prefill_pb2.KvDestination) -> Destination:
-    return Destination(
+def _destination(message: prefill_pb2.KvDestination) -> KVDestination:
+    return KVDestination(
         message.address,
         message.worker_id,
         message.incarnation,
@@ -44,8 +51,8 @@ def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
         yield _progress(event)
 
 
-def _progress(event: Started | Finished) -> prefill_pb2.PrefillResponse:
-    if isinstance(event, Started):
+def _progress(event: PrefillStarted | TransferFinished) -> prefill_pb2.PrefillResponse:
+    if isinstance(event, PrefillStarted):
         return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     finished = prefill_pb2.TransferFinished(
         bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s

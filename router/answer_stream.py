@@ -1,6 +1,6 @@
 """The answer to one request: its choices run side by side, and the reader gets their tokens merged.
 
-    Choice.accept ─▶ _notify ─▶ GenerationStream.chunks() ─▶ Answer.deltas() ─▶ messages to the client
+    Choice.accept ─▶ _notify ─▶ AnswerStream.chunks() ─▶ Answer.deltas() ─▶ messages to the client
 
 A choice only signals that it has something ready; the reader takes everything at once, so tokens that are ready
 together share a message. With `best_of` the choices are ranked and returned once all have ended. The stream ends after
@@ -45,7 +45,7 @@ class ChoiceRun:
     run: RunChoice
 
 
-class GenerationStream:
+class AnswerStream:
     """Runs the choices. Read `chunks()` to the end, or call `close()`.
 
     Each permit is released when its choice has ended. With `num_best`, only that many choices are returned, each whole,
@@ -215,7 +215,7 @@ class Answer:
     """
 
     def __init__(
-        self, stream: GenerationStream, valid: ValidRequest, *, first_choice: Choice, encoder: PromptEncoder, echo: str
+        self, stream: AnswerStream, valid: ValidRequest, *, first_choice: Choice, encoder: PromptEncoder, echo: str
     ) -> None:
         self._stream = stream
         self._valid = valid

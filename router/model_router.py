@@ -20,7 +20,7 @@ from router.attempt import Prefills
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
-from router.service import GenerationService
+from router.service import ModelService
 from router.settings import RouterSettings
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import Links
@@ -92,7 +92,7 @@ class ModelRouter:
             journal=journal,
             on_trip=on_change,
         )
-        self.service = GenerationService(
+        self.service = ModelService(
             self._text,
             settings,
             limiter=limiter,

@@ -10,7 +10,7 @@ Life of a Generate call:
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.
 
-GenerationServices finds a request's model by name.
+ModelServices finds a request's model by name.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.limiter import ConcurrencyLimiter, Permit
-from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, ChoiceRun, GenerationStream
+from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, AnswerStream, ChoiceRun
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
@@ -59,7 +59,7 @@ _MAX_TOKENIZING = 16
 _STOPPING = "this router is stopping; try again"
 
 
-class GenerationService:
+class ModelService:
     """Serves the calls of one model. Raises ConfigurationError if the settings' limits do not fit the model.
 
     `on_gap` is called with the seconds between two tokens of a choice.
@@ -88,7 +88,7 @@ class GenerationService:
         self._dispatcher = dispatcher
         self._journal = journal
         self._on_gap = on_gap
-        self._streams: set[GenerationStream] = set()
+        self._streams: set[AnswerStream] = set()
         self._num_open = 0  # requests that are being admitted or have a stream
         self._all_ended = asyncio.Event()
         self._num_running = 0
@@ -183,7 +183,7 @@ class GenerationService:
         if self._stopping and not self._num_open:
             self._all_ended.set()
 
-    def _stream_ended(self, stream: GenerationStream) -> None:
+    def _stream_ended(self, stream: AnswerStream) -> None:
         self._streams.discard(stream)
         self._one_ended()
 
@@ -244,7 +244,7 @@ class GenerationService:
             for choice, permit in zip(choices, permits, strict=True)
         ]
         num_best = valid.params.num_choices if (valid.params.best_of or 1) > 1 else None
-        stream = GenerationStream(
+        stream = AnswerStream(
             runs,
             slow_reader_s=self._slow_reader_s,
             num_best=num_best,
@@ -300,16 +300,16 @@ class GenerationService:
             self._forecast.service.end()
 
 
-class GenerationServices:
+class ModelServices:
     """All models of a router, by name. A request without a name means the only model."""
 
-    def __init__(self, services: Sequence[GenerationService], journal: Journal, traffic: Traffic) -> None:
+    def __init__(self, services: Sequence[ModelService], journal: Journal, traffic: Traffic) -> None:
         self._by_name = {service.model.name: service for service in services}
         self._journal = journal
         self._traffic = traffic
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
-        """Start generating with the request's model. Raises the errors of `find` and GenerationService.generate."""
+        """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
         name = self._public_name(params.model)
         try:
             params = self._with_revision(params, name)
@@ -354,7 +354,7 @@ class GenerationServices:
         names = [name for name in self._traffic.public_names() if name not in self._by_name]
         return [self.describe(name) for name in (*names, *self._by_name)]
 
-    def find(self, name: str) -> GenerationService:
+    def find(self, name: str) -> ModelService:
         """The service of a model, also by the name of one of its adapters, or by one that stands for several models.
         Raises ModelNotFound; InvalidRequest if the name is empty and there are several models, or if several models
         have such an adapter.
@@ -377,12 +377,12 @@ class GenerationServices:
             raise InvalidRequest(f"model: name one of those served here: {served}")
         return next(iter(self._by_name.values()))
 
-    def all(self) -> list[GenerationService]:
+    def all(self) -> list[ModelService]:
         """All services, in the order of the settings."""
         return list(self._by_name.values())
 
     async def drain(self, grace_s: float) -> None:
-        """Drain all models at the same time; see GenerationService.drain."""
+        """Drain all models at the same time; see ModelService.drain."""
         await asyncio.gather(*(service.drain(grace_s) for service in self.all()))
 
 

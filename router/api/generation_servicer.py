@@ -17,7 +17,7 @@ from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
 from router.limits import ModelInfo
-from router.service import GenerationServices
+from router.service import ModelServices
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -39,7 +39,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: GenerationServices, callers: CallerDirectory) -> None:
+    def __init__(self, models: ModelServices, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 

@@ -21,7 +21,7 @@ from router.admission.limiter import LocalLimiter
 from router.api.generation_servicer import GenerationServicer
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
-from router.service import GenerationService, GenerationServices
+from router.service import ModelService, ModelServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
 from tandem.v1 import generation_pb2
@@ -121,7 +121,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ModelText]:
 
 def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
     journal = Journal(time.monotonic)
-    service = GenerationService(
+    service = ModelService(
         text,
         RouterSettings(model="tiny"),
         limiter=limiter,
@@ -130,7 +130,7 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )
-    return GenerationServicer(GenerationServices([service], journal, no_traffic()), NoKeys())
+    return GenerationServicer(ModelServices([service], journal, no_traffic()), NoKeys())
 
 
 def test_generate(text: ModelText) -> None:

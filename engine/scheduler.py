@@ -17,12 +17,14 @@ Life of a sequence here:
 
 How a step spends its token budget:
 
-1. Sequences that need one token (decodes) come first, so that long prompts never delay them. Beside them, prompts get
-   no more than `max_prompt_tokens` (prompt_pace.py) where a prefill worker has computed the prompt of a decode.
-2. The oldest unfinished prompt gets at least half of the remaining budget.
+1. Sequences that need one token (decodes) come first, so that long prompts never delay them (`_schedule_decodes`).
+   Beside them, prompts get no more than `max_prompt_tokens` (prompt_pace.py) where a prefill worker has computed the
+   prompt of a decode (`_prompt_budget`).
+2. The oldest unfinished prompt gets at least half of the remaining budget (`_unfinished_prompts` finds it).
 3. Prompts that fit completely into the other half run beside it, waiting ones included, so that short prompts do not
-   wait for a long one.
-4. The remaining budget goes to chunks of unfinished prompts, oldest first, and then to waiting sequences.
+   wait for a long one (`_schedule_beside`).
+4. The remaining budget goes to chunks of unfinished prompts, oldest first, and then to waiting sequences
+   (`_schedule_in_order`).
 
 With pipeline stages several batches are in flight, none of them with a sequence of another. The sequences are dealt out
 evenly: a batch has no more of them than its part, so that the stages have equal work.
@@ -229,35 +231,17 @@ class Scheduler:
             return ScheduledBatch(())
         room = self._part_of_sequences()
         running = [s for s in self._slots.values() if self._may_run(s)]
-        decodes = self._schedule_decodes([s for s in running if s.num_uncomputed_tokens == 1][:room])
+        decodes = self._schedule_decodes(running, room)
         room -= len(decodes)
         budget = self._prompt_budget(decodes, max_prompt_tokens) if room else 0
-        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1][:room]
-        if budget > 0 and not unfinished and (oldest := self._admit_oldest(budget, is_first=True)) is not None:
-            unfinished = [oldest]
+        unfinished = self._unfinished_prompts(running, budget, room)
         chunks = self._schedule_beside(unfinished, budget, room - 1)
-        budget -= sum(chunk.num_tokens for chunk in chunks)
-        for sequence in unfinished:
-            if budget > 0 and len(chunks) < room and all(chunk.sequence is not sequence for chunk in chunks):
-                chunks.append(self._chunk(sequence, budget))
-                budget -= chunks[-1].num_tokens
-        while (
-            budget > 0
-            and len(chunks) < room
-            and (admitted := self._admit_oldest(budget, is_first=not chunks)) is not None
-        ):
-            chunks.append(self._chunk(admitted, budget))
-            budget -= chunks[-1].num_tokens
+        self._schedule_in_order(unfinished, chunks, budget, room)
         items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
             return ScheduledBatch(())
         number = self._in_flight.begin(item.sequence for item in items)
         return ScheduledBatch(tuple(items), self._forks.copies(number), number)
-
-    def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
-        budget = self.config.max_batch_tokens - len(decodes)
-        is_limited = max_prompt_tokens is not None and any(item.sequence.is_transferred for item in decodes)
-        return min(budget, max_prompt_tokens or 0) if is_limited else budget
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
@@ -268,8 +252,31 @@ class Scheduler:
     def _may_run(self, sequence: SequenceState) -> bool:
         return sequence.status is SequenceStatus.RUNNING and not self._in_flight.has(sequence)
 
+    def _schedule_decodes(self, running: list[SequenceState], room: int) -> list[ScheduledSequence]:
+        items: list[ScheduledSequence] = []
+        for sequence in [s for s in running if s.num_uncomputed_tokens == 1][:room]:
+            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence):
+                items.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
+        # Growing a later sequence never preempts an earlier one, so everything planned so far still runs.
+        return items
+
+    def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
+        budget = self.config.max_batch_tokens - len(decodes)
+        is_limited = max_prompt_tokens is not None and any(item.sequence.is_transferred for item in decodes)
+        return min(budget, max_prompt_tokens or 0) if is_limited else budget
+
+    def _unfinished_prompts(self, running: list[SequenceState], budget: int, room: int) -> list[SequenceState]:
+        """Up to `room` running prompts that are not complete, oldest first. Without any, the oldest waiting one is
+        admitted."""
+        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1]
+        if unfinished or budget <= 0:
+            return unfinished[:room]
+        oldest = self._admit_oldest(budget, is_first=True)
+        return [] if oldest is None else [oldest]
+
     def _schedule_beside(self, unfinished: list[SequenceState], budget: int, room: int) -> list[ScheduledSequence]:
-        """Up to `room` prompts, in order, that fit completely into the budget beside `unfinished[0]`, the oldest."""
+        """Up to `room` prompts, in order, that fit completely beside `unfinished[0]`, the oldest, for which half of the
+        budget is left."""
         chunks: list[ScheduledSequence] = []
         if not unfinished or self.config.whole_prompts:
             return chunks
@@ -283,13 +290,22 @@ class Scheduler:
                 remaining -= chunks[-1].num_tokens
         return chunks
 
-    def _schedule_decodes(self, decodes: list[SequenceState]) -> list[ScheduledSequence]:
-        items: list[ScheduledSequence] = []
-        for sequence in decodes:
-            if sequence.status is SequenceStatus.RUNNING and self._grow(sequence):
-                items.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
-        # Growing a later sequence never preempts an earlier one, so everything planned so far still runs.
-        return items
+    def _schedule_in_order(
+        self, unfinished: list[SequenceState], chunks: list[ScheduledSequence], budget: int, room: int
+    ) -> None:
+        """Add to `chunks`, up to `room`: what is left of the budget goes to the others of `unfinished`, in order, and
+        then to waiting sequences."""
+        budget -= sum(chunk.num_tokens for chunk in chunks)
+        for sequence in unfinished:
+            if budget > 0 and len(chunks) < room and all(chunk.sequence is not sequence for chunk in chunks):
+                chunks.append(self._chunk(sequence, budget))
+                budget -= chunks[-1].num_tokens
+        while budget > 0 and len(chunks) < room:
+            admitted = self._admit_oldest(budget, is_first=not chunks)
+            if admitted is None:
+                break
+            chunks.append(self._chunk(admitted, budget))
+            budget -= chunks[-1].num_tokens
 
     def _grow(self, sequence: SequenceState) -> bool:
         """Allocate a block for the next token if needed; preempt the youngest sequences while no block is free.

@@ -256,7 +256,8 @@ class NotACall(Exception):
 class CallReader:
     """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered.
 
-    With a `name`, which was read already, the call is only the object of its arguments.
+    With a `name`, which was read already, the call is only the object of its arguments: the reader begins where it
+    would be after the name and the key of the arguments.
     """
 
     def __init__(self, index: int, names: Collection[str], name: str = "") -> None:
@@ -265,26 +266,24 @@ class CallReader:
         """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
         self._index = index
         self._names = names
-        self._depth = 0
+        self._name = name
+        self._is_only_arguments = bool(name)
+        self._depth = 1 if name else 0
+        self._key = _ARGUMENTS[0] if name else ""
+        self._is_value = bool(name)
         self._in_string = False
         self._is_escaped = False
-        self._key = ""
-        self._is_value = False
         self._member: list[str] = []  # the key or the value that is being read
         self._member_start = ""  # its first character that is not white space
-        self._name = ""
         self._arguments: list[str] = []  # not emitted yet
         self._had_arguments = False
-        self._is_only_arguments = False
-        for char in f'{{"name": {json.dumps(name)}, "arguments": ' if name else "":
-            list(self.push(char))
-        self._is_only_arguments = bool(name)
 
     def push(self, char: str) -> Iterator[Piece]:
         """Return the pieces that the character completes. Raises NotACall."""
         yield from self._read(char)
         if self._is_only_arguments and self._depth == 1 and char == "}":
-            yield from self._read("}")
+            yield from self._end_value()
+            yield from self._end()
 
     def _read(self, char: str) -> Iterator[Piece]:
         was_in_string, before = self._in_string, self._depth

@@ -47,7 +47,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """The prompt's first pass began `elapsed_s` ago; the KV of its first layers exists by now."""
+    """The prompt's first step began `elapsed_s` ago; the KV of its first layers exists by now."""
 
     elapsed_s: float
 

@@ -7,7 +7,7 @@ Phases follow each other without gaps, so that they add up to the total:
 
     prepare   permit, template, tokens, limits; until the request is enqueued
     queue     until workers with capacity are found
-    dispatch  until the prompt's first pass begins: blocks reserved at the decode worker, the prefill worker's own queue
+    dispatch  until the prompt's first step begins: blocks reserved at the decode worker, the prefill worker's own queue
     prefill   until the first token has come. If the decode worker prefills itself, its dispatch and queue included
     transfer  until the KV is handed over: the part of the transfer that computing the prompt did not hide
     wait      until the decode worker's first token: the end of its running step, and the step after it

@@ -28,7 +28,7 @@ from tandem_cli.plan import add_device, add_precision, capacity_of, quiet_logs
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
-from tandem_cli.simulation.measure import MeshMeter, PassLimits
+from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
 from tandem_cli.simulation.scaling import ScaleLimits
@@ -150,7 +150,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _measure(args: argparse.Namespace) -> MeshProfile:
     async with open_async_client(args) as client:
-        return await MeshMeter(client, await client.model(""), PassLimits()).profile()
+        return await MeshMeter(client, await client.model(""), StepLimits()).profile()
 
 
 def _profile(args: argparse.Namespace) -> MeshProfile:

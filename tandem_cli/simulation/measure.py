@@ -19,14 +19,14 @@ from tandem_cli.simulation.profile import MeshProfile, StepTimes, Table, WorkerP
 
 _FIRST_ID = 3
 _REPEATS = 7
-_PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of a prefill pass
+_PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of the tokens of a prefill step
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TOKENS = 64  # of each answer whose gaps are measured
 
 
 @dataclass(frozen=True, slots=True)
-class PassLimits:
-    """Limits that routers do not tell: tokens of a prefill pass and of a decode step, tokens of a block."""
+class StepLimits:
+    """Limits that routers do not tell: tokens of a prefill and of a decode step, tokens of a block."""
 
     prefill_tokens: int = 512
     decode_tokens: int = 256
@@ -45,7 +45,7 @@ class _Prompt:
 class MeshMeter:
     """Measures one mesh, in which every worker of a role must be like the others. It needs a prefill worker."""
 
-    def __init__(self, client: tandem.AsyncClient, model: tandem.Model, limits: PassLimits) -> None:
+    def __init__(self, client: tandem.AsyncClient, model: tandem.Model, limits: StepLimits) -> None:
         self._client = client
         self._model = model
         self._limits = limits

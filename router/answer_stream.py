@@ -10,7 +10,7 @@ does not read, `on_stuck` is called, which ends the call.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
@@ -33,7 +33,7 @@ _SENT = PromptLogprob(None)
 # Time for a client that was cut off to take the message that blocks its stream, and then the error.
 _LAST_READ_S = 10.0
 
-RunChoice = Callable[[Choice], Awaitable[None]]
+RunChoice = Callable[[Choice], Coroutine[object, object, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class AnswerStream:
 
     def _start(self, run: ChoiceRun) -> "asyncio.Task[None]":
         run.choice.on_change = lambda: self._notify(run.choice)
-        task = self._loop.create_task(_run(run))
+        task = self._loop.create_task(run.run(run.choice))
         task.add_done_callback(lambda done: self._choice_ended(run, done))
         return task
 
@@ -177,10 +177,6 @@ class AnswerStream:
 
 def _ignore() -> None:
     """Nobody waits for this any more, or yet."""
-
-
-async def _run(run: ChoiceRun) -> None:
-    await run.run(run.choice)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """One client's stream: merged, ended exactly once, never left behind."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 
 import pytest
 
@@ -13,7 +13,7 @@ from router.answer_stream import AnswerStream, ChoiceRun
 from router.choice import Choice, ChoiceEvents
 from tests.unit.router.test_choice import make_choice, output
 
-Run = Callable[[Choice], Awaitable[None]]
+Run = Callable[[Choice], Coroutine[object, object, None]]
 
 
 class Driver:

@@ -75,7 +75,7 @@ class KVDestination:
     ready_tokens: int
 
 
-class Prefills(Protocol):
+class PrefillRunner(Protocol):
     """Runs prompts at prefill workers. Plug point: PrefillClient, and modelled workers."""
 
     def run(
@@ -204,7 +204,7 @@ class Attempt:
         reservation: CapacityReservation,
         *,
         link: Link,
-        prefill_client: Prefills,
+        prefill_client: PrefillRunner,
         timeline: Timeline,
         timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),

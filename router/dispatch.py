@@ -36,7 +36,7 @@ from mesh.retry import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt, AttemptTimeouts, Prefills
+from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
@@ -157,7 +157,7 @@ class Dispatcher:
         *,
         queue: PlacementQueue,
         links: Links,
-        prefill_client: Prefills,
+        prefill_client: PrefillRunner,
         health: WorkerHealth,
         journal: Journal,
         on_trip: Callable[[], None],

@@ -16,7 +16,7 @@ from router.admission.limiter import ConcurrencyLimiter
 from router.admission.placement import NoPlacement
 from router.admission.queue import PlacementQueue
 from router.advice import DEFAULT_TTFT_TARGET_S, Adviser, RoleLoad, Sample
-from router.attempt import Prefills
+from router.attempt import PrefillRunner
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
@@ -44,7 +44,7 @@ class ModelRouter:
         *,
         table: WorkerTable,
         links: Links,
-        prefill_client: Prefills,
+        prefill_client: PrefillRunner,
         journal: Journal,
         on_change: Callable[[], None],
         on_gap: Callable[[float], None],

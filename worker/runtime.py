@@ -85,7 +85,7 @@ class WorkerRuntime:
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
         stopped: "asyncio.Task[None]",
-        engine: "Watched",
+        engine: "WatchedEngine",
         engine_died: asyncio.Event,
     ) -> WorkerRole | None:
         """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
@@ -178,7 +178,7 @@ class WorkerRuntime:
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 
-    async def _watch(self, engine: "Watched") -> None:
+    async def _watch(self, engine: "WatchedEngine") -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -228,7 +228,7 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     raise error or MeshError("registration ended")
 
 
-class Watched(Protocol):
+class WatchedEngine(Protocol):
     """An engine's thread. Plug point: EngineLoop. Both methods return at once."""
 
     def busy(self) -> Busy | None:
@@ -252,7 +252,9 @@ class StallLimits:
 class StallWatch:
     """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end."""
 
-    def __init__(self, engine: "Watched", limits: StallLimits, on_change: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(
+        self, engine: "WatchedEngine", limits: StallLimits, on_change: Callable[[bool], Awaitable[None]]
+    ) -> None:
         self._engine = engine
         self._limits = limits
         self._on_change = on_change

@@ -20,7 +20,7 @@ from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerB
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.attempt import Attempt, AttemptTimeouts, Prefills
+from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
@@ -53,7 +53,7 @@ class CanaryRunner:
         health: WorkerHealth,
         mesh: MeshView,
         links: Links,
-        prefill_client: Prefills,
+        prefill_client: PrefillRunner,
         timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:

@@ -13,6 +13,7 @@ from mesh.rpc.channel import open_channel
 from router.__main__ import RouterProcess
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
+from router.workers import coordination
 from router.workers.health import Trust
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tests.fakes.router_model import write_checkpoint
@@ -157,7 +158,9 @@ def make_request(
 
 
 @pytest.fixture
-async def make_mesh(model_dir: Path, tmp_path: Path) -> AsyncIterator[Any]:
+async def make_mesh(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Any]:
+    # Fake workers send heartbeats only when they are told to. A busy machine takes longer than a silent worker has.
+    monkeypatch.setattr(coordination, "SILENT_S", 3600.0)
     meshes: list[Mesh] = []
 
     async def make(*, model_positions: int = 512, **settings: Any) -> Mesh:

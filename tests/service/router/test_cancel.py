@@ -11,6 +11,7 @@ from mesh.rpc.status import ERROR_KEY
 from tandem.v1 import generation_pb2_grpc
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.router.conftest import Mesh, make_request
+from tests.waiting import LIMIT_S
 from tests.zero_window import zero_window_call
 
 PROMPT = [65, 66, 67, 68, 69]
@@ -158,7 +159,7 @@ async def test_cancel_storm(make_mesh: Any) -> None:
     rng = random.Random(7)
 
     async def one(number: int) -> None:
-        call = mesh.stub.Generate(make_request(token_ids=[*PROMPT, number], max_new_tokens=20), timeout=10)
+        call = mesh.stub.Generate(make_request(token_ids=[*PROMPT, number], max_new_tokens=20), timeout=LIMIT_S)
         for _ in range(rng.randrange(12)):
             await asyncio.sleep(0)
         for _ in range(rng.randrange(4)):

@@ -87,8 +87,9 @@ class Scheduler:
     A running sequence occupies one of `max_num_seqs` slots, and so does one that waits for its KV. `evicted` keeps the
     blocks that the pool evicts, if anything does.
 
-    Blocks of a sequence are freed in `_free` only, in three cases: `_end`, after its last token, unless it is handed
-    over; `_preempt`; and `remove`, which ends it in any state. A sequence in a batch in flight waits for its `update`.
+    All blocks of a sequence are freed in `_free`: by `_end`, after its last token, unless it is handed over; by
+    `_preempt`; and by `remove`, which ends it in any state, or by the `update` of the batch in flight that it is in.
+    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), and the original of a copied fork (`Forks`).
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:

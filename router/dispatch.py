@@ -38,9 +38,9 @@ from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
 from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
 from router.choice import Choice, WaitingFork
+from router.conversation_homes import ConversationHomes
 from router.journal import Journal
 from router.served_model import ServedModel
-from router.session_homes import SessionHomes
 from router.settings import RouterSettings
 from router.timeline import Timeline
 from router.workers.decode_link import Link, Links
@@ -170,7 +170,7 @@ class Dispatcher:
         self._health = health
         self._journal = journal
         self._on_trip = on_trip
-        self._homes = SessionHomes()
+        self._homes = ConversationHomes()
         # In the worst case every choice in service needs a second replay at the same moment.
         clock = asyncio.get_running_loop().time
         self._budget = ReplayBudget(clock, burst=settings.max_concurrent_requests, per_s=settings.max_replays_per_s)

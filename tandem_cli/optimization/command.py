@@ -41,7 +41,7 @@ from tandem_cli.optimization.result import (
 )
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Subject
-from tandem_cli.optimization.trial import Trial
+from tandem_cli.optimization.trial import CandidateTrial
 from tandem_cli.plan import quiet_logs
 from tandem_cli.terminal import wide_console
 
@@ -65,7 +65,7 @@ def optimize(args: argparse.Namespace) -> int:
         console.print(f"{len(tried)} candidates, {len(questions)} prompts, {recipe.concurrency} at once")
         try:
             with ShownProgress(console) as progress:
-                trial = Trial(
+                trial = CandidateTrial(
                     recipe.max_prompts, subject, recipe, questions, demand, checkpoints, judge, state, progress
                 )
                 search = Search(tried, recipe, len(questions), trial.measure, trial.assess, state, progress)
@@ -117,7 +117,7 @@ def _outcome(
     return Outcome(model, about, recipe, rows, base, choice, untried)
 
 
-def _write(out: Path, outcome: Outcome, trial: Trial, state: State) -> None:
+def _write(out: Path, outcome: Outcome, trial: CandidateTrial, state: State) -> None:
     """Write OUT, in place of the files of an earlier choice. Raises OSError."""
     (out / "report.json").write_text(json.dumps(report_json(outcome), indent=2) + "\n")
     (out / "plot.svg").write_text(plot_svg(outcome))
@@ -135,7 +135,7 @@ def _write(out: Path, outcome: Outcome, trial: Trial, state: State) -> None:
     shutil.rmtree(out / _WORK, ignore_errors=True)
 
 
-def _reference(model: str, trial: Trial) -> str:
+def _reference(model: str, trial: CandidateTrial) -> str:
     """The name by which OUT refers to the model: a path does not depend on the current folder."""
     folder = trial.subject.folder
     is_path = Path(model).is_dir() and Path(model).resolve() == folder.resolve()

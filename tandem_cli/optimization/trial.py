@@ -27,7 +27,7 @@ _NUM_BLOCKS = 4
 
 
 @dataclass(slots=True)
-class Trial:
+class CandidateTrial:
     """`measure` and `assess` of a search. The first `num_judged` questions are judged."""
 
     num_judged: int

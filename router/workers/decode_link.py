@@ -3,13 +3,15 @@
     hello ─▶ welcome ─▶ start/abort ... ◀─ reserved, step outputs, failed ... ─▶ broken: every attempt on it has failed
 
 A link carries commands down and the tokens of all sequences up. `DecodeLinks` opens a link when a worker joins, closes
-it when the worker leaves, and opens it again after a break. One reader per link hands messages to the attempts by a
-plain call: no task, timer or queue per token. Messages for attempts that have ended are dropped. The stream has no
-deadline and lives as long as the worker; keepalive and the registry's heartbeats detect its end.
+it when the worker leaves, and opens it again after a break. When hundreds join at once, links wait for their turn, in
+the order of the table, so that the first workers serve before the others are linked. One reader per link hands messages
+to the attempts by a plain call: no task, timer or queue per token. Messages for attempts that have ended are dropped.
+The stream has no deadline and lives as long as the worker; keepalive and the registry's heartbeats detect its end.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import grpc
@@ -41,6 +43,10 @@ log = structlog.get_logger(__name__)
 _WELCOME_TIMEOUT_S = 5.0
 _FIRST_RETRY_S = 1.0
 _MAX_RETRY_S = 10.0
+_MAX_OPENING = 64
+"""Links that are opened at a time. A thousand that were all opened at once would all be late for the welcome."""
+_MAX_TURN_S = 2.0
+"""A worker that has not answered by then lets the next one have its turn, and may still answer."""
 
 SequenceKey = tuple[str, int]
 
@@ -215,6 +221,7 @@ class DecodeLinks:
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._num_failures: dict[str, int] = {}  # breaks in a row, by incarnation
+        self._turns = asyncio.Semaphore(_MAX_OPENING)  # taken in the order of requests
 
     def find(self, info: WorkerInfo) -> DecodeLink | None:
         link = self._links.get(info.incarnation)
@@ -254,18 +261,44 @@ class DecodeLinks:
     async def _keep(self, info: WorkerInfo) -> None:
         """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat."""
         await asyncio.sleep(self._retry_delay_s(info.incarnation))
-        link = DecodeLink(info, self._channels.get(info), self._caller)
-        self._links[info.incarnation] = link
-        try:
-            await link.run(lambda: self._on_up(info))
-        except MeshError as error:
-            log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
-        except Exception:
-            log.exception("decode link failed", worker=info.worker_id)
-        finally:
-            if self._links.get(info.incarnation) is link:
-                del self._links[info.incarnation]
+        async with self._turn() as end_turn:
+            link = DecodeLink(info, self._channels.get(info), self._caller)
+            self._links[info.incarnation] = link
+
+            def on_up() -> None:
+                end_turn()
+                self._on_up(info)
+
+            try:
+                await link.run(on_up)
+            except MeshError as error:
+                log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
+            except Exception:
+                log.exception("decode link failed", worker=info.worker_id)
+            finally:
+                if self._links.get(info.incarnation) is link:
+                    del self._links[info.incarnation]
         self._on_broken(info)
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[Callable[[], None]]:
+        """Wait until few enough links are being opened. Yields a function that ends this link's turn; so do its time
+        limit and the end of the context."""
+        await self._turns.acquire()
+        is_over = False
+
+        def end() -> None:
+            nonlocal is_over
+            if not is_over:
+                is_over = True
+                self._turns.release()
+
+        limit = asyncio.get_running_loop().call_later(_MAX_TURN_S, end)
+        try:
+            yield end
+        finally:
+            limit.cancel()
+            end()
 
     def _on_up(self, info: WorkerInfo) -> None:
         self._num_failures.pop(info.incarnation, None)

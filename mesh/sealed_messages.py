@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import sha256
 
 from google.protobuf.message import DecodeError
@@ -46,6 +47,7 @@ _NUMBER = struct.Struct(">Q")
 _MAC_BYTES = sha256().digest_size
 _PURPOSE = b"tandem registry record v1"
 _MAX_FORMER_RUNS = 8
+_MAX_RECORDS = 1 << 14
 _REMEMBERED_S = 300.0
 
 
@@ -79,11 +81,10 @@ class RecordSeal:
     def open(self, sealed: bytes) -> WorkerMessage:
         """Verify a worker's message, then parse it. Raises Refused."""
         freshness_us, number, parts = self._verified(_MESSAGE, sealed)
-        record, message = worker_pb2.WorkerRecord(), worker_pb2.RegisterRequest()
+        message = worker_pb2.RegisterRequest()
         try:
-            record.ParseFromString(parts[0])
             message.ParseFromString(parts[1])
-            return WorkerMessage(wire.worker_from_proto(record), freshness_us, number, message)
+            return WorkerMessage(_read_record(parts[0]), freshness_us, number, message)
         except (DecodeError, MeshError) as error:
             raise Refused("it cannot be read") from error
 
@@ -136,6 +137,14 @@ class RecordSeal:
 
     def _now_us(self) -> int:
         return int(self._wall_clock() * 1e6)
+
+
+@lru_cache(maxsize=_MAX_RECORDS)
+def _read_record(content: bytes) -> WorkerInfo:
+    """Parse a record, which is the same in all messages of one run. Raises DecodeError or MeshError."""
+    record = worker_pb2.WorkerRecord()
+    record.ParseFromString(content)
+    return wire.worker_from_proto(record)
 
 
 def _two_parts(body: bytes) -> tuple[tuple[bytes, bytes], bytes]:

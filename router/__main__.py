@@ -32,7 +32,7 @@ from router.traffic import Traffic, parse_traffic
 from router.workers.connections import Caller, Channels, WorkerControl
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
-from router.workers.membership import Membership
+from router.workers.membership import Membership, WorkerView
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -105,7 +105,7 @@ class RouterProcess:
 
     async def start(self) -> None:
         """Serve the public and the internal port, and follow the mesh."""
-        self.membership.on_change(self._workers_changed)
+        self.membership.on_change(self._worker_changed)
         self.metrics.watch(self.model_routers, self.traffic)
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
@@ -163,9 +163,9 @@ class RouterProcess:
         """The counters of this moment, for the history."""
         return take_reading(time.monotonic(), self.model_routers, self.journal, self.metrics.gaps)
 
-    def _workers_changed(self) -> None:
-        """A worker has joined, left or changed its state."""
-        self.journal.follow(self.membership.workers())  # at once: it misses no state, however short
+    def _worker_changed(self, view: WorkerView) -> None:
+        """The worker has joined, left or changed its state."""
+        self.journal.changed(view)  # at once: it misses no state, however short
         self._mesh_changed()
 
     def _mesh_changed(self) -> None:
@@ -182,6 +182,7 @@ class RouterProcess:
             await self._has_changed.wait()
             self._has_changed.clear()
             begun_s = time.thread_time()
+            self.journal.keep(self.membership.workers())
             self._channels.reconcile()
             self._links.reconcile()
             for model_router in self.model_routers:

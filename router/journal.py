@@ -137,20 +137,23 @@ class Journal:
         """Newest first, up to a fixed number."""
         return list(reversed(self._traces))
 
-    def follow(self, views: Iterable[WorkerView]) -> None:
-        """Compare the workers with those of the last call and record what has changed."""
-        states: dict[str, WorkerState] = {}
-        roles: dict[str, WorkerRole] = {}
-        for view in views:
-            incarnation, worker_id, role = view.info.incarnation, view.info.worker_id, view.info.role
-            states[incarnation], roles[worker_id] = view.state, role
-            if self._roles.get(worker_id, role) is not role:
-                self._note(IncidentKind.SWITCHED, worker_id=worker_id, cause=f"{role.value} from now on")
-            elif incarnation not in self._states:
-                self._note(IncidentKind.JOINED, worker_id=worker_id)
-            elif self._states[incarnation] is not view.state and view.state is not WorkerState.SWITCHING:
-                self._note(_OF_STATE[view.state], worker_id=worker_id)
-        self._states, self._roles = states, roles
+    def changed(self, view: WorkerView) -> None:
+        """Record what has changed about a worker since the last call."""
+        incarnation, worker_id, role = view.info.incarnation, view.info.worker_id, view.info.role
+        if self._roles.get(worker_id, role) is not role:
+            self._note(IncidentKind.SWITCHED, worker_id=worker_id, cause=f"{role.value} from now on")
+        elif incarnation not in self._states:
+            self._note(IncidentKind.JOINED, worker_id=worker_id)
+        elif self._states[incarnation] is not view.state and view.state is not WorkerState.SWITCHING:
+            self._note(_OF_STATE[view.state], worker_id=worker_id)
+        self._states[incarnation], self._roles[worker_id] = view.state, role
+
+    def keep(self, views: Iterable[WorkerView]) -> None:
+        """Forget all workers but these."""
+        infos = [view.info for view in views]
+        incarnations, names = {info.incarnation for info in infos}, {info.worker_id for info in infos}
+        self._states = {key: state for key, state in self._states.items() if key in incarnations}
+        self._roles = {key: role for key, role in self._roles.items() if key in names}
 
     def tripped(self, info: WorkerInfo, num_failures: int) -> None:
         """Record that a worker's circuit breaker has tripped, after this many failures."""

@@ -1,14 +1,17 @@
 """Adds and removes workers of a mesh that runs, as its router advises (router/advice.py).
 
 One change of a role at a time: the next one only when the worker that was added serves, or the one that was removed has
-left. Only workers beyond those of the start are removed, the last one first.
+left. Only workers beyond those of the start are removed, the last one first. No failure ends it: it is told, and tried
+again.
 """
 
 import asyncio
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import tandem
+from mesh.domain.errors import MeshError
 from tandem_cli.deployment import Service
 
 _ASK_EACH_S = 5.0
@@ -31,18 +34,42 @@ class Scaling:
         self._spares = spares
         self._client = client
 
-    async def run(self, addresses: str, registry_address: str, on_change: Callable[[Change], None]) -> None:
-        """Ask the routers from time to time, and report each change, until cancelled."""
-        scaler = Scaler(self._spares(registry_address))
-        async with self._client(addresses) as client:
-            while True:
-                await asyncio.sleep(_ASK_EACH_S)
-                try:
-                    mesh = await client.mesh(timeout=_ASK_TIMEOUT_S)
-                except tandem.TandemError:  # a router that starts again has no advice anyway
-                    continue
-                for change in scaler.follow(mesh):
+    async def run(
+        self,
+        addresses: str,
+        registry_address: str,
+        *,
+        on_change: Callable[[Change], None],
+        on_warning: Callable[[str], None],
+    ) -> None:
+        """Ask the routers from time to time, and report each change, until cancelled. A failure that repeats is told
+        once, until the routers have answered again.
+        """
+        scaler: Scaler | None = None
+        told = ""
+        while True:
+            await asyncio.sleep(_ASK_EACH_S)
+            try:
+                scaler = scaler or Scaler(self._spares(registry_address))
+                for change in scaler.follow(await self._ask(addresses)):
                     on_change(change)
+                told = ""
+            except Exception as error:
+                if (text := _describe(error)) != told:
+                    on_warning(f"no worker is added or removed: {text}; trying again each {_ASK_EACH_S:g} s")
+                told = text
+
+    async def _ask(self, addresses: str) -> tandem.Mesh:
+        async with self._client(addresses) as client:
+            return await client.mesh(timeout=_ASK_TIMEOUT_S)
+
+
+def _describe(error: Exception) -> str:
+    """The text of an error that is meant for users; with its type and place, that of any other."""
+    if isinstance(error, tandem.TandemError | MeshError):
+        return str(error) or type(error).__name__
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({last.filename}:{last.lineno})"
 
 
 class Scaler:

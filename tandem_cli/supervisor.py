@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 from mesh.domain.errors import ConfigurationError
@@ -230,7 +231,11 @@ class Supervisor:
             yield
             return
         addresses, registry = ",".join(self._addresses("router")), next(iter(self._registries.values()))
-        scaling = asyncio.create_task(self._scaling.run(addresses, registry, self._queue.put_nowait))
+        scaling = asyncio.create_task(
+            self._scaling.run(
+                addresses, registry, on_change=self._queue.put_nowait, on_warning=partial(self._warn, "scaling")
+            )
+        )
         try:
             yield
         finally:

@@ -42,8 +42,9 @@ class WorkerTable(Protocol):
         brings it back."""
         ...
 
-    def on_change(self, callback: Callable[[], None]) -> None:
-        """Call `callback` on the event loop's thread after any change that is more than a worker's load."""
+    def on_change(self, callback: Callable[[WorkerView], None]) -> None:
+        """Call `callback` on the event loop's thread with each worker of which more than the load has changed, or that
+        was dropped."""
         ...
 
     def on_report(self, callback: Callable[[WorkerView], None]) -> None:
@@ -66,7 +67,7 @@ class Membership:
         self._views: dict[str, WorkerView] = {}  # by id
         self._is_in_order = True  # that of `workers`
         self._next_event: dict[str, int] = {}
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[WorkerView], None]] = []
         self._report_callbacks: list[Callable[[WorkerView], None]] = []
 
     def workers(self) -> list[WorkerView]:
@@ -79,7 +80,7 @@ class Membership:
     def find(self, worker_id: str) -> WorkerView | None:
         return self._views.get(worker_id)
 
-    def on_change(self, callback: Callable[[], None]) -> None:
+    def on_change(self, callback: Callable[[WorkerView], None]) -> None:
         self._callbacks.append(callback)
 
     def on_report(self, callback: Callable[[WorkerView], None]) -> None:
@@ -95,10 +96,10 @@ class Membership:
         known = self._current(info.worker_id, info.incarnation)
         load = WorkerLoad(free_blocks=info.num_blocks) if known is None else known.load
         state = WorkerState.READY if known is None else known.state
-        self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
+        view = self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
         self._is_in_order = False
         self._next_event[info.worker_id] = 0
-        self._changed()
+        self._changed(view)
 
     def _require_compatible(self, info: WorkerInfo) -> None:
         if info.protocol_version != PROTOCOL_VERSION:
@@ -132,7 +133,7 @@ class Membership:
             if state is view.state:
                 self._reported(now)
             else:
-                self._changed()
+                self._changed(now)
 
     def apply_cache_events(
         self, worker_id: str, incarnation: str, first_number: int, events: Iterable[CacheEvent]
@@ -173,9 +174,9 @@ class Membership:
 
     def _set_gone(self, view: WorkerView, state: WorkerState) -> None:
         worker_id = view.info.worker_id
-        self._views[worker_id] = replace(view, state=state, cached=set())
+        gone = self._views[worker_id] = replace(view, state=state, cached=set())
         self._next_event[worker_id] = -1  # any next event is a gap, so that a returning worker sends a snapshot
-        self._changed()
+        self._changed(gone)
 
     def expire(self, *, silent_s: float, forget_s: float) -> None:
         """Mark workers LOST after `silent_s` without a heartbeat, or if they do not come back in another role within a
@@ -188,16 +189,16 @@ class Membership:
             if silence > _MAX_SWITCH_S and view.state is WorkerState.SWITCHING:
                 self._set_gone(view, WorkerState.LOST)
             if silence > forget_s:
-                del self._views[view.info.worker_id], self._next_event[view.info.worker_id]
-                self._changed()
+                del self._next_event[view.info.worker_id]
+                self._changed(self._views.pop(view.info.worker_id))
 
     def _current(self, worker_id: str, incarnation: str) -> WorkerView | None:
         view = self._views.get(worker_id)
         return view if view is not None and view.info.incarnation == incarnation else None
 
-    def _changed(self) -> None:
+    def _changed(self, view: WorkerView) -> None:
         for callback in self._callbacks:
-            callback()
+            callback(view)
 
     def _reported(self, view: WorkerView) -> None:
         for callback in self._report_callbacks:

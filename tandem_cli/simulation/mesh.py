@@ -102,7 +102,7 @@ class SimulatedMesh:
         self._num_started = 0
         self.num_switches = 0
         """Workers that have changed their role."""
-        self._table.on_change(self._changed)
+        self._table.on_change(lambda _: self._changed())
 
     @property
     def workers(self) -> Iterator[ModelledWorker]:

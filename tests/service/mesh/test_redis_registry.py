@@ -42,7 +42,7 @@ class Router:
         self.registry = RedisRegistry(url, self.membership, MEMBER, no_traffic())
         self.states: list[WorkerState | None] = []
         self._changed = asyncio.Event()
-        self.membership.on_change(self._note)
+        self.membership.on_change(lambda _: self._note())
         self.membership.on_report(lambda _: self._note())
         self.task = asyncio.create_task(self.registry.run())
 

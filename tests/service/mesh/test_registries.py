@@ -117,7 +117,7 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
 @pytest.mark.parametrize("farewell", [WorkerState.STOPPED, WorkerState.SWITCHING])
 async def test_a_worker_that_says_farewell_is_not_lost(rig: Rig, farewell: WorkerState) -> None:
     states: list[WorkerState] = []
-    rig.membership.on_change(lambda: states.extend(view.state for view in rig.membership.workers()))
+    rig.membership.on_change(lambda _: states.extend(view.state for view in rig.membership.workers()))
     agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
     running = rig.register(agent)
     await rig.watch.until(lambda view: view.load.num_running == 3)

@@ -55,7 +55,7 @@ class Watch:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._changed = asyncio.Event()
-        membership.on_change(self._changed.set)
+        membership.on_change(lambda _: self._changed.set())
         membership.on_report(lambda _: self._changed.set())
 
     async def until(self, condition, timeout_s: float = LIMIT_S) -> None:

@@ -54,7 +54,7 @@ class Worker:
         self.membership = membership
         self.seen: list[WorkerState] = []
         self._changed = asyncio.Event()
-        membership.on_change(self._note)
+        membership.on_change(lambda _: self._note())
         membership.on_report(lambda _: self._changed.set())
 
     def _note(self) -> None:

@@ -1,5 +1,7 @@
 """Workers that come and go by the router's advice."""
 
+import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -7,8 +9,9 @@ import pytest
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import Service
-from tandem_cli.scaling import Scaler
+from tandem_cli.scaling import Change, Scaler, Scaling
 from tandem_cli.up_settings import UpSettings
+from tests.waiting import until
 
 SPARES = [Service(name, name.partition("-")[0], ()) for name in ("prefill-1", "decode-2", "decode-3")]
 STARTED = {"prefill-0": "ready", "decode-0": "ready", "decode-1": "ready"}
@@ -68,3 +71,63 @@ def test_limits_that_cannot_hold_are_refused(values: dict[str, object], words: s
     with pytest.raises(ConfigurationError, match=words):
         UpSettings(**values)  # type: ignore[arg-type]
     UpSettings(max_decode=4, max_prefill=2, on="ray")
+
+
+class Router:
+    """A client whose router answers as `answers` say, one after the other, and then always as the last."""
+
+    def __init__(self, answers: list[Callable[[], tandem.Mesh]]) -> None:
+        self._answers = answers
+
+    async def __aenter__(self) -> "Router":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def mesh(self, *, timeout: float) -> tandem.Mesh:
+        return (self._answers.pop(0) if len(self._answers) > 1 else self._answers[0])()
+
+
+def failing(error: Exception) -> Callable[[], tandem.Mesh]:
+    def answer() -> tandem.Mesh:
+        raise error
+
+    return answer
+
+
+def advising(*advice: tandem.Advice) -> tandem.Mesh:
+    workers = tuple(worker(name, state) for name, state in STARTED.items())
+    return tandem.Mesh(workers, queued_requests=0, active_requests=0, advice=advice)
+
+
+async def test_failures_are_told_once_and_scaling_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tandem_cli.scaling._ASK_EACH_S", 0)
+    away = failing(tandem.ConnectionFailed("the router is away"))
+    router = Router([away, away, failing(LookupError("unforeseen")), advising, away, lambda: advising(ADD)])
+    num_spare_failures = 2
+    asked_at: list[str] = []
+
+    def spares(registry_address: str) -> list[Service]:
+        nonlocal num_spare_failures
+        asked_at.append(registry_address)
+        num_spare_failures -= 1
+        if num_spare_failures >= 0:
+            raise ConfigurationError("no cluster")
+        return SPARES
+
+    changes: list[Change] = []
+    warnings: list[str] = []
+    scaling = Scaling(spares, lambda addresses: router)  # type: ignore[arg-type,return-value]
+    task = asyncio.create_task(
+        scaling.run("router:1", "registry:1", on_change=changes.append, on_warning=warnings.append)
+    )
+    await until(lambda: changes or task.done())
+    assert not task.done()
+    task.cancel()
+    assert [change.service.name for change in changes] == ["decode-2"]
+    assert asked_at == ["registry:1"] * 3
+    told = [warning.removeprefix("no worker is added or removed: ").partition(";")[0] for warning in warnings]
+    assert told[:2] == ["no cluster", "the router is away"]
+    assert told[2].startswith("LookupError: unforeseen (")
+    assert told[3:] == ["the router is away"]

@@ -74,7 +74,7 @@ def test_a_worker_that_has_said_farewell_is_not_lost(
     membership: Membership, clock: Clock, farewell: WorkerState
 ) -> None:
     changes: list[WorkerState] = []
-    membership.on_change(lambda: changes.extend(view.state for view in membership.workers()))
+    membership.on_change(lambda view: changes.append(view.state))
     clock.now = 2
     membership.leave("decode-0", "one", farewell)
     membership.lose("decode-0", "one")
@@ -149,7 +149,7 @@ def test_worker_that_does_not_fit_is_refused_in_words(membership: Membership, ch
 def test_changes_are_announced_and_reports_apart(membership: Membership) -> None:
     changes: list[int] = []
     reports: list[int] = []
-    membership.on_change(lambda: changes.append(1))
+    membership.on_change(lambda _: changes.append(1))
     membership.on_report(lambda view: reports.append(view.load.free_blocks))
     membership.heartbeat("decode-0", "one", WorkerLoad(free_blocks=7), WorkerState.READY)
     membership.replace_cache("decode-0", "one", 3, [b"a"])

@@ -100,7 +100,7 @@ class Mesh:
         self.view = MeshView(
             everything, table=self.membership, links=everything, in_flight=self.in_flight, health=everything
         )
-        self.membership.on_change(self._changed)
+        self.membership.on_change(lambda _: self._changed())
         self.membership.on_report(self.view.reported)
         for number in range(2):
             for make in (prefill, decode):

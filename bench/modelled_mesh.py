@@ -1,16 +1,19 @@
 """Runs routers, modelled workers, a Redis and open streams, each in a process of its own, and reads their counters."""
 
 import asyncio
+import ctypes
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
 from mesh.domain.worker import WorkerRole
 from tandem_cli.simulation.mesh import write_model
 
+_PR_SET_PDEATHSIG = 1
 _START_S = 600.0
 _WORKERS_A_PROCESS = 250
 _NUM_STREAM_PROCESSES = 2
@@ -169,7 +173,7 @@ class Mesh:
                 stderr=errors,
                 env=self._environment,
                 limit=1 << 20,
-                preexec_fn=lambda: os.sched_setaffinity(0, cores),
+                preexec_fn=partial(_prepare, cores),
             )
         child = Child(module, process, log)
         self._stack.push_async_callback(child.end)
@@ -184,7 +188,7 @@ class Mesh:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.DEVNULL,
-            preexec_fn=lambda: os.sched_setaffinity(0, self._other_cores),
+            preexec_fn=partial(_prepare, self._other_cores),
         )
         self._stack.push_async_callback(process.wait)
         self._stack.callback(_kill, process)
@@ -270,6 +274,13 @@ class Mesh:
 
     def _total(self, name: str) -> int:
         return int(sum(child.totals[name] for child in self.streams))
+
+
+def _prepare(cores: Collection[int]) -> None:
+    """Run in a child before it executes its program: it has these cores, and dies with this process, however that
+    ends."""
+    os.sched_setaffinity(0, cores)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

@@ -4,7 +4,8 @@
 
 While only decodes run, nothing changes from step to step but the lengths. So as many steps are taken at once as no
 sequence ends in, and as blocks are free for. A command in their midst ends them after the step that is under way, as it
-would in a real engine.
+would in a real engine. If steps take longer while engines of the other role compute, few are taken at once, because
+that changes.
 """
 
 import asyncio
@@ -22,6 +23,7 @@ from mesh.domain.tokens import SampledToken, SequenceOutput
 from tandem_cli.simulation.profile import WorkerProfile
 
 _MAX_STEPS_S = 10.0  # far below the router's stall_timeout_s, after which it would give up a silent sequence
+_MAX_STRETCHED_S = 0.05
 _MAX_STEPS = 1024  # far below the tokens that the router buffers for a client
 
 Command = Callable[[Scheduler], None]
@@ -49,7 +51,8 @@ class _Steps:
 class ModelledEngine:
     """One engine on the running event loop. `on_step` is called after each step, before the next one is planned.
 
-    Every sampled token is `token`.
+    Every sampled token is `token`. `neighbours` returns the share of the other role's engines that compute now;
+    `on_busy` is told whenever this one begins to compute, and when it rests.
     """
 
     def __init__(
@@ -59,6 +62,8 @@ class ModelledEngine:
         on_step: Callable[[StepsDone], None],
         *,
         max_step_stretch: float = 0.0,
+        neighbours: Callable[[], float] = lambda: 0.0,
+        on_busy: Callable[[bool], None] = lambda is_busy: None,
     ) -> None:
         self.pool = BlockPool(profile.num_blocks)
         self.busy_s = 0.0
@@ -75,6 +80,10 @@ class ModelledEngine:
         )
         self.scheduler = Scheduler(config, self.pool)
         self._times = profile.times
+        self._stretch = profile.stretch
+        self._neighbours = neighbours
+        self._on_busy = on_busy
+        self._is_busy = False
         self._token = token
         self._on_step = on_step
         self._pace = PromptPace(max_step_stretch)
@@ -98,6 +107,12 @@ class ModelledEngine:
         if self._steps is not None:
             self._steps.timer.cancel()
         self._steps = None
+        self._set_busy(is_busy=False)
+
+    def _set_busy(self, *, is_busy: bool) -> None:
+        if is_busy is not self._is_busy:
+            self._is_busy = is_busy
+            self._on_busy(is_busy)
 
     def _run_commands(self) -> None:
         while self._commands:  # a command may post another one
@@ -109,10 +124,11 @@ class ModelledEngine:
         if self._is_stopped:
             return
         batch = self.scheduler.schedule(self._pace.max_prompt_tokens())
+        self._set_busy(is_busy=bool(batch.items))
         if not batch.items:
             return
         count = self._num_equal_steps(batch)
-        step_s = self._step_s(batch, count)
+        step_s = self._step_s(batch, count) * (1 + (self._stretch - 1) * self._neighbours())
         now_s = self._loop.time()
         timer = self._loop.call_at(now_s + count * step_s, self._finish)
         self._steps = _Steps(batch, now_s, step_s, count, timer)
@@ -133,7 +149,8 @@ class ModelledEngine:
         """Steps in which nothing changes but the lengths; 1 if a prompt is or may be computed in the next step."""
         if batch.num_decodes < len(batch.items) or self.scheduler.load().pending_tokens:
             return 1
-        count = min(_MAX_STEPS, max(1, int(_MAX_STEPS_S / self._step_s(batch, 1))))
+        longest_s = _MAX_STEPS_S if self._stretch == 1 else _MAX_STRETCHED_S
+        count = min(_MAX_STEPS, max(1, int(longest_s / self._step_s(batch, 1))))
         for item in batch.items:
             sequence = item.sequence
             max_new_tokens = (

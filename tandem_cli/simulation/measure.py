@@ -2,14 +2,17 @@
 
 Prompts go one by one, in several lengths: their `prefill` phase is the step's time, the rest of the time to the first
 token is overhead. Then answers are read in batches of several sizes: the gap between tokens is the time of a decode
-step. The profile therefore includes costs of the router, of clients, and of neighbours on the machine.
+step. At last, prompts are computed while answers run, in turn with both alone: workers of both roles may share cores,
+and a prompt may be lent those of a decode worker that rests. The profile therefore includes costs of the router, of
+clients, and of neighbours on the machine.
 """
 
 import asyncio
 import random
 import statistics
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -22,6 +25,18 @@ _REPEATS = 7
 _PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of the tokens of a prefill step
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 _NUM_TOKENS = 64  # of each answer whose gaps are measured
+_NUM_ROUNDS = 3  # of prompts beside answers, and of both alone
+_PROMPTS_A_ROUND = 4
+_ANSWERS_BESIDE = 4  # at each decode worker
+_MAX_ANSWER = 1024
+_MIN_ALONE_S = 0.5
+
+
+def _ratio(seconds: dict[str, list[float]]) -> float:
+    """How many times as long it takes beside others; at least 1."""
+    if not seconds["alone"] or not seconds["beside"]:
+        raise ConfigurationError("no token came while prompts were computed, or beside them: the mesh is not idle")
+    return max(1.0, statistics.fmean(seconds["beside"]) / statistics.fmean(seconds["alone"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +90,18 @@ class MeshMeter:
             prompt_context_s=max(0.0, context_s),
             decode_context_s=decode_context_s,
         )
+        num_answers = len(decodes) * min(_ANSWERS_BESIDE, decodes[0].max_num_seqs)
+        prefill_stretch, decode_stretch = await self._stretches(pass_tokens, len(prefills), num_answers)
         of_all = list(prompts.values())
         return MeshProfile(
             f"measured: {self._model.name}, {len(prefills)} + {len(decodes)} workers on {decodes[0].device}",
-            self._worker(times, prefills[0], self._limits.prefill_tokens),
-            self._worker(times, decodes[0], self._limits.decode_tokens),
+            self._worker(times, prefills[0], self._limits.prefill_tokens, prefill_stretch),
+            self._worker(times, decodes[0], self._limits.decode_tokens, decode_stretch),
             overhead_s=max(0.0, statistics.median(prompt.first_token_s - prompt.prefill_s for prompt in of_all)),
             transfer_s=statistics.median(prompt.transfer_s for prompt in of_all),
         )
 
-    def _worker(self, times: StepTimes, worker: tandem.Worker, step_tokens: int) -> WorkerProfile:
+    def _worker(self, times: StepTimes, worker: tandem.Worker, step_tokens: int, stretch: float) -> WorkerProfile:
         return WorkerProfile(
             times,
             worker.num_blocks,
@@ -92,7 +109,60 @@ class MeshMeter:
             worker.max_num_seqs,
             self._model.max_total_tokens,
             self._limits.block_size,
+            round(stretch, 3),
         )
+
+    async def _stretches(self, num_tokens: int, num_prefills: int, num_answers: int) -> tuple[float, float]:
+        """How many times as long steps of prefill and of decode workers take while those of the other role compute."""
+        prefills: dict[str, list[float]] = {"alone": [], "beside": []}
+        steps: dict[str, list[float]] = {"alone": [], "beside": []}
+        for _ in range(_NUM_ROUNDS):
+            prefills["alone"] += (alone_s := await self._prefills(num_tokens, num_prefills))
+            async with self._answering(num_answers) as gaps:
+                gaps.clear()
+                await asyncio.sleep(max(_MIN_ALONE_S, sum(alone_s) / num_prefills))
+                steps["alone"] += gaps
+                gaps.clear()
+                prefills["beside"] += await self._prefills(num_tokens, num_prefills)
+                steps["beside"] += gaps
+        return _ratio(prefills), _ratio(steps)
+
+    async def _prefills(self, num_tokens: int, num_prefills: int) -> list[float]:
+        """Seconds of prefill of several prompts, as many at a time as there are prefill workers."""
+        times = []
+        for _ in range(_PROMPTS_A_ROUND):
+            timed = await asyncio.gather(*(self._time_prompt(num_tokens) for _ in range(num_prefills)))
+            times += [prefill_s for prefill_s, *_ in timed]
+        return times
+
+    @asynccontextmanager
+    async def _answering(self, count: int) -> AsyncIterator[list[float]]:
+        """Let this many answers run meanwhile, each followed by the next. Yields a list to which the gaps between tokens
+        are added. Raises TandemError if an answer fails.
+        """
+        gaps: list[float] = []
+        running = [asyncio.Event() for _ in range(count)]
+        try:
+            async with asyncio.TaskGroup() as group:
+                answers = [group.create_task(self._answer(gaps, is_running)) for is_running in running]
+                for is_running in running:
+                    await is_running.wait()
+                yield gaps
+                for answer in answers:
+                    answer.cancel()
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+
+    async def _answer(self, gaps: list[float], is_running: asyncio.Event) -> None:
+        """Generate until cancelled. The gap after the first token is not one of steps: KV is handed over in it."""
+        num_new = min(_MAX_ANSWER, self._model.max_total_tokens - 1)
+        while True:
+            times: list[float] = []
+            async for _ in self._stream(1, num_new):
+                times.append(time.perf_counter())
+                if len(times) > 2:
+                    is_running.set()
+                    gaps.append(times[-1] - times[-2])
 
     async def _prompt(self, num_tokens: int) -> _Prompt:
         timed = [await self._time_prompt(num_tokens) for _ in range(_REPEATS)]

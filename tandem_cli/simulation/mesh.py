@@ -28,7 +28,7 @@ from router.workers.membership import Membership, WorkerView
 from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
-from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, worker_info
+from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, Neighbours, worker_info
 
 _POLL_S = 0.5
 _SWITCH_S = 0.5  # from the end of the drain until a worker has registered in its other role
@@ -99,6 +99,7 @@ class SimulatedMesh:
         # A special token has no text, which saves the time of decoding it.
         self._token = SampledToken(min(self.router.model.tokenizer.special_ids), -1.0)
         self._left = {role: _Totals() for role in WorkerRole}
+        self._neighbours = Neighbours()
         self._num_started = 0
         self.num_switches = 0
         """Workers that have changed their role."""
@@ -129,9 +130,11 @@ class SimulatedMesh:
             model=self.router.model,
         )
         if role is WorkerRole.PREFILL:
-            self._prefills.workers[info.incarnation] = ModelledPrefill(info, self.profile, self._token)
+            self._prefills.workers[info.incarnation] = ModelledPrefill(
+                info, self.profile, self._token, self._neighbours
+            )
         else:
-            self._links.workers[info.incarnation] = ModelledDecode(info, self.profile, self._token)
+            self._links.workers[info.incarnation] = ModelledDecode(info, self.profile, self._token, self._neighbours)
         self._table.join(info)
 
     def sample(self, at_s: float) -> Sample:

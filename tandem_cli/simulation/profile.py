@@ -5,6 +5,7 @@ best measured ones; between their points times are interpolated, beyond them the
 """
 
 import json
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -69,7 +70,11 @@ def at(table: Table, rows: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """An engine: the times of its steps and the limits of its scheduler."""
+    """An engine: the times of its steps and the limits of its scheduler.
+
+    `times` are those of an engine whose neighbours rest. A step that begins while all engines of the other role compute
+    takes `stretch` times as long: they share cores, caches and memory, and lend each other cores that are idle.
+    """
 
     times: StepTimes
     num_blocks: int
@@ -77,6 +82,11 @@ class WorkerProfile:
     max_num_seqs: int
     max_model_len: int
     block_size: int = _BLOCK_SIZE
+    stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.stretch < math.inf:
+            raise ConfigurationError(f"stretch must be >= 1, got {self.stretch}")
 
 
 @dataclass(frozen=True, slots=True)

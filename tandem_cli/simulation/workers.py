@@ -7,7 +7,10 @@ Each arrow takes `hop_s`. Choices are single: a trace has no requests with sever
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import ClassVar
 
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
@@ -33,13 +36,45 @@ def hop_s(profile: MeshProfile) -> float:
     return profile.overhead_s / _NUM_HOPS
 
 
-class ModelledWorker:
-    """The common part of both roles."""
+class Neighbours:
+    """The engines of both roles that there are, and those that compute now."""
 
-    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, *, stretch: float = 0.0) -> None:
+    def __init__(self) -> None:
+        self._num_engines: Counter[WorkerRole] = Counter()
+        self._num_busy: Counter[WorkerRole] = Counter()
+
+    def count(self, role: WorkerRole, change: int) -> None:
+        """An engine of this role has come (1) or left (-1)."""
+        self._num_engines[role] += change
+
+    def on_busy(self, role: WorkerRole, is_busy: bool) -> None:
+        """An engine of this role begins to compute, or rests."""
+        self._num_busy[role] += 1 if is_busy else -1
+
+    def busy_share(self, role: WorkerRole) -> float:
+        """The share of this role's engines that compute."""
+        return self._num_busy[role] / max(1, self._num_engines[role])
+
+
+class ModelledWorker:
+    """The common part of both roles. Call `lose` when it ends."""
+
+    other_role: ClassVar[WorkerRole]
+    max_step_stretch: ClassVar[float] = 0.0
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, neighbours: Neighbours) -> None:
         self.info = info
         self.is_draining = False
-        self.engine = ModelledEngine(_of_role(profile, info.role), token, self._on_step, max_step_stretch=stretch)
+        self.engine = ModelledEngine(
+            _of_role(profile, info.role),
+            token,
+            self._on_step,
+            max_step_stretch=self.max_step_stretch,
+            neighbours=partial(neighbours.busy_share, self.other_role),
+            on_busy=partial(neighbours.on_busy, info.role),
+        )
+        self._neighbours = neighbours
+        neighbours.count(info.role, 1)
         self._hop_s = hop_s(profile)
         self._loop = asyncio.get_running_loop()
 
@@ -55,7 +90,8 @@ class ModelledWorker:
 
     def lose(self) -> None:
         """End everything that is here, with WorkerLost."""
-        raise NotImplementedError
+        self.engine.stop()
+        self._neighbours.count(self.info.role, -1)
 
     def _on_step(self, done: StepsDone) -> None:
         raise NotImplementedError
@@ -64,8 +100,10 @@ class ModelledWorker:
 class ModelledPrefill(ModelledWorker):
     """Computes prompts."""
 
-    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken) -> None:
-        super().__init__(info, profile, token)
+    other_role = WorkerRole.DECODE
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, neighbours: Neighbours) -> None:
+        super().__init__(info, profile, token, neighbours)
         self._profile = profile
         self._prompts: dict[SequenceKey, asyncio.Future[SequenceOutput]] = {}
 
@@ -97,7 +135,7 @@ class ModelledPrefill(ModelledWorker):
             self.engine.post(lambda scheduler: scheduler.remove(sequence))
 
     def lose(self) -> None:
-        self.engine.stop()
+        super().lose()
         for first_token in self._prompts.values():
             if not first_token.done():
                 first_token.set_exception(WorkerLost("the prefill worker is lost"))
@@ -117,8 +155,11 @@ class ModelledPrefill(ModelledWorker):
 class ModelledDecode(ModelledWorker):
     """Takes prompts over, or computes them, and generates. It is the router's link to itself."""
 
-    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken) -> None:
-        super().__init__(info, profile, token, stretch=_MAX_STEP_STRETCH)
+    other_role = WorkerRole.PREFILL
+    max_step_stretch = _MAX_STEP_STRETCH
+
+    def __init__(self, info: WorkerInfo, profile: MeshProfile, token: SampledToken, neighbours: Neighbours) -> None:
+        super().__init__(info, profile, token, neighbours)
         self._listeners: dict[SequenceKey, SequenceListener] = {}
         self._sequences: dict[SequenceKey, SequenceState] = {}
 
@@ -148,7 +189,7 @@ class ModelledDecode(ModelledWorker):
             self.engine.post(lambda scheduler: scheduler.commit(key, first_token_id))
 
     def lose(self) -> None:
-        self.engine.stop()
+        super().lose()
         listeners, self._listeners = self._listeners, {}
         self._sequences.clear()
         for listener in listeners.values():

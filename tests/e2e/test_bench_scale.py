@@ -41,8 +41,9 @@ async def test_a_process_that_ends_is_named(tmp_path: Path) -> None:
     await child.end()
 
 
-async def test_a_stopped_one_leaves_no_process() -> None:
-    flags = ("--workers", "4", "--streams", "2", "--seconds", "600")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+async def test_a_stopped_one_leaves_no_process(number: signal.Signals) -> None:
+    flags = ("--workers", "4", "--streams", "2", "--seconds", "600", "--redis", "--routers", "2")
     bench = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "bench.scale", *flags), stdout=asyncio.subprocess.DEVNULL
     )
@@ -52,6 +53,7 @@ async def test_a_stopped_one_leaves_no_process() -> None:
 
     await until(lambda: "bench.modelled_workers" in names())
     children = psutil.Process(bench.pid).children()
-    bench.terminate()
-    assert await bench.wait() == 128 + signal.SIGTERM
-    assert not [child for child in children if is_alive(child)]
+    assert any("redis-server" in " ".join(command_line(child)) for child in children)
+    bench.send_signal(number)
+    assert await bench.wait() == (-number if number is signal.SIGKILL else 128 + number)
+    await until(lambda: not [child for child in children if is_alive(child)])

@@ -59,6 +59,30 @@ def test_steps_of_decodes_are_taken_at_once() -> None:
     assert watched.engine.busy_s == pytest.approx(0.6)
 
 
+def test_steps_take_longer_while_neighbours_compute() -> None:
+    """The neighbour computes from 0.3 s on, for a second."""
+    stretched = replace(NO_CONTEXT, stretch=3.0)
+
+    async def main() -> tuple[Watched, list[bool]]:
+        watched, loop, busy = Watched(stretched), asyncio.get_running_loop(), list[bool]()
+        watched.engine = ModelledEngine(
+            stretched,
+            SampledToken(5, -1.0),
+            watched._note,
+            neighbours=lambda: float(0.3 <= loop.time() < 1.3),
+            on_busy=busy.append,
+        )
+        watched.add(sequence("a", 100, 71))
+        await asyncio.sleep(100)
+        return watched, busy
+
+    watched, busy = run_in_virtual_time(main())
+    # 0.1 s of prompt, 20 steps of 10 ms, 1 s of steps of 30 ms (34, planned in fives), 16 steps of 10 ms.
+    assert watched.steps[-1][0] == pytest.approx(0.1 + 70 * 0.01 + 35 * 0.02, abs=0.11)
+    assert sum(tokens["a"] for _, tokens in watched.steps) == 71
+    assert busy == [True, False]
+
+
 def test_a_newcomer_waits_for_the_running_step_only() -> None:
     watched = run(
         NO_CONTEXT,

@@ -137,8 +137,8 @@ class MeshMeter:
 
     @asynccontextmanager
     async def _answering(self, count: int) -> AsyncIterator[list[float]]:
-        """Let this many answers run meanwhile, each followed by the next. Yields a list to which the gaps between tokens
-        are added. Raises TandemError if an answer fails.
+        """Let this many answers run meanwhile, each followed by the next. Yields a list to which the gaps between their
+        tokens are added. Raises TandemError if an answer fails.
         """
         gaps: list[float] = []
         running = [asyncio.Event() for _ in range(count)]

@@ -33,7 +33,7 @@ from tandem_cli.load_test.load import LoadGenerator, mesh_target
 from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import figures as simulated_figures
 from tandem_cli.simulation import trace
-from tandem_cli.simulation.measure import MeshMeter, PassLimits
+from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.run import simulate
 
@@ -48,13 +48,14 @@ async def measure(
     mesh = own_mesh(shlex.split(args.up), args.pace)
     async with mesh as address, tandem.AsyncClient(address, max_retries=0) as client:
         roles = [worker.role for worker in await client.workers()]
-        profile = await MeshMeter(client, await client.model(""), PassLimits()).profile()
+        model = await client.model("")
+        profile = await MeshMeter(client, model, StepLimits()).profile()
         limit = profile.decode.max_model_len
         mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, limit)
         trace.write(path, trace.steady(args.rate, args.duration, mix, args.seed))
         runs: list[Mapping[str, float]] = []
         for repeat in range(args.repeats):
-            jobs = read_trace(path, Lengths(), f"{args.seed}/{repeat}")
+            jobs = read_trace(path, Lengths(vocab_size=model.vocab_size), f"{args.seed}/{repeat}")
             run = await LoadGenerator(mesh_target(client)).open_loop(jobs, [job.arrival_s or 0.0 for job in jobs])
             if errors := load_figures.count_errors(run.records):
                 sys.stderr.write(f"requests failed: {errors}\n")

@@ -1,8 +1,8 @@
 """Adds and removes workers of a mesh that runs, as its router advises (router/advice.py).
 
-One change of a role at a time: the next one only when the worker that was added serves, or the one that was removed has
-left. Only workers beyond those of the start are removed, the last one first. No failure ends it: it is told, and tried
-again.
+One change of a role at a time: the next one waits until the added worker serves, or the removed one has left. A worker
+that does not serve yet can be removed: perhaps no machine has room for it. Only workers beyond those of the start are
+removed, the last one first. No failure ends it: it is told, and tried again.
 """
 
 import asyncio
@@ -86,7 +86,10 @@ class Scaler:
         self._changing = {role: change for role, change in self._changing.items() if not _is_done(change, states)}
         changes = []
         for advice in mesh.advice:
-            change = None if advice.role in self._changing else self._change(advice)
+            pending = self._changing.get(advice.role)
+            if pending is not None and not (pending.is_added and advice.action == "remove"):
+                continue
+            change = self._change(advice)
             if change is not None:
                 self._changing[advice.role] = change
                 changes.append(change)

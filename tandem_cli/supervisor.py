@@ -90,7 +90,8 @@ class Supervisor:
         self._registries: dict[str, str] = {}
         """The registry address of each router, by its name."""
         self._down: set[str] = set()
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._removed: set[str] = set()
+        self._leaving: dict[asyncio.Task[None], RunningService] = {}
         self._compile_hint: asyncio.TimerHandle | None = None
         self._is_stopping = False
 
@@ -217,7 +218,7 @@ class Supervisor:
         while True:
             event = await self._next()
             if isinstance(event, _RestartDue):
-                if event.service.name in self._children:
+                if event.service.name not in self._removed:
                     await self._respawn(event.service)
             elif isinstance(event, Change):
                 await self._change(event)
@@ -246,12 +247,15 @@ class Supervisor:
         name = change.service.name
         self._display.line(f"{name}: {'added' if change.is_added else 'drains and is removed'}: {change.reason}")
         if change.is_added:
+            self._removed.discard(name)
             await self._respawn(change.service)
-        elif child := self._children.pop(name, None):
+            return
+        self._removed.add(name)
+        if child := self._children.pop(name, None):
             limit_s = self._deployment.stop_limit_s(change.service, self._launch.environ)
             leaving = asyncio.create_task(child.stop(limit_s))
-            self._leaving.add(leaving)
-            leaving.add_done_callback(self._leaving.discard)
+            self._leaving[leaving] = child
+            leaving.add_done_callback(self._leaving.pop)
 
     def _on_child_event(self, event: ChildEvent) -> None:
         child = event.child
@@ -336,7 +340,7 @@ class Supervisor:
         self._queue.put_nowait(_Signal(number))
         self._launch.end_starts()
         if self._is_stopping:
-            for child in self._children.values():
+            for child in (*self._children.values(), *self._leaving.values()):
                 child.kill()
 
     def _warn(self, name: str, text: str) -> None:

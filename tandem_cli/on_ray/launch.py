@@ -108,7 +108,10 @@ class RayLaunch:
         resources = self.resources[service.name]
         handover = hand_over(service, self.deployment, self.environ, resources)
         restarts = not self.deployment.settings.no_restart
-        placed = self.cluster.place(resources, restarts=restarts)
+        try:
+            placed = self.cluster.place(resources, restarts=restarts)
+        except RayError as error:
+            raise ConnectionError(f"Ray cannot place it: {error}") from error
         log_path = self.local.log_dir / f"{service.name}.log"
         worker = RayWorker(service, placed, log_path, restarts=restarts, on_event=on_event, on_warning=on_warning)
         worker.follow(handover, waiting_for=str(resources))
@@ -162,10 +165,12 @@ class RayWorker:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
         self.kill()
-        self._log.close()
 
     def kill(self) -> None:
         self._placed.remove()
+        if self._following is not None:
+            self._following.cancel()
+        self._log.close()
 
     def _hint(self, waiting_for: str) -> None:
         if self._placed.is_waiting():
@@ -205,7 +210,7 @@ class RayWorker:
 
     def _on_exit(self, status: int) -> None:
         self._is_up = False
-        if self._was_ready and self._restarts:
+        if self._was_ready and self._restarts and not self._is_stopping:
             self._warn(f"ended with status {status}; Ray starts it again")
         else:
             self._end(status)

@@ -49,6 +49,14 @@ def test_workers_come_one_at_a_time_up_to_the_limit_and_leave_last_first() -> No
     assert follow(scaler, states, ADD) == [("decode-2", True)]
 
 
+def test_a_worker_that_finds_no_place_is_withdrawn() -> None:
+    scaler = Scaler(SPARES)
+    assert follow(scaler, STARTED, ADD) == [("decode-2", True)]
+    assert follow(scaler, STARTED, REMOVE) == [("decode-2", False)]
+    assert follow(scaler, STARTED, REMOVE) == []
+    assert follow(scaler, STARTED, ADD) == [("decode-2", True)]
+
+
 def test_a_role_does_not_wait_for_the_other() -> None:
     scaler = Scaler(SPARES)
     assert follow(scaler, STARTED, ADD, replace(ADD, role="prefill")) == [("decode-2", True), ("prefill-1", True)]

@@ -29,6 +29,7 @@ from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec
+from mesh.interrupts import run_program
 from tandem_cli.capacity.measurement import clock_for
 
 _CONTEXT_TOKENS = 256
@@ -119,4 +120,4 @@ def _step_ms(runner: ModelRunner, batch: ScheduledBatch, clock: Callable[[], flo
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

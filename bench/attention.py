@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention
 from engine.attention.torch_sdpa import TorchAttention
+from mesh.interrupts import run_program
 
 _BLOCK_SIZE = 16
 _REPEATS = 10
@@ -97,4 +98,4 @@ def _best_ms(variant: Callable[[], None]) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -24,6 +24,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
+from mesh.interrupts import run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 
@@ -45,8 +46,8 @@ class Round:
         return statistics.median(self.crowded_s) / statistics.median(self.calm_s)
 
 
-async def measure(num_idle: int, num_dripping: int, num_requests: int, num_rounds: int) -> list[Round]:
-    """Start a mesh with a gateway and measure all rounds."""
+async def measure(num_idle: int, num_dripping: int, num_requests: int, rounds: list[Round], num_rounds: int) -> None:
+    """Start a mesh with a gateway, and add `num_rounds` to `rounds`."""
     cores = sorted(os.sched_getaffinity(0))
     gateway_core, other_core, crowd_core = cores[0], [*cores, cores[0]][1], cores[-1]
     async with AsyncExitStack() as stack:
@@ -60,12 +61,10 @@ async def measure(num_idle: int, num_dripping: int, num_requests: int, num_round
         client = await stack.enter_async_context(http_client)
         await _latencies(client, _NUM_WARM_UP)
         port = ready["address"].rpartition(":")[2]
-        rounds = []
         for _ in range(num_rounds):
             calm_s = await _latencies(client, num_requests)
             async with _crowd(crowd_core, port, num_idle, num_dripping):
                 rounds.append(Round(calm_s, await _latencies(client, num_requests)))
-        return rounds
 
 
 @asynccontextmanager
@@ -129,9 +128,10 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=1.0, help="time of a paced engine step")
     args = parser.parse_args()
     os.environ[PACE_ENV] = f"{args.step_ms},0"
-    rounds = asyncio.run(measure(args.idle, args.dripping, args.requests, args.rounds))
-    show(rounds, f"{args.idle:,} idle and {args.dripping:,} dripping connections")
+    rounds: list[Round] = []
+    with showing(rounds, lambda: show(rounds, f"{args.idle:,} idle and {args.dripping:,} dripping connections")):
+        asyncio.run(measure(args.idle, args.dripping, args.requests, rounds, args.rounds))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
+from mesh.interrupts import run_program
 from tandem_cli.load_test.figures import percentile
 
 _VOCAB = range(3, 250)
@@ -134,4 +135,4 @@ def draw(medians: Mapping[str, Sequence[Point]], title: str, path: Path) -> None
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -11,6 +11,8 @@ import contextlib
 import resource
 import sys
 
+from mesh.interrupts import run_program
+
 _DRIP_S = 1.0
 _RECONNECT_S = 0.5
 
@@ -61,4 +63,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -25,6 +25,7 @@ from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import DTYPES
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 
 _SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
@@ -119,7 +120,8 @@ def main() -> None:
     times: dict[str, dict[str, list[float]]] = {}
     titles = [f"prompt of {_PROMPT_TOKENS}, ms", *(f"step of {batch}, ms" for batch in options.batch)]
     table = Table("family", "weights and decoder", *titles)
-    with tempfile.TemporaryDirectory() as folder:
+    console = Console(width=120)
+    with showing(table.rows, lambda: console.print(table)), tempfile.TemporaryDirectory() as folder:
         for family in options.families:
             found = measure(write_family(family, Path(folder)), arms, options.batch, options.rounds)
             times[family] = {str(arm): ms for arm, ms in found.items()}
@@ -127,8 +129,7 @@ def main() -> None:
                 table.add_row(family, str(arm), *(f"{each:.1f}" for each in ms))
             if options.json:
                 options.json.write_text(json.dumps(times, indent=1))
-    Console(width=120).print(table)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

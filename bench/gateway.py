@@ -27,6 +27,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
+from mesh.interrupts import run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.load import together
@@ -133,15 +134,12 @@ class Rounds:
         self._gateway = gateway
         self._router = router
 
-    async def run(self, num_streams: int, tokens: int, repeats: int) -> list[Measured]:
-        """Run a short warm-up round, then `repeats` measured rounds."""
+    async def run(self, num_streams: int, tokens: int, repeats: int, measured: list[Measured]) -> None:
+        """Run a short warm-up round, then `repeats` rounds, each of which is added when all its arms are measured."""
         for stream in self._arms.values():
             await self._arm("", stream, num_streams, 4)
-        return [
-            await self._arm(name, stream, num_streams, tokens)
-            for _ in range(repeats)
-            for name, stream in self._arms.items()
-        ]
+        for _ in range(repeats):
+            measured += [await self._arm(name, stream, num_streams, tokens) for name, stream in self._arms.items()]
 
     async def _arm(self, name: str, stream: Stream, num_streams: int, tokens: int) -> Measured:
         token_times, before = TokenTimes(), (_cpu_s(self._gateway), _cpu_s(self._router))
@@ -152,8 +150,8 @@ class Rounds:
         return Measured(name, duration_s, token_times, gateway_s, router_s)
 
 
-async def measure(num_streams: int, tokens: int, repeats: int) -> list[Measured]:
-    """Start a mesh with a gateway and measure all arms."""
+async def measure(num_streams: int, tokens: int, repeats: int, measured: list[Measured]) -> None:
+    """Start a mesh with a gateway, measure all arms, and add each complete round to `measured`."""
     gateway_core, other_core = [*sorted(os.sched_getaffinity(0)) * 2][:2]
     max_requests = 2 * num_streams  # slots of the previous arm may not be free yet
     kv_budget = ("--max-batch-total-tokens", str(2 * (tokens + 4 * _INPUT_TOKENS) * num_streams))
@@ -172,7 +170,7 @@ async def measure(num_streams: int, tokens: int, repeats: int) -> list[Measured]
             "HTTP, log-probs": over_http(gateway_ready["address"], logprobs=True),
         }
         rounds = Rounds(arms, psutil.Process(gateway_pid), psutil.Process(router_pid))
-        return await rounds.run(num_streams, tokens, repeats)
+        await rounds.run(num_streams, tokens, repeats, measured)
 
 
 def show(measured: Sequence[Measured]) -> None:
@@ -225,8 +223,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     os.environ[PACE_ENV] = f"{args.step_ms},0"
-    show(asyncio.run(measure(args.streams, args.tokens, args.repeats)))
+    measured: list[Measured] = []
+    with showing(measured, lambda: show(measured)):
+        asyncio.run(measure(args.streams, args.tokens, args.repeats, measured))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -21,6 +21,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from mesh.interrupts import run_program
+
 BENCHMARKS: Mapping[str, Sequence[str]] = {
     "step": ("bench.step", "--shape", "135m", "--repeats", "1"),
     "transfer": ("bench.transfer", "--tokens", "1500", "--runs", "5"),
@@ -104,4 +106,4 @@ def _measure(folder: Path, benchmark: Sequence[str]) -> Mapping[str, float]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

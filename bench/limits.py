@@ -26,6 +26,7 @@ from bench.shapes import SHAPES, write_shape
 from engine.models.read_config import load_decoder_config
 from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
+from mesh.interrupts import run_program
 from tandem_cli.capacity.measurement import read_bytes_per_s
 from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Capacity, Device, model_size
@@ -141,4 +142,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -37,6 +37,7 @@ from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.settings import QUANTIZATIONS
 from mesh.domain.request import SamplingParams, SequenceSpec
+from mesh.interrupts import run_program
 
 _NUM_BLOCKS = 64
 _COLD, _WARM = "cold", "warm"
@@ -227,4 +228,4 @@ def _table(title: str, sources: Sequence[Source]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -24,6 +24,7 @@ from engine.device_copies import SharedMemory
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
+from mesh.interrupts import run_program
 from mesh.process import keep_freed_memory
 
 _SCHEMA = {
@@ -168,4 +169,4 @@ def _arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

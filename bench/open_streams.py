@@ -15,6 +15,7 @@ import grpc
 
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
 from bench.reporting import raise_open_files, report_until_end
+from mesh.interrupts import run_program
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 
 _NUM_PROMPT_TOKENS = 32
@@ -107,4 +108,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

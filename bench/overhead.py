@@ -23,6 +23,7 @@ from rich.table import Table
 
 import tandem
 from bench.shapes import write_shape
+from mesh.interrupts import run_program, showing
 from tandem_cli.load_test.endpoints import own_mesh
 
 _PACE = "0,0"
@@ -60,13 +61,13 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=1)
     parser.add_argument("--requests", type=int, default=4, help="requests of each length, one after the other")
     options = parser.parse_args()
-    costs = asyncio.run(measure(options.tokens, options.output_tokens, options.requests))
-    Console(width=120).print(table_of(costs))
+    costs: dict[str, list[Cost]] = {}
+    with showing(costs, lambda: Console(width=120).print(table_of(costs))):
+        asyncio.run(measure(options.tokens, options.output_tokens, options.requests, costs))
 
 
-async def measure(lengths: Sequence[int], num_output: int, num_requests: int) -> dict[str, list[Cost]]:
-    """The costs in each role, for one length after the other."""
-    costs: dict[str, list[Cost]] = {role: [] for role in _ROLES}
+async def measure(lengths: Sequence[int], num_output: int, num_requests: int, costs: dict[str, list[Cost]]) -> None:
+    """Add the costs in each role, for one length after the other."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_shape("narrow-long", Path(folder))
         kv_bytes = _KV_BYTES_OF_TOKEN * 2 * (max(lengths) + num_output + 64)
@@ -83,8 +84,7 @@ async def measure(lengths: Sequence[int], num_output: int, num_requests: int) ->
                 for role in _ROLES:
                     cpu_s = statistics.median(end[role].cpu_s - start[role].cpu_s for start, end in rounds)
                     grown = max(end[role].num_bytes for _, end in rounds) - before[role].num_bytes
-                    costs[role].append(Cost(length, cpu_s, max(0, grown)))
-    return costs
+                    costs.setdefault(role, []).append(Cost(length, cpu_s, max(0, grown)))
 
 
 async def _send(client: tandem.AsyncClient, length: int, num_output: int, seed: int) -> None:
@@ -128,4 +128,4 @@ def table_of(costs: Mapping[str, Sequence[Cost]]) -> Table:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -8,7 +8,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
 from bench.shapes import BUNDLED
 from tandem_cli.load_test.endpoints import PACE_ENV
@@ -56,5 +56,6 @@ async def service(core: int, module: str, *flags: str) -> AsyncIterator[tuple[in
         else:
             raise SystemExit(f"{module} did not start")
     finally:
-        process.terminate()
+        with suppress(ProcessLookupError):  # Ctrl-C in a terminal is for it, too
+            process.terminate()
         await process.communicate()

@@ -36,6 +36,7 @@ from rich.table import Table
 import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
+from mesh.interrupts import run_program, showing
 from router.admission.placement import PlacementQuery, PrefixChain, place
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
@@ -219,6 +220,15 @@ async def measure_scaling(replicas: list[int], tokens: int) -> list[RouterRun]:
     return [(await measure([_CLIENTS_PER_REPLICA * number], tokens, number))[0] for number in replicas]
 
 
+def _measure_clients(args: argparse.Namespace) -> None:
+    runs: list[list[RouterRun]] = []
+    with showing(runs, lambda: show(runs)):
+        for _ in range(args.repeats):
+            runs.append(asyncio.run(measure(args.clients, args.tokens)))
+    if args.json:
+        args.json.write_text(json.dumps(_medians(runs)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--clients", type=int, nargs="+", default=[8, 32, 128])
@@ -229,16 +239,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
     args = parser.parse_args()
     if args.workers:
-        show_workers({number: [measure_workers(number) for _ in range(args.repeats)] for number in args.workers})
+        meshes: dict[int, list[MeshRun]] = {}
+        with showing(meshes, lambda: show_workers(meshes)):
+            for number in args.workers:
+                meshes[number] = [measure_workers(number) for _ in range(args.repeats)]
     elif args.replicas:
-        scaling = [asyncio.run(measure_scaling(args.replicas, args.tokens)) for _ in range(args.repeats)]
-        show_scaling(scaling, args.replicas)
+        scaling: list[list[RouterRun]] = []
+        with showing(scaling, lambda: show_scaling(scaling, args.replicas)):
+            for _ in range(args.repeats):
+                scaling.append(asyncio.run(measure_scaling(args.replicas, args.tokens)))
     else:
-        runs = [asyncio.run(measure(args.clients, args.tokens)) for _ in range(args.repeats)]
-        show(runs)
-        if args.json:
-            args.json.write_text(json.dumps(_medians(runs)))
+        _measure_clients(args)
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -13,22 +13,19 @@ are those of all together.
 
 import argparse
 import asyncio
-import signal
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import grpc
 from rich.console import Console
 from rich.table import Table
 
 from bench.modelled_mesh import Mesh, MeshFailed, Shape, running
+from mesh.interrupts import run_program, showing
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem_cli.load_test.figures import percentile
-
-T = TypeVar("T")
 
 _PROBE_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 60.0
@@ -169,14 +166,6 @@ def show(runs: Sequence[Sequence[Row]]) -> None:
     Console(width=200).print(table)
 
 
-async def _until_stopped(measuring: Coroutine[None, None, T]) -> T:
-    """Measure; SIGTERM ends it in order, with all processes."""
-    task = asyncio.current_task()
-    assert task is not None
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    return await measuring
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--workers", type=int, nargs="+", default=[10, 100, 1000])
@@ -189,13 +178,14 @@ def main() -> None:
     if args.routers > 1 and not args.redis:
         parser.error("several routers find their workers through Redis: add --redis")
     shapes = [Shape(number, args.routers, args.redis, args.tokens_per_s) for number in args.workers]
+    runs: list[list[Row]] = []
     try:
-        show([asyncio.run(_until_stopped(measure(shape, args.streams, args.seconds))) for shape in shapes])
+        with showing(runs, lambda: show(runs)):
+            for shape in shapes:
+                runs.append(asyncio.run(measure(shape, args.streams, args.seconds)))
     except MeshFailed as error:
         raise SystemExit(str(error)) from None
-    except asyncio.CancelledError:
-        raise SystemExit(128 + signal.SIGTERM) from None
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -28,6 +28,7 @@ from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
+from mesh.interrupts import run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from worker.engine_host import load_engine_host
@@ -159,7 +160,7 @@ def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[i
         console.print(f"mesh overhead at {number} clients: {100 * (1 - mesh / alone):.1f} %")
 
 
-async def main(options: argparse.Namespace) -> None:
+async def compare(options: argparse.Namespace) -> None:
     """Run all arms in turn, `options.repeats` times."""
     runs: dict[tuple[str, int], list[Measured]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +173,7 @@ async def main(options: argparse.Namespace) -> None:
             print_table(runs, options.clients)  # after each round: a long run may be cut short
 
 
-if __name__ == "__main__":
+def main() -> None:
     if sys.argv[1:2] == [_ENGINE]:
         _, _, folder, cores, quantize, *numbers = sys.argv
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
@@ -183,4 +184,8 @@ if __name__ == "__main__":
         parser.add_argument("--quantize", default="none", help="none or int8")
         parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
         parser.add_argument("--repeats", type=int, default=3)
-        asyncio.run(main(parser.parse_args()))
+        asyncio.run(compare(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    run_program(main)

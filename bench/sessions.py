@@ -23,6 +23,7 @@ from rich.table import Table
 import tandem
 from bench.shapes import SHAPES, write_shape
 from engine.settings import QUANTIZATIONS
+from mesh.interrupts import run_program, showing
 from tandem_cli.load_test.endpoints import own_mesh
 
 _FIRST_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 400, 40, 24
@@ -84,8 +85,8 @@ async def talk(address: str, num_sessions: int, num_turns: int, num_kept: int = 
     return kept, others
 
 
-async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table:
-    """Run the sessions on four meshes."""
+async def compare(options: argparse.Namespace, model: Path, disk: Path, table: Table) -> None:
+    """Run the sessions on four meshes, and add their rows to the table."""
     longest = _FIRST_TOKENS + options.turns * (_QUESTION_TOKENS + _ANSWER_TOKENS)
     all_tokens = options.sessions * longest + 1024
     small = max(2 * longest, int(options.in_memory * all_tokens))
@@ -95,8 +96,6 @@ async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table
         "and a disk": (f"--set=decode.max_batch_total_tokens={small}", f"--set=decode.kv_disk={disk}"),
         "memory for all": (f"--set=decode.max_batch_total_tokens={all_tokens}",),
     }
-    columns = ("", "KV tokens in memory", "found", "first token p50, ms", "p95, ms", "all turns, s")
-    table = Table(*columns, title=f"{options.sessions} sessions, {options.turns} turns, {options.shape}")
     for name, flags in arms.items():
         async with own_mesh((*common, *flags)) as address:
             _, turns = await talk(address, options.sessions, options.turns)
@@ -105,7 +104,6 @@ async def compare(options: argparse.Namespace, model: Path, disk: Path) -> Table
         kept, others = await talk(address, options.sessions, options.turns, num_kept=small // longest - 1)
     table.add_row(*kept.row("of few, those of high priority", small))
     table.add_row(*others.row("beside them, the others", small))
-    return table
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -116,10 +114,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--turns", type=int, default=4, metavar="N")
     parser.add_argument("--in-memory", type=float, default=0.1, metavar="SHARE")
     options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:
+    columns = ("", "KV tokens in memory", "found", "first token p50, ms", "p95, ms", "all turns, s")
+    table = Table(*columns, title=f"{options.sessions} sessions, {options.turns} turns, {options.shape}")
+    console = Console(width=120)
+    with showing(table.rows, lambda: console.print(table)), tempfile.TemporaryDirectory() as folder:
         model = write_shape(options.shape, Path(folder))
-        Console(width=120).print(asyncio.run(compare(options, model, Path(folder) / "kv")))
+        asyncio.run(compare(options, model, Path(folder) / "kv", table))
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

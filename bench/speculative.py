@@ -28,6 +28,7 @@ from decode_worker.settings import DecodeSettings
 from demo_model.questions import draw
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
+from mesh.interrupts import run_program, showing
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
@@ -125,12 +126,12 @@ def main() -> None:
             model_dir = write_deeper(model_dir, options.extra_layers, Path(folder))
         engines = {arm: Engine(model_dir, arm, options) for arm in _ARMS}
         table = _table(model_dir, options)
-        for name, text in _TEXTS.items():
-            for num_prompts in options.batch:
-                prompts, eos = _prompts(options.model, text, num_prompts)
-                table.add_row(name, str(num_prompts), *_cells(engines, (prompts, eos, text.temperature), options))
-            table.add_section()
-    Console(width=150).print(table)
+        with showing(table.rows, lambda: Console(width=150).print(table)):
+            for name, text in _TEXTS.items():
+                for num_prompts in options.batch:
+                    prompts, eos = _prompts(options.model, text, num_prompts)
+                    table.add_row(name, str(num_prompts), *_cells(engines, (prompts, eos, text.temperature), options))
+                table.add_section()
 
 
 def write_deeper(model_dir: Path, num_extra: int, folder: Path) -> Path:
@@ -211,4 +212,4 @@ def _options() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

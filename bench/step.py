@@ -19,7 +19,7 @@ import os
 import statistics
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -30,6 +30,7 @@ from bench.shapes import write_shape
 from engine.kernels.cpu.step import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.models.read_config import load_decoder_config
 from engine.settings import DTYPES, QUANTIZATIONS
+from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
 
@@ -69,46 +70,67 @@ class Variant:
 Times = Mapping[tuple[Variant, int], Sequence[float]]
 
 
+@dataclass(slots=True)
+class Rounds:
+    """What the complete rounds have measured. An interrupted one adds nothing."""
+
+    times: dict[tuple[Variant, int], list[float]] = field(default_factory=dict)
+    bytes_per_s: dict[Variant, list[float]] = field(default_factory=dict)
+    phases_ms: dict[tuple[Variant, int], Mapping[str, float]] = field(default_factory=dict)
+
+    def add_round(self, engines: Mapping[Variant, EngineSteps], batches: Sequence[int]) -> None:
+        """Measure each engine once."""
+        times: dict[tuple[Variant, int], float] = {}
+        phases_ms: dict[tuple[Variant, int], Mapping[str, float]] = {}
+        bytes_per_s: dict[Variant, float] = {}
+        for variant, steps in engines.items():
+            times[variant, _PROMPT] = steps.prompt_ms()
+            phases_ms[variant, _PROMPT] = steps.take_phases_ms()
+            bytes_per_s[variant] = read_bytes_per_s(variant.num_threads)
+            for batch in batches:
+                times[variant, batch] = steps.decode_ms(batch)
+                phases_ms[variant, batch] = steps.take_phases_ms()
+        for case, ms in times.items():
+            self.times.setdefault(case, []).append(ms)
+        for variant, speed in bytes_per_s.items():
+            self.bytes_per_s.setdefault(variant, []).append(speed)
+        self.phases_ms = phases_ms
+
+
 def main() -> None:
     options = _options()
     variants = _variants(options)
     available = sorted(os.sched_getaffinity(0))
     if max(variant.num_threads for variant in variants) == 1:
         os.sched_setaffinity(0, {available[-1]})
-    times: dict[tuple[Variant, int], list[float]] = {}
-    read: dict[Variant, list[float]] = {variant: [] for variant in variants}
-    phases_ms: dict[tuple[Variant, int], Mapping[str, float]] = {}
+    rounds = Rounds()
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_shape(options.shape, Path(folder))
         size = model_size(load_decoder_config(model_dir))
         engines = {variant: EngineSteps(_workload(model_dir, variant, options)) for variant in variants}
-        for _ in range(options.repeats):
-            for variant, steps in engines.items():
-                times.setdefault((variant, _PROMPT), []).append(steps.prompt_ms())
-                phases_ms[variant, _PROMPT] = steps.take_phases_ms()
-                read[variant].append(read_bytes_per_s(variant.num_threads))
-                for batch in options.batch:
-                    times.setdefault((variant, batch), []).append(steps.decode_ms(batch))
-                    phases_ms[variant, batch] = steps.take_phases_ms()
-    console = Console(width=140)
-    console.print(_times_table(variants, options, times))
-    for variant in variants:
+        with showing(rounds.times, lambda: _show(rounds, engines, size, options)):
+            for _ in range(options.repeats):
+                rounds.add_round(engines, options.batch)
+
+
+def _show(rounds: Rounds, engines: Mapping[Variant, EngineSteps], size: ModelSize, options: argparse.Namespace) -> None:
+    console, times = Console(width=140), rounds.times
+    console.print(_times_table(list(engines), options, times))
+    for variant in engines:
         if variant.num_ranks > 1:
             console.print(_ratios(variant, options, times))
-    for variant in variants if _ONE in options.batch else ():
-        console.print(
-            _speed_of_one(variant, size, statistics.median(times[variant, _ONE]), statistics.median(read[variant]))
-        )
+    for variant in engines if _ONE in options.batch else ():
+        bytes_per_s = statistics.median(rounds.bytes_per_s[variant])
+        console.print(_speed_of_one(variant, size, statistics.median(times[variant, _ONE]), bytes_per_s))
     if options.json:
         options.json.write_text(json.dumps(_medians(times, options.context)))
     if options.parts:
-        for variant in variants:
-            console.print(_phases_table(variant, options.batch, phases_ms))
-            bytes_per_s = statistics.median(read[variant])
-            for line in _product_speeds(variant, options, size, bytes_per_s, phases_ms):
+        for variant, steps in engines.items():
+            console.print(_phases_table(variant, options.batch, rounds.phases_ms))
+            bytes_per_s = statistics.median(rounds.bytes_per_s[variant])
+            for line in _product_speeds(variant, options, size, bytes_per_s, rounds.phases_ms):
                 console.print(line)
-            kv_bytes = engines[variant].kv_bytes_per_token
-            for line in _attention_speeds(variant, options, size, kv_bytes, phases_ms):
+            for line in _attention_speeds(variant, options, size, steps.kv_bytes_per_token, rounds.phases_ms):
                 console.print(line)
 
 
@@ -243,4 +265,4 @@ def _phases_table(
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

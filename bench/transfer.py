@@ -13,16 +13,17 @@ medians of a transfer, with the end of its call and without the warm-up.
 
 import argparse
 import asyncio
-import contextlib
 import json
 import multiprocessing
 import os
 import random
+import signal
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -45,6 +46,7 @@ from kvtransfer import (
 )
 from mesh.domain.host import host_and_port
 from mesh.domain.kv import KVLayout, Span
+from mesh.interrupts import run_program, showing
 from mesh.process import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -235,12 +237,21 @@ async def measure_own(plan: TransferBenchPlan, table: Table) -> dict[str, float]
     context = multiprocessing.get_context("spawn")  # gRPC does not survive fork
     ours, theirs = context.Pipe()
     process = context.Process(target=receive, args=(plan, theirs))
+    # The process inherits what is blocked: Ctrl-C is for this one, which ends both. Starting the tracker unblocks it.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     process.start()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    theirs.close()  # so that `ours` ends with the process
     try:
         assert process.pid is not None
         return await measure(plan, await asyncio.to_thread(ours.recv), process.pid, table)
+    except BaseException:
+        process.terminate()  # it may not have come to the pipe yet
+        raise
     finally:
-        ours.send(None)
+        with suppress(OSError):  # a signal for both has ended it
+            ours.send(None)
         process.join()
 
 
@@ -256,14 +267,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     keep_freed_memory()
     if options.receive:
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(receive_from_others(plan, options.receive))
+        asyncio.run(receive_from_others(plan, options.receive))
         return
     columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
     table = Table(*columns, "sender CPU ms", "receiver", title="KV transfer, medians")
     measured = measure(plan, options.send, None, table) if options.send else measure_own(plan, table)
-    medians_ms = asyncio.run(measured)
-    Console().print(table)
+    with showing(table.rows, lambda: Console().print(table)):
+        medians_ms = asyncio.run(measured)
     if options.json:
         options.json.write_text(json.dumps(medians_ms))
 
@@ -285,4 +295,4 @@ def parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

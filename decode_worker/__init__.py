@@ -2,3 +2,7 @@
 
 Start reading at service.py.
 """
+
+from mesh.interrupts import end_imports_quietly
+
+end_imports_quietly()

@@ -24,6 +24,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 import tandem
 from docs_site.hooks import ROOT
+from mesh.interrupts import run_program
 
 PICTURES = ROOT / "docs" / "pictures"
 THEMES = ("light", "dark")
@@ -221,4 +222,4 @@ def plot_throughput(theme: str) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -13,3 +13,7 @@ The way of one request:
    10. errors.py                   an error in any step becomes the dialect's status and body
 A client that disconnects cancels its SDK calls at any step (cancel_on_disconnect in server.py).
 """
+
+from mesh.interrupts import end_imports_quietly
+
+end_imports_quietly()

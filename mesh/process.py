@@ -2,7 +2,8 @@
 
 Stdout carries one JSON object per line for the parent (`announce`). Logs go to stderr. A slow or dead reader of either
 stream cannot block the service (see `line_writer.py`). The exit status is 0 after SIGTERM or SIGINT, 2 for a wrong
-configuration (one line on stderr says what to fix), and 1 for any other error.
+configuration (one line on stderr says what to fix), and 1 for any other error. A signal before the service listens ends
+the process at once.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.host import parse_cores
+from mesh.interrupts import end_at_ctrl_c
 from mesh.logs import LEVELS, configure_logging, flush_outputs
 from mesh.settings import load_settings, setting
 from mesh.tracing import configure_tracing
@@ -105,6 +107,7 @@ class ServiceProgram(Generic[S]):
 
     def main(self, argv: Sequence[str] | None = None) -> int:
         """Run until stopped. Return the exit status."""
+        end_at_ctrl_c()
         try:
             secrets = take_secrets(os.environ)
             flags = sys.argv[1:] if argv is None else argv
@@ -130,7 +133,10 @@ class ServiceProgram(Generic[S]):
         send_last_spans = configure_tracing(self.name, settings.otlp_endpoint)
         try:
             asyncio.run(self.serve(settings))
+        except KeyboardInterrupt:
+            pass  # a second Ctrl-C, after the service has stopped
         finally:
+            end_at_ctrl_c()
             send_last_spans()
 
 

@@ -16,3 +16,7 @@ Beside it: workers/ knows which workers there are and which are healthy, timelin
 what happened, api/operators.py and metrics.py show it, tenants.py knows the callers, readiness.py tells whether the
 models can be served, model_router.py puts the parts of one model together.
 """
+
+from mesh.interrupts import end_imports_quietly
+
+end_imports_quietly()

@@ -2,29 +2,20 @@
 comes.
 """
 
-import signal
-import sys
+from typing import NoReturn
 
-_HANDLER = signal.getsignal(signal.SIGINT)
-# Python would raise KeyboardInterrupt in whatever is imported or cleaned up. A shell ignores SIGINT in background jobs,
-# and so do they.
-_OUTSIDE = signal.SIG_DFL if _HANDLER is signal.default_int_handler else _HANDLER
-signal.signal(signal.SIGINT, _OUTSIDE)
+from mesh.interrupts import end_at_ctrl_c, run_program
+
+end_at_ctrl_c()
 
 
-def run() -> int:
-    """Run the command line of this process; returns the exit status."""
+def run() -> NoReturn:
+    """Run the command line of this process, and end the process with its status."""
     from tandem_cli.main import execute, parse_arguments
 
     args = parse_arguments()
-    try:
-        signal.signal(signal.SIGINT, _HANDLER)
-        return execute(args)
-    except KeyboardInterrupt:  # while an error was handled
-        return 130
-    finally:
-        signal.signal(signal.SIGINT, _OUTSIDE)
+    run_program(lambda: execute(args))
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    run()

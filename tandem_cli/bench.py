@@ -172,7 +172,7 @@ def _measure(args: argparse.Namespace) -> Report:
         with Progress(benchmark, len(arms), Console(stderr=True)) as progress:
             asyncio.run(Sweep(benchmark, arms, report, progress).run(lambda: _save(args, report)))
         _save(args, report)  # with what is known when the last mesh stops
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit):
         if not report.points:
             raise
         report.notes.append("interrupted: only the runs that were complete by then are shown")

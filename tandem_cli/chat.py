@@ -9,6 +9,7 @@ from rich.console import Console
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import raise_at_each_ctrl_c
 from tandem import GenerateArguments
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
@@ -64,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
             "temperature": args.temperature,
             "seed": args.seed,
         }
+        raise_at_each_ctrl_c()
         _converse(client, Conversation(args.system), options)
     return 0
 

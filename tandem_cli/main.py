@@ -6,12 +6,10 @@ command. This module itself imports neither the SDK nor rich, which take longer 
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import FrameType
-from typing import Any, NoReturn, Protocol, cast
+from typing import Any, Protocol, cast
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import suggestion
@@ -132,11 +130,7 @@ def _list_commands() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse `argv` and run the subcommand; returns the exit status. With the command line of this process, SIGTERM
-    raises SystemExit, so that commands end their child processes and remove what they have begun to write.
-    """
-    if argv is None:
-        signal.signal(signal.SIGTERM, _exit)
+    """Parse `argv` and run the subcommand; returns the exit status."""
     return execute(parse_arguments(argv))
 
 
@@ -160,11 +154,6 @@ def execute(args: argparse.Namespace) -> int:
         advice = _ADVICE.get(type(error).__name__)
         return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
-
-
-def _exit(number: int, frame: FrameType | None) -> NoReturn:
-    signal.signal(number, signal.SIG_IGN)  # a second one would interrupt the cleanup
-    raise SystemExit(128 + number)
 
 
 def _fail(message: str, status: int) -> int:

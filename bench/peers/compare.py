@@ -23,6 +23,7 @@ from rich.table import Table
 
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, parse_arm, send_through, setup_of, started
+from mesh.interrupts import run_program
 from tandem_cli.load_test.figures import percentile
 
 _PROMPTS = Workload(num_clients=6, requests_per_client=1, input_tokens=48, output_tokens=24, seed=1)
@@ -220,4 +221,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -22,6 +22,7 @@ from rich.table import Table
 import tandem
 from bench.peers.arms import Arm, Serving, Setup, add_common_flags, in_turn, send_through, setup_of, started
 from bench.peers.process import PeerFailed
+from mesh.interrupts import run_program
 from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
 from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
@@ -121,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.peers.catalog import ENGINES, Engine, interpreter
+from mesh.interrupts import run_program
 
 _REQUIRED = """
 import json, sys
@@ -66,4 +67,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from bench.closed_loop import Workload, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, send_through, setup_of, started
+from mesh.interrupts import run_program
 
 _ENDLESS = "while True: pass"
 
@@ -117,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -20,6 +20,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
+from mesh.interrupts import run_program
 from tests.client_environment import output_of, python_with
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import running_gateway
@@ -80,4 +81,4 @@ def main(names: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_program(lambda: main(sys.argv[1:]))

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from mesh.interrupts import run_program
 from tests.gpu.table import write_table
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,4 +157,4 @@ def _write(path: Path, found: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

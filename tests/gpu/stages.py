@@ -26,6 +26,7 @@ import torch
 
 from engine.kv_cache import KVCache
 from mesh.domain.kv import KVLayout, KVSpan, Span
+from mesh.interrupts import run_program
 
 if TYPE_CHECKING:
     from kvtransfer.transports.shm import Arena
@@ -388,4 +389,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

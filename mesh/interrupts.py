@@ -1,0 +1,73 @@
+"""Ctrl-C and SIGTERM end the programs that people run by hand, without a traceback, whenever the signal comes.
+
+imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
+the program      `run_program`: the first signal raises, so that all that is open is closed; others are ignored
+the process ends Ctrl-C ends it at once
+"""
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from types import FrameType
+from typing import NoReturn
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def end_imports_quietly() -> None:
+    """Let Ctrl-C end this process while its program is imported, if it was started as `python -m PACKAGE...`. Python
+    would raise KeyboardInterrupt in an import. Call it in the package's `__init__.py`.
+    """
+    if sys.argv[:1] == ["-m"]:  # as Python documents it for the time until the program has been found
+        end_at_ctrl_c()
+
+
+def end_at_ctrl_c() -> None:
+    """Let Ctrl-C end this process as SIGTERM does, at once."""
+    _handle_ctrl_c(signal.SIG_DFL)
+
+
+def raise_at_each_ctrl_c() -> None:
+    """Let each Ctrl-C raise KeyboardInterrupt, for a program that goes on after it."""
+    _handle_ctrl_c(signal.default_int_handler)
+
+
+def _handle_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    """A shell ignores SIGINT in background jobs, and so do they."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, handler)
+
+
+def run_program(main: Callable[[], int | None]) -> NoReturn:
+    """Run `main`, and end the process with its status, with 130 after Ctrl-C, or with 143 after SIGTERM."""
+    try:
+        _handle_ctrl_c(_interrupt)
+        signal.signal(signal.SIGTERM, _interrupt)
+        status = main()
+    except KeyboardInterrupt:
+        status = 128 + signal.SIGINT
+    finally:
+        end_at_ctrl_c()
+    sys.exit(status)
+
+
+@contextmanager
+def showing(results: Sized, show: Callable[[], object]) -> Iterator[None]:
+    """Run the block, which fills `results`; then call `show` if there are some. So does a block that a signal ends."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        if results:
+            sys.stderr.write("interrupted: only what was complete by then is shown\n")
+            show()
+        raise
+    show()
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+    for each in _SIGNALS:  # another one would interrupt the cleanup
+        signal.signal(each, signal.SIG_IGN)
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)

@@ -1,0 +1,162 @@
+"""Ctrl-C and SIGTERM, at moments from the start on, for every program that people run: no traceback, and no process and
+no file is left. `pytest -m soak` sweeps them all; the fast tests take a few.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import psutil
+import pytest
+
+from bench.shapes import BUNDLED
+from tests.e2e.mesh_process import is_alive
+from tests.waiting import until
+
+_LIMIT_S = 200.0
+_MARK = "TANDEM_TEST_MARK"
+_TROUBLE = ("Traceback", "Exception ignored", "KeyboardInterrupt", "never retrieved", "unhandled exception")
+_MOMENTS_S = (0.05, 0.4, 1.5, 5.0, 15.0)
+_INTERRUPT, _TERMINATE = signal.SIGINT, signal.SIGTERM
+
+_WORKER = "--model {model} --registry-address 127.0.0.1:9 --port 0"
+_SERVICES = [
+    "router --model {model} --port 0 --registry-port 0",
+    f"decode_worker {_WORKER}",
+    f"prefill_worker {_WORKER}",
+    f"switchable_worker {_WORKER}",
+    "gateway --router 127.0.0.1:9 --port 0",
+    "tandem_cli up --port 0 --no-http",
+    "tandem_cli up --port 0 --no-http --no-fork --colocated",
+]
+_PROGRAMS = [
+    "tandem_cli bench --up=--colocated --num-requests 100000",
+    "tandem_cli plan {model} --device h100-sxm",
+    "tandem_cli simulate --rate 8",
+    "tandem_cli quantize {model} {folder}/out --scheme gptq --data {prompts}",
+    "tandem_cli partition {model} {folder}/out --quantize int8",
+    "tandem_cli compile {model} --quantize int8",
+    "tandem_cli optimize {model} --data {prompts} --out {folder}/out",
+    "tandem_cli generate hello --address 127.0.0.1:9",
+    "tandem_cli chat --address 127.0.0.1:9",
+    "tandem_cli workers --watch --address 127.0.0.1:9",
+    "tandem_cli ps",
+    "tandem_cli stop",
+    "tandem_cli logs",
+    "bench.step --shape narrow --repeats 1000",
+    "bench.masks --vocab 32000 --seqs 8 --steps 1000",
+    "bench.attention --seqs 64",
+    "bench.families llama --rounds 1000",
+    "bench.limits --shape 135m",
+    "bench.adapters --repeats 100000",
+    "bench.loading --shape 135m --repeats 100",
+    "bench.speculative",
+    "bench.transfer --runs 10000",
+    "bench.router --repeats 100",
+    "bench.gateway --repeats 100 --streams 8",
+    "bench.connections --idle 10 --dripping 10 --rounds 1000",
+    "bench.overhead --tokens 2048 4096 8192",
+    "bench.sessions",
+    "bench.serving --repeats 100",
+    "bench.scale --workers 10 --streams 10 --seconds 100",
+    "bench.peers.compare --arms tandem-colocated --repeats 100",
+    "bench.peers.neighbours --arms tandem-colocated --repeats 100",
+    "bench.peers.burst --arms tandem --repeats 100",
+    "bench.peers.goodput --arms tandem --repeats 100",
+    "bench.context --shape 135m --arms tandem --tokens 2048 --repeats 100",
+    "tests.parity",
+    "tests.clients openai",
+]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a program: its status, stdout and stderr."""
+
+    status: int
+    out: str
+    err: str
+
+
+async def ended(words: str, folder: Path, after_s: float, signals: Sequence[signal.Signals]) -> Ended:
+    """Start `python -m WORDS`, send it the signals in quick succession as a terminal does, which are for children too,
+    and check that neither a process nor a temporary file is left.
+    """
+    temporary, mark = folder / "tmp", uuid4().hex
+    for each in (temporary, folder / "run"):
+        each.mkdir(parents=True, exist_ok=True)
+    (folder / "prompts.jsonl").write_text('{"prompt": "What is 2 + 3?"}\n' * 8)
+    line = words.format(model=BUNDLED, folder=folder, prompts=folder / "prompts.jsonl").split()
+    environ = os.environ | {_MARK: mark, "TMPDIR": str(temporary), "XDG_RUNTIME_DIR": str(folder / "run")}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", *line),
+        env=environ,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=_heed_ctrl_c,
+    )
+    told = asyncio.create_task(process.communicate())
+    try:
+        await asyncio.wait([told], timeout=after_s)
+        for number in signals:
+            if process.returncode is None:
+                os.killpg(process.pid, number)
+        out, err = await asyncio.wait_for(asyncio.shield(told), _LIMIT_S)
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            await told
+    await until(lambda: not _marked(mark), state=lambda: _marked(mark))
+    assert process.returncode is not None
+    # PyTorch keeps a cache of its own.
+    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    return Ended(process.returncode, out.decode(), err.decode())
+
+
+def _heed_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has ignored it if pytest is a background job
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    """Running processes that have inherited the mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(_MARK) == mark and is_alive(process):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def _check(end: Ended, signals: Sequence[signal.Signals], *, is_service: bool) -> None:
+    assert [text for text in _TROUBLE if text in end.err + end.out] == [], end
+    statuses = {status for number in signals for status in (-number, 128 + number)}
+    # A program may have come to its end before the signal; those that ask find nothing to ask.
+    assert end.status in (statuses | {0} if is_service else statuses | {0, 1, 2}), end
+
+
+@pytest.mark.parametrize("signals", [(_INTERRUPT,), (_INTERRUPT, _INTERRUPT), (_TERMINATE,)], ids=str)
+@pytest.mark.parametrize("words", [_SERVICES[0], _SERVICES[4], "bench.attention", "tandem_cli simulate --rate 8"])
+async def test_a_program_that_starts_ends_without_a_traceback(
+    words: str, signals: Sequence[signal.Signals], tmp_path: Path
+) -> None:
+    ends = await asyncio.gather(*(ended(words, tmp_path / str(after_s), after_s, signals) for after_s in (0.1, 0.9)))
+    for end in ends:
+        _check(end, signals, is_service=words in _SERVICES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("words", [*_SERVICES, *_PROGRAMS])
+async def test_every_program_at_every_moment(words: str, tmp_path: Path) -> None:
+    for signals in ((_INTERRUPT,), (_INTERRUPT, _INTERRUPT), (_TERMINATE,), (_TERMINATE, _INTERRUPT)):
+        for after_s in _MOMENTS_S:
+            folder = tmp_path / f"{after_s:g} {'-'.join(number.name for number in signals)}"
+            _check(await ended(words, folder, after_s, signals), signals, is_service=words in _SERVICES)

@@ -130,10 +130,19 @@ def rendering_of(body: ChatBody) -> TokenizeArguments:
     return TokenizeArguments(
         messages=messages_of(body),
         tools=tools_of(body),
-        chat_template_kwargs=body.chat_template_kwargs,
+        chat_template_kwargs=_template_values(body),
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
     )
+
+
+def _template_values(body: ChatBody) -> Json | None:
+    """The effort of reasoning as templates of models with optional reasoning know it. The client's own values come
+    first.
+    """
+    if body.reasoning_effort is None:
+        return body.chat_template_kwargs
+    return {"enable_thinking": body.reasoning_effort != "none"} | (body.chat_template_kwargs or {})
 
 
 def tools_of(body: ChatBody) -> list[Json] | None:

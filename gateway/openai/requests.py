@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.errors import InvalidField, Problem
+from gateway.openai.foreign_members import translate_members
 from gateway.schema import (
     MAX_MESSAGES,
     AnyJson,
@@ -68,7 +69,9 @@ class StreamOptions(Body):
 
 
 class SamplingBody(StructuredBody):
-    """Members of both kinds of request. The first group is OpenAI's, the second is extensions."""
+    """Members of both kinds of request. The first group is OpenAI's, the second is extensions. Those that only other
+    servers know are in `foreign_members.py`.
+    """
 
     model: Name = ""
     stream: bool = False
@@ -102,6 +105,11 @@ class SamplingBody(StructuredBody):
     keep_priority: KeepPriority | None = None
     time_to_live: Real | None = None
     return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_our_names(cls, data: object) -> object:
+        return translate_members(data, cls.model_fields) if isinstance(data, dict) else data
 
 
 class CompletionBody(SamplingBody):
@@ -154,6 +162,7 @@ class ChatBody(SamplingBody):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     separate_reasoning: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
 
 def check_ranges(body: SamplingBody) -> None:

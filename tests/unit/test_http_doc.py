@@ -8,6 +8,8 @@ from typing import Any
 from starlette.routing import Route
 
 from gateway.app import build_app
+from gateway.openai.foreign_members import OTHER_NAMES, REFUSED, WITHOUT_EFFECT
+from gateway.openai.requests import ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
@@ -38,3 +40,21 @@ def test_limits_are_the_settings_defaults() -> None:
         for name in re.findall(r"\w+", names):
             default = getattr(GatewaySettings(), name)
             assert float(shown) == (default >> 20 if name.endswith("_bytes") else default), name
+
+
+def test_members_that_other_servers_know_are_those_of_the_code() -> None:
+    section = TEXT.split("## Members that other servers know")[1].split("\n## ")[0]
+    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)) == OTHER_NAMES
+    refused = {name: instead for name, (_, instead) in REFUSED.items()}
+    assert dict(re.findall(r"^\| `(\w+)` \| ([^`].*) \|$", section, re.MULTILINE)) == refused
+    sentence = section[section.index("Without effect") : section.index("The id of")]
+    assert set(re.findall(r"`(\w+)`", sentence)) == WITHOUT_EFFECT
+
+
+def test_a_member_has_one_meaning() -> None:
+    ours = {*ChatBody.model_fields, *CompletionBody.model_fields}
+    assert set(OTHER_NAMES.values()) <= ours
+    assert not ours & {*OTHER_NAMES, *WITHOUT_EFFECT}
+    assert ours & REFUSED.keys() == {"echo", "best_of", "suffix"}  # of completions
+    assert not OTHER_NAMES.keys() & REFUSED.keys()
+    assert not WITHOUT_EFFECT & {*OTHER_NAMES, *REFUSED}

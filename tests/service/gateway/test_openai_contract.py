@@ -8,6 +8,7 @@ import httpx2
 import openai
 import pytest
 
+from gateway.openai.foreign_members import REFUSED, WITHOUT_EFFECT
 from tests.defects import Repaired
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
@@ -183,3 +184,35 @@ async def test_openais_own_client_reads_the_error() -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             await client.chat.completions.create(model="fake", messages=[{"role": "user", "content": "x"}], n=100)
     assert (caught.value.param, caught.value.code) == ("n", "integer_above_max_value")
+
+
+async def test_members_of_other_servers_are_refused_in_words_or_harmless(gateway: RunningGateway) -> None:
+    for path, own in ((CHAT, set[str]()), (COMPLETIONS, {"echo", "best_of", "suffix"})):
+        for name in REFUSED.keys() - own:
+            response = await gateway.post(path, BODIES[path] | {name: "something"})
+            assert response.status_code == 400, name
+            error = response.json()["error"]
+            assert error["param"] == name
+            assert error["message"].startswith(f"{name} is not supported: ")
+        off: dict[str, Any] = {name: values[0] for name, (values, _) in REFUSED.items() if values}
+        harmless: dict[str, Any] = off | dict.fromkeys(WITHOUT_EFFECT, "something") | {"priority": 0}
+        without_own = {name: value for name, value in harmless.items() if name not in own}
+        assert (await gateway.post(path, BODIES[path] | without_own)).status_code == 200
+
+
+async def test_other_names_of_members_reach_the_router(gateway: RunningGateway) -> None:
+    theirs = {"n_predict": 3, "repeat_penalty": 1.5, "no_stop_trim": True, "session_id": "s", "regex": "a+"}
+    for path, body in BODIES.items():
+        assert (await gateway.post(path, body | theirs)).status_code == 200
+        request = gateway.script.requests[-1]
+        assert (request.sampling.max_new_tokens, request.sampling.repetition_penalty) == (3, 1.5)
+        assert request.sampling.structure.regex == "a+"
+        error = await refusal(gateway.http, path, regex="a+", guided_regex="b+")
+        assert error["message"] == "regex and guided_regex mean the same: set one of them"
+
+
+async def test_the_effort_of_reasoning_is_the_templates(gateway: RunningGateway) -> None:
+    for effort, is_thinking in (("none", False), ("low", True)):
+        await gateway.post(CHAT, BODIES[CHAT] | {"reasoning_effort": effort})
+        values = json.loads(gateway.script.requests[-1].chat.template_kwargs_json)
+        assert values == {"enable_thinking": is_thinking}

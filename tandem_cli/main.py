@@ -5,6 +5,7 @@ command. This module itself imports neither the SDK nor rich, which take longer 
 """
 
 import argparse
+import errno
 import os
 import sys
 from collections.abc import Sequence
@@ -138,14 +139,19 @@ def execute(args: argparse.Namespace) -> int:
     """Run one subcommand. Returns 2 for a wrong configuration, 130 after Ctrl-C, and 1 for any other failure."""
     try:
         status: int = args.run(args)
+        sys.stdout.flush()
     except ConfigurationError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader of stdout has gone. Redirect stdout, or Python reports an error when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of stdout has gone
+        _discard_stdout()
         return 1
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            _discard_stdout()
+        reason = error.strerror or str(error)
+        return _fail(f"{error.filename}: {reason}" if error.filename else reason, 1)
     except Exception as error:
         from tandem import TandemError
 
@@ -154,6 +160,11 @@ def execute(args: argparse.Namespace) -> int:
         advice = _ADVICE.get(type(error).__name__)
         return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
+
+
+def _discard_stdout() -> None:
+    """Python would report an error when it flushes stdout at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _fail(message: str, status: int) -> int:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 
-def python_with(requirement: str, module: str) -> str:
-    """An interpreter that has `module` of the package. Where it cannot be installed, a person's test is skipped; CI's
-    fails, because there nobody would notice.
+def python_with(requirement: str, module: str, *others: str) -> str:
+    """An interpreter that has `module` of the package, and other packages. Where it cannot be installed, a test of a
+    person is skipped; that of CI fails, because there nobody would notice.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem-tests"
     folder = cache / f"{requirement}-{sys.version_info.major}.{sys.version_info.minor}"
@@ -19,7 +19,7 @@ def python_with(requirement: str, module: str) -> str:
     if not _has(python, module):
         try:
             subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            pip = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement]
+            pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement, *others]
             subprocess.run(pip, check=True, capture_output=True, timeout=280)
         except (OSError, subprocess.SubprocessError) as error:
             give_up = pytest.fail if os.environ.get("CI") else pytest.skip

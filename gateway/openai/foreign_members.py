@@ -35,7 +35,7 @@ WITHOUT_EFFECT = frozenset(
 """Members that change no answer here: notes for the server's log, and hints for speed."""
 
 # Values that ask for nothing, beside null, and what to do instead.
-_OFF = (False, 0, "", [], {})
+_OFF: tuple[object, ...] = (False, 0, "", [], {})
 _PLACEMENT = "the router chooses workers"
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
     {

@@ -153,3 +153,10 @@ def test_logs_are_followed_until_the_mesh_ends(
         process.kill()
         process.wait()
         assert following.wait(60) == 0
+
+
+def test_a_full_disk_is_a_sentence() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "tandem_cli", "completion", "bash"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stderr) == (1, "tandem: No space left on device\n")

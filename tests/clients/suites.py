@@ -2,8 +2,8 @@
 
     python -m tests.clients.suites
 
-LangChain's (`langchain-tests`) is the only one: those of the other packages in tests/clients/__main__.py need servers
-of their own, or recordings. The status is pytest's.
+LangChain's (`langchain-tests`) is the one here: it is made to be pointed at a model, whoever serves it. The status is
+pytest's.
 """
 
 import asyncio

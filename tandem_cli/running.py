@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from mesh.domain.errors import ConfigurationError
+from mesh.whole_file import write_whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +61,7 @@ class Registration:
     def write(self) -> None:
         """Write the file. Raises OSError."""
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self._mesh)))
-        temporary.replace(self._path)
+        write_whole(self._path, json.dumps(asdict(self._mesh)).encode())
 
     def ready(self, address: str, http: str) -> None:
         """Add the addresses, once the mesh serves. A full disk is no reason to stop it."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mesh.domain.errors import ConfigurationError
+from mesh.whole_file import write_whole
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
 from tandem_cli.optimization.choice import (
@@ -117,9 +118,7 @@ class State:
             "published": self.published,
         }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial = self.path.with_name(self.path.name + ".partial")
-        partial.write_text(json.dumps(content))
-        partial.replace(self.path)
+        write_whole(self.path, json.dumps(content).encode())
 
 
 def _to_json(result: Result) -> dict[str, Any]:

@@ -8,20 +8,21 @@ OWNER is a digest of the API key, so a caller sees what was made with the same k
 
 import fcntl
 import json
-import os
 import re
+import threading
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from gateway.errors import BodyTooLarge, InvalidField, NotStored
 from mesh.domain.errors import ConfigurationError
+from mesh.whole_file import PART, write_whole
 
 Json = dict[str, Any]
+T = TypeVar("T")
 
 MAX_FILES = 1000
 MAX_BATCHES = 200
@@ -36,6 +37,7 @@ class Store:
         """`max_bytes` is for each caller. Raises ConfigurationError if the folder cannot be used."""
         self._folder = folder
         self._max_bytes = max_bytes
+        self._shelves: dict[str, Shelf] = {}
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("w")
@@ -51,40 +53,45 @@ class Store:
 
     def of(self, key: str | None) -> "Shelf":
         name = sha256(key.encode()).hexdigest()[:32] if key else "anyone"
-        return Shelf(self._folder / name, self._max_bytes)
+        if name not in self._shelves:
+            self._shelves[name] = Shelf(self._folder / name, self._max_bytes)
+        return self._shelves[name]
 
 
-@dataclass(frozen=True)
 class Shelf:
-    """One caller's files and batches."""
+    """One caller's files and batches; there is one object for them.
 
-    folder: Path
-    max_bytes: int
+    Methods that look first and then change something hold the lock, on a thread. Reading takes no lock, so that the
+    event loop need not wait for a thread.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._files = folder / "files"
+        self._batches = folder / "batches"
+        self._lock = threading.Lock()
         for each in (self._files, self._batches):
             each.mkdir(mode=0o700, parents=True, exist_ok=True)
-
-    @property
-    def _files(self) -> Path:
-        return self.folder / "files"
-
-    @property
-    def _batches(self) -> Path:
-        return self.folder / "batches"
+            for part in each.glob(f"*{PART}"):  # of a gateway that died
+                part.unlink()
 
     def bytes_left(self) -> int:
-        return self.max_bytes - sum(path.stat().st_size for path in self._files.iterdir())
+        return self.max_bytes - sum(_of_those_there(lambda path: path.stat().st_size, self._files.iterdir()))
 
     def add_file(self, name: str, content: bytes) -> Json:
         """Keep a batch's input. Raises BodyTooLarge or InvalidField."""
-        if len(content) > self.bytes_left():
-            raise BodyTooLarge(f"your files may have {self.max_bytes} bytes together: delete some")
-        if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
-            raise InvalidField(f"you may have {MAX_FILES:,} files: delete some")
-        file_id = new_id("file")
-        self.path_of(file_id).write_bytes(content)
-        return self.describe_file(file_id, name, "batch")
+        with self._lock:
+            if len(content) > self.bytes_left():
+                raise BodyTooLarge(f"your files may have {self.max_bytes} bytes together: delete some")
+            if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
+                raise InvalidField(f"you may have {MAX_FILES:,} files: delete some")
+            file_id = new_id("file")
+            write_whole(self.path_of(file_id), content)
+            try:
+                return self.describe_file(file_id, name, "batch")
+            except OSError:
+                self.path_of(file_id).unlink()
+                raise
 
     def describe_file(self, file_id: str, name: str, purpose: str) -> Json:
         """Write down what there is to say of the file that lies at `path_of(file_id)`."""
@@ -111,13 +118,14 @@ class Shelf:
         return _newest_first(self._files.glob("*.json"))
 
     def delete_file(self, file_id: str) -> None:
-        """Raises NotStored, or InvalidField while a batch reads or writes the file."""
-        self.file(file_id)
-        for batch in self.batches():
-            if batch["status"] not in ENDED and batch["input_file_id"] == file_id:
-                raise InvalidField(f"batch {batch['id']} reads this file: cancel it first")
-        (self._files / f"{file_id}.json").unlink()
-        self.path_of(file_id).unlink(missing_ok=True)
+        """Raises NotStored, or InvalidField while a batch reads the file. Answers appear as files at their end only."""
+        with self._lock:
+            self.file(file_id)
+            for batch in self.batches():
+                if batch["status"] not in ENDED and batch["input_file_id"] == file_id:
+                    raise InvalidField(f"batch {batch['id']} reads this file: cancel it first")
+            (self._files / f"{file_id}.json").unlink()
+            self.path_of(file_id).unlink(missing_ok=True)
 
     def save_batch(self, batch: Json) -> None:
         _write(self._batches / f"{_checked(batch['id'])}.json", batch)
@@ -130,9 +138,10 @@ class Shelf:
 
     def forget_old_batches(self) -> None:
         """Keep the newest. Their files stay."""
-        for batch in self.batches()[MAX_BATCHES:]:
-            if batch["status"] in ENDED:
-                (self._batches / f"{batch['id']}.json").unlink()
+        with self._lock:
+            for batch in self.batches()[MAX_BATCHES:]:
+                if batch["status"] in ENDED:
+                    (self._batches / f"{batch['id']}.json").unlink()
 
 
 def new_id(kind: str) -> str:
@@ -155,12 +164,18 @@ def _read(path: Path, stored_id: str) -> Json:
 
 
 def _write(path: Path, about: Json) -> None:
-    """Replace the file whole: a gateway that dies meanwhile leaves the old one."""
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(about))
-    os.replace(part, path)
+    write_whole(path, json.dumps(about).encode())
 
 
 def _newest_first(paths: Iterable[Path]) -> list[Json]:
-    all_of_them = [json.loads(path.read_bytes()) for path in paths]
+    all_of_them: Iterator[Json] = _of_those_there(lambda path: json.loads(path.read_bytes()), paths)
     return sorted(all_of_them, key=lambda about: (about["created_at"], about["id"]), reverse=True)
+
+
+def _of_those_there(read: Callable[[Path], T], paths: Iterable[Path]) -> Iterator[T]:
+    """`read` each file. Files that go away while a folder is read are left out."""
+    for path in paths:
+        try:
+            yield read(path)
+        except FileNotFoundError:
+            continue

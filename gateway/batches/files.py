@@ -36,21 +36,26 @@ class BadLine(BatchRefused):
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line of the input. `body` has a priority, the lowest unless the line sets one."""
+    """One line of the input. `content` is the body as it is sent, with a priority."""
 
     custom_id: str
     url: str
-    body: dict[str, Any]
+    content: bytes
 
 
-def read_requests(path: Path, done: Collection[str] = ()) -> Iterator[BatchRequest]:
-    """Yield the requests whose ids are not `done`. Raises BadLine, or ConfigurationError if the file cannot be read."""
-    for _, request in _numbered(path):
+def read_requests(path: Path, done: Collection[str] = (), *, keeps_priority: bool = True) -> Iterator[BatchRequest]:
+    """Yield the requests whose ids are not `done`. Raises BadLine, or ConfigurationError if the file cannot be read.
+
+    The priority is the lowest, unless the line sets another one and `keeps_priority` holds.
+    """
+    for _, request in _numbered(path, keeps_priority=keeps_priority):
         if request.custom_id not in done:
             yield request
 
 
-def _numbered(path: Path, max_line_bytes: int | None = None) -> Iterator[tuple[int, BatchRequest]]:
+def _numbered(
+    path: Path, max_line_bytes: int | None = None, *, keeps_priority: bool = True
+) -> Iterator[tuple[int, BatchRequest]]:
     try:
         file = path.open("rb")
     except OSError as error:
@@ -62,7 +67,7 @@ def _numbered(path: Path, max_line_bytes: int | None = None) -> Iterator[tuple[i
             if max_line_bytes is not None and len(line) > max_line_bytes:
                 raise BadLine(path, number, f"longer than {max_line_bytes:,} bytes")
             try:
-                yield number, _parse(line)
+                yield number, _parse(line, keeps_priority)
             except ValueError as error:
                 raise BadLine(path, number, str(error)) from None
 
@@ -88,7 +93,7 @@ def check_requests(
     return ids
 
 
-def _parse(line: bytes) -> BatchRequest:
+def _parse(line: bytes, keeps_priority: bool) -> BatchRequest:
     """Raises ValueError."""
     try:
         members = json.loads(line)
@@ -107,7 +112,17 @@ def _parse(line: bytes) -> BatchRequest:
         raise ValueError("body must be a JSON object")
     if body.get("stream"):
         raise ValueError("a batch cannot stream: remove stream from the body")
-    return BatchRequest(custom_id, url, {"priority": _LOWEST_PRIORITY} | body)
+    lowest = {"priority": _LOWEST_PRIORITY}
+    return BatchRequest(custom_id, url, _sendable(custom_id, lowest | body if keeps_priority else body | lowest))
+
+
+def _sendable(custom_id: str, body: dict[str, Any]) -> bytes:
+    """Encode the body. Raises ValueError: Python reads halves of surrogate pairs, and numbers that JSON cannot have."""
+    try:
+        custom_id.encode()
+        return json.dumps(body, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"cannot be sent as JSON: {error}") from None
 
 
 class AnswerFile:
@@ -149,7 +164,8 @@ class AnswerFile:
         """Append an answer; return its bytes."""
         response = {"status_code": status, "request_id": request_id, "body": body}
         answer = {"id": f"batch_req_{uuid4().hex}", "custom_id": custom_id, "response": response, "error": None}
-        num_bytes = self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
+        text = json.dumps(answer, ensure_ascii=False)
+        num_bytes = self._file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair: \udXXX
         self._file.flush()
         self.done.add(custom_id)
         return num_bytes

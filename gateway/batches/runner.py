@@ -11,8 +11,7 @@ again. Answers that are there already are not asked for a second time.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from collections.abc import AsyncIterator
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ import structlog
 from starlette.types import ASGIApp
 
 import tandem
-from gateway.batches.files import AnswerFile, BadLine, BatchRequest, check_requests, read_requests
+from gateway.batches.files import AnswerFile, BadLine, check_requests, read_requests
 from gateway.batches.send import KeyRefused, Sender
 from gateway.batches.store import ENDED, Json, Shelf, Store, new_id
 from gateway.settings import GatewaySettings
@@ -165,7 +164,7 @@ class Run:
         with await asyncio.to_thread(Answers, shelf, batch) as answers:
             patience_s = max(0.0, batch["expires_at"] - time.time())
             sender = Sender(self._http, patience_s=patience_s, on_wait=self._say_why, slots=self._slots)
-            requests = _at_lowest_priority(path, answers.done)
+            requests = read_requests(path, answers.done, keeps_priority=False)
             first = await asyncio.to_thread(lambda: list(islice(requests, 1)))  # behind all that are answered
             await sender.send_all(chain(first, requests), answers, self._concurrency, lambda: None)
         if sender.tally.num_left:
@@ -239,11 +238,6 @@ class Answers:
     def __exit__(self, *error: Any) -> None:
         self._output.__exit__(*error)
         self._errors.__exit__(*error)
-
-
-def _at_lowest_priority(path: Path, done: frozenset[str]) -> Iterator[BatchRequest]:
-    for request in read_requests(path, done):
-        yield replace(request, body=request.body | {"priority": "batch"})
 
 
 def _new_batch(endpoint: str, file_id: str, metadata: Json) -> Json:

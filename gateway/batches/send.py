@@ -15,6 +15,7 @@ from gateway.batches.files import BatchRefused, BatchRequest
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
 _BAD_KEY = (401, 403)
+_JSON = {"content-type": "application/json"}
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
 
@@ -88,7 +89,7 @@ class Sender:
             response: httpx2.Response | None = None
             try:
                 async with self._slots:
-                    response = await self._http.post(request.url, json=request.body)
+                    response = await self._http.post(request.url, content=request.content, headers=_JSON)
             except httpx2.RequestError as error:
                 self.tally.last_problem = f"{type(error).__name__}: {error}"
             if response is not None and response.status_code not in _LATER:
@@ -114,7 +115,7 @@ class Sender:
             raise KeyRefused(f"the gateway refuses the key: {response.text[:200]}; set TANDEM_API_KEY")
         try:
             body: object = json.loads(response.content)
-        except ValueError:
+        except (ValueError, RecursionError):
             body = response.text
         request_id = response.headers.get("x-request-id", "")
         answers.write(request.custom_id, response.status_code, request_id, body)

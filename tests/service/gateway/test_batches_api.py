@@ -90,12 +90,18 @@ async def test_a_file_that_is_wrong_fails_the_batch_and_sends_nothing(tmp_path: 
         line(1) + line(1): "twice",
         line(1, "/v1/completions"): "endpoint",
         line(1, stream=True): "stream",
+        line(1) + line(2, user="cut: \ud83d"): "cannot be sent as JSON: 'utf-8' codec can't encode character '\\ud83d'",
+        line(1) + line(2, temperature=float("nan")): "cannot be sent as JSON: Out of range",
+        line(1) + line(2).replace(b'"hi"', b"1e999"): "cannot be sent as JSON: Out of range",
+        line(1) + line(2).replace(b"r2", rb"\ud83d"): "cannot be sent as JSON",
     }
     async with batches(tmp_path) as gateway, client_of(gateway) as client:
         for content, reason in wrong.items():
             batch = await ended(client, (await begun(client, content)).id)
             assert batch.status == "failed"
-            assert reason in batch.errors.data[0].message
+            (error,) = batch.errors.data
+            assert reason in error.message
+            assert error.line == max(1, content.count(b"\n"))
             assert str(tmp_path) not in batch.errors.data[0].message
         assert gateway.script.requests == []
 

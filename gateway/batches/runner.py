@@ -24,6 +24,7 @@ import tandem
 from gateway.batches.files import AnswerFile, BadLine, check_requests, read_requests
 from gateway.batches.send import KeyRefused, Sender
 from gateway.batches.store import ENDED, Json, Shelf, Store, new_id
+from gateway.errors import NotStored
 from gateway.settings import GatewaySettings
 
 log = structlog.get_logger(__name__)
@@ -33,7 +34,6 @@ MAX_LINE_BYTES = 1 << 20  # what the event loop reads and writes at a time
 MAX_OPEN = 8
 WINDOW_S = 24 * 3600
 _RECOUNT_BYTES = 1 << 20
-_EXTRA_TIMEOUT_S = 60.0
 
 
 class StorageFull(Exception):
@@ -46,7 +46,6 @@ class Batches:
     def __init__(self, settings: GatewaySettings) -> None:
         self.store = Store(Path(settings.batch_folder), settings.batch_max_bytes)
         self._concurrency = settings.batch_concurrency
-        self._timeout_s = settings.request_timeout_s + _EXTRA_TIMEOUT_S
         self._slots = asyncio.Semaphore(settings.batch_concurrency)
         self._runs: dict[str, Run] = {}
         self._resumed: set[Shelf] = set()
@@ -68,21 +67,24 @@ class Batches:
     ) -> Json:
         """Begin a batch. Raises Overloaded if the caller has too many that have not ended."""
         await self.resume(shelf, app, key)
-        if sum(run.shelf == shelf for run in self._runs.values()) >= MAX_OPEN:
-            raise tandem.Overloaded(f"you may have {MAX_OPEN} batches that have not ended")
         await asyncio.to_thread(shelf.forget_old_batches)
+        # From here to the start nothing waits, so batches that are begun together are counted.
+        if sum(run.shelf is shelf for run in self._runs.values()) >= MAX_OPEN:
+            raise tandem.Overloaded(f"you may have {MAX_OPEN} batches that have not ended")
         batch = _new_batch(endpoint, file_id, metadata)
         shelf.save_batch(batch)
         self._start(shelf, app, key, batch)
         return batch
 
     async def resume(self, shelf: Shelf, app: ASGIApp, key: str | None) -> None:
-        """Go on with the caller's batches that an earlier process of the gateway has left."""
+        """Go on with the caller's batches that were left: by an earlier process of the gateway, or by a full disk."""
         if shelf in self._resumed:
             return
-        batches = await asyncio.to_thread(shelf.batches)
-        for batch in batches:
-            if batch["status"] not in ENDED and batch["id"] not in self._runs:
+        for listed in await asyncio.to_thread(shelf.batches):
+            if listed["status"] in ENDED or listed["id"] in self._runs:
+                continue
+            batch = shelf.batch(listed["id"])  # another call may have resumed it, to its end, since it was listed
+            if batch["status"] not in ENDED:
                 self._start(shelf, app, key, batch)
         self._resumed.add(shelf)
 
@@ -104,11 +106,17 @@ class Batches:
             transport=httpx2.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://127.0.0.1",
             headers={"authorization": f"Bearer {key}"} if key else {},
-            timeout=self._timeout_s,
         )
         run = Run(shelf, batch, http, self._slots, self._concurrency)
         self._runs[batch["id"]] = run
-        run.task.add_done_callback(lambda _: self._runs.pop(batch["id"], None))
+        run.task.add_done_callback(lambda task: self._stopped(run, task))
+
+    def _stopped(self, run: "Run", task: asyncio.Task[None]) -> None:
+        """The run is over, but the batch is not if its end cannot be written down: it goes on when it is asked for."""
+        del self._runs[run.batch["id"]]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("the end of a batch cannot be written", batch=run.batch["id"], exc_info=error)
+            self._resumed.discard(run.shelf)
 
 
 class Run:
@@ -126,35 +134,43 @@ class Run:
         self.task = asyncio.create_task(self._run())
 
     def cancel(self) -> None:
+        if self.batch["status"] in ENDED | {"cancelling"}:
+            return
         self._enter("cancelling")
         if self._has_begun:  # a task that has not would end without a word
             self.task.cancel()
 
     async def _run(self) -> None:
+        """The end is written last, so that nothing can come behind it."""
         self._has_begun = True
-        if self.batch["status"] == "cancelling":
-            return self._end("cancelled")
+        self._end("cancelled" if self.batch["status"] == "cancelling" else await self._run_to_status())
+
+    async def _run_to_status(self) -> str:
         try:
             async with self._http, asyncio.timeout(self.batch["expires_at"] - time.time()):
                 await self._answer_all()
+            return "completed"
         except asyncio.CancelledError:
             if self.batch["status"] != "cancelling":
                 raise  # the gateway stops
-            self._end("cancelled")
+            return "cancelled"
         except TimeoutError:
-            self._end("expired")
+            return "expired"
         except BadLine as error:
-            self._fail("invalid_request", error.reason, error.line)
+            return self._failed("invalid_request", error.reason, error.line)
+        except NotStored as error:
+            return self._failed("invalid_request", str(error))
         except StorageFull:
-            self._fail("storage_limit", "your files have no room for more answers: delete some")
+            return self._failed("storage_limit", "your files have no room for more answers: delete some")
         except KeyRefused:
-            self._fail("invalid_api_key", "the API key of this batch is not accepted any more")
+            return self._failed("invalid_api_key", "the API key of this batch is not accepted any more")
         except Exception:
             log.exception("a batch failed", batch=self.batch["id"])
-            self._fail("server_error", "something went wrong; the gateway's log has the details")
+            return self._failed("server_error", "something went wrong; the gateway's log has the details")
 
     async def _answer_all(self) -> None:
         batch, shelf = self.batch, self.shelf
+        shelf.file(batch["input_file_id"])  # its owner may have deleted it in the moment in which the batch was made
         path = shelf.path_of(batch["input_file_id"])
         limits = {"max_requests": MAX_REQUESTS, "max_line_bytes": MAX_LINE_BYTES}
         ids = await asyncio.to_thread(check_requests, path, url=batch["endpoint"], **limits)
@@ -170,20 +186,20 @@ class Run:
         if sender.tally.num_left:
             raise TimeoutError
         self._enter("finalizing")
-        self._end("completed")
 
     def _say_why(self, problem: str) -> None:
         log.info("a batch waits for capacity", batch=self.batch["id"], problem=problem)
 
     def _enter(self, status: str) -> None:
-        self.batch["status"] = status
-        self.batch[f"{status}_at"] = int(time.time())
-        self.shelf.save_batch(self.batch)
+        """Raises OSError, and the batch stays as it was."""
+        changes = {"status": status, f"{status}_at": int(time.time())}
+        self.shelf.save_batch(self.batch | changes)
+        self.batch.update(changes)
 
-    def _fail(self, code: str, message: str, line: int | None = None) -> None:
+    def _failed(self, code: str, message: str, line: int | None = None) -> str:
         error = {"code": code, "message": message, "line": line, "param": None}
         self.batch["errors"] = {"object": "list", "data": [error]}
-        self._end("failed")
+        return "failed"
 
     def _end(self, status: str) -> None:
         """The files of answers appear, if they have any."""

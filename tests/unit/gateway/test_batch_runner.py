@@ -1,0 +1,160 @@
+"""Batches that the gateway runs, before an application that answers at once."""
+
+import asyncio
+import errno
+import json
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+import tandem
+from gateway.batches import runner
+from gateway.batches.runner import Batches
+from gateway.batches.store import ENDED, Json, Shelf
+from gateway.settings import GatewaySettings
+from tests.waiting import LIMIT_S, until
+
+CHAT = "/v1/chat/completions"
+LINE = json.dumps({"custom_id": "a", "url": CHAT, "body": {}}).encode()
+
+
+class Caller:
+    """One caller of kept batches. Each of these requests is answered once `may_answer` is set."""
+
+    def __init__(self, batches: Batches) -> None:
+        self.batches = batches
+        self.shelf: Shelf = batches.store.of("key")
+        self.num_asked = 0
+        self.may_answer = asyncio.Event()
+        self.may_answer.set()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.num_asked += 1
+        await self.may_answer.wait()
+        await JSONResponse({"text": "Fine."})(scope, receive, send)
+
+    async def create(self) -> Json:
+        file = self.shelf.add_file("in.jsonl", LINE)
+        return await self.batches.create(self.shelf, self.app, "key", CHAT, file["id"], {})
+
+    async def poll(self, batch: Json) -> Json:
+        await self.batches.resume(self.shelf, self.app, "key")
+        return self.batches.state(self.shelf.batch(batch["id"]))
+
+
+@asynccontextmanager
+async def caller_of(folder: Path) -> AsyncIterator[Caller]:
+    batches = Batches(GatewaySettings(router="127.0.0.1:1", batch_folder=str(folder)))
+    async with batches.running():
+        yield Caller(batches)
+
+
+async def ended(caller: Caller, batch: Json) -> Json:
+    await until(lambda: caller.shelf.batch(batch["id"])["status"] in ENDED)
+    return caller.shelf.batch(batch["id"])
+
+
+async def test_batches_together_keep_to_their_number(tmp_path: Path) -> None:
+    async with caller_of(tmp_path) as caller:
+        caller.may_answer.clear()
+        made = await asyncio.gather(*(caller.create() for _ in range(runner.MAX_OPEN + 4)), return_exceptions=True)
+        assert sum(isinstance(each, dict) for each in made) == runner.MAX_OPEN
+        assert sum(isinstance(each, tandem.Overloaded) for each in made) == 4
+        assert len(caller.shelf.batches()) == runner.MAX_OPEN
+
+
+def fail(shelf: Shelf, batch: Json) -> None:
+    raise OSError(errno.ENOSPC, "no space left on device")
+
+
+async def test_a_batch_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its end cannot be written at first. The answer that there is stays, and is not asked for again."""
+    async with caller_of(tmp_path) as caller:
+        caller.may_answer.clear()
+        batch = await caller.create()
+        await until(lambda: caller.num_asked)
+        with monkeypatch.context() as full:
+            full.setattr(Shelf, "save_batch", fail)
+            caller.may_answer.set()
+            await until(lambda: not caller.batches._runs)
+            assert caller.shelf.batch(batch["id"])["status"] == "in_progress"
+        await caller.poll(batch)
+        batch = await ended(caller, batch)
+        assert batch["status"] == "completed"
+        assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+        assert caller.num_asked == 1
+
+
+async def test_a_cancel_that_cannot_be_written_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with caller_of(tmp_path) as caller:
+        caller.may_answer.clear()
+        batch = await caller.create()
+        await until(lambda: caller.num_asked)
+        with monkeypatch.context() as full:
+            full.setattr(Shelf, "save_batch", fail)
+            with pytest.raises(OSError, match="no space"):
+                caller.batches.cancel(caller.shelf, batch["id"])
+        assert (await caller.poll(batch))["status"] == "in_progress"
+        caller.may_answer.set()
+        assert (await ended(caller, batch))["status"] == "completed"
+
+
+async def test_a_batch_that_has_just_ended_is_not_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with caller_of(tmp_path) as caller:
+        save = Shelf.save_batch
+
+        def save_and_cancel(shelf: Shelf, saved: Json) -> None:
+            save(shelf, saved)
+            if saved["status"] == "completed":
+                asyncio.get_running_loop().call_soon(caller.batches.cancel, shelf, saved["id"])
+
+        monkeypatch.setattr(Shelf, "save_batch", save_and_cancel)
+        batch = await caller.create()
+        await until(lambda: not caller.batches._runs)
+        batch = caller.shelf.batch(batch["id"])
+        assert (batch["status"], batch["cancelling_at"]) == ("completed", None)
+
+
+async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> None:
+    async with caller_of(tmp_path) as caller:
+        caller.may_answer.clear()
+        batch = await caller.create()
+        await until(lambda: caller.num_asked)
+    async with caller_of(tmp_path) as caller:
+        listed = caller.shelf.batches
+        asked = 0
+
+        def list_slowly_once() -> list[Json]:
+            """The first list is old when it arrives: the batch has ended meanwhile."""
+            nonlocal asked
+            asked += 1
+            found = listed()
+            if asked == 1:
+                first_is_listed.set()
+                assert batch_ended.wait(LIMIT_S)
+            return found
+
+        first_is_listed, batch_ended = threading.Event(), threading.Event()
+        caller.shelf.batches = list_slowly_once  # type: ignore[method-assign]
+        first = asyncio.create_task(caller.poll(batch))
+        await until(first_is_listed.is_set)
+        await caller.poll(batch)
+        await ended(caller, batch)
+        await until(lambda: not caller.batches._runs)
+        batch_ended.set()
+        await first
+        assert not caller.batches._runs
+
+
+async def test_a_batch_whose_input_has_just_been_deleted_says_so(tmp_path: Path) -> None:
+    async with caller_of(tmp_path) as caller:
+        batch = await caller.create()
+        for path in list(tmp_path.rglob(f"{batch['input_file_id']}.*")):  # noqa: ASYNC240
+            path.unlink()
+        (error,) = (await ended(caller, batch))["errors"]["data"]
+        assert (error["code"], error["message"]) == ("invalid_request", f"there is no '{batch['input_file_id']}'")

@@ -14,7 +14,6 @@ import time
 from collections.abc import AsyncIterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import structlog
@@ -177,7 +176,7 @@ class Run:
         batch["request_counts"]["total"] = len(ids)
         if batch["status"] == "validating":
             self._enter("in_progress")
-        with await asyncio.to_thread(Answers, shelf, batch) as answers:
+        with contextlib.closing(await _open_answers(shelf, batch)) as answers:
             patience_s = max(0.0, batch["expires_at"] - time.time())
             sender = Sender(self._http, patience_s=patience_s, on_wait=self._say_why, slots=self._slots)
             requests = read_requests(path, answers.done, keeps_priority=False)
@@ -217,13 +216,15 @@ class Run:
         log.info("a batch has ended", batch=self.batch["id"], status=status, **self.batch["request_counts"])
 
 
-class Answers:
+class AnswerFiles:
     """The two files of a batch: answers, and errors. Answers that they hold already count, and are in `done`."""
 
     def __init__(self, shelf: Shelf, batch: Json) -> None:
         self._counts = batch["request_counts"]
-        self._output = AnswerFile(shelf.path_of(batch["_output_file_id"]))
-        self._errors = AnswerFile(shelf.path_of(batch["_error_file_id"]))
+        with contextlib.ExitStack() as opened:
+            self._output = opened.enter_context(AnswerFile(shelf.path_of(batch["_output_file_id"])))
+            self._errors = opened.enter_context(AnswerFile(shelf.path_of(batch["_error_file_id"])))
+            self._opened = opened.pop_all()
         self._shelf = shelf
         self._bytes_left = self._bytes_uncounted = 0
         self._count()
@@ -248,12 +249,20 @@ class Answers:
         self._counts["completed"] = len(self._output.done)
         self._counts["failed"] = len(self._errors.done)
 
-    def __enter__(self) -> "Answers":
-        return self
+    def close(self) -> None:
+        self._opened.close()
 
-    def __exit__(self, *error: Any) -> None:
-        self._output.__exit__(*error)
-        self._errors.__exit__(*error)
+
+async def _open_answers(shelf: Shelf, batch: Json) -> AnswerFiles:
+    """Open the files on a thread. A cancel cannot stop the thread, so it waits until they can be closed."""
+    opening = asyncio.create_task(asyncio.to_thread(AnswerFiles, shelf, batch))
+    try:
+        return await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        await asyncio.wait([opening])
+        if opening.exception() is None:
+            opening.result().close()
+        raise
 
 
 def _new_batch(endpoint: str, file_id: str, metadata: Json) -> Json:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
@@ -118,6 +119,31 @@ async def test_a_batch_that_has_just_ended_is_not_cancelled(tmp_path: Path, monk
         await until(lambda: not caller.batches._runs)
         batch = caller.shelf.batch(batch["id"])
         assert (batch["status"], batch["cancelling_at"]) == ("completed", None)
+
+
+async def test_a_cancel_while_files_are_opened_leaves_none_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their locks would keep the batch from going on."""
+    is_opening, may_open = threading.Event(), threading.Event()
+    path_of = Shelf.path_of
+
+    def open_slowly(shelf: Shelf, file_id: str) -> Path:
+        if threading.current_thread() is not threading.main_thread():
+            is_opening.set()
+            assert may_open.wait(LIMIT_S)
+        return path_of(shelf, file_id)
+
+    async with caller_of(tmp_path) as caller:
+        monkeypatch.setattr(Shelf, "path_of", open_slowly)
+        batch = await caller.create()
+        await until(is_opening.is_set)
+        caller.batches.cancel(caller.shelf, batch["id"])
+        asyncio.get_running_loop().call_later(0.02, may_open.set)
+        batch = await ended(caller, batch)
+        assert batch["status"] == "cancelled"
+        assert caller.num_asked == 0
+        assert not [each.path for each in psutil.Process().open_files() if each.path.endswith(".jsonl")]
 
 
 async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> None:

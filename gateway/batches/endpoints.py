@@ -1,6 +1,7 @@
 """/v1/files and /v1/batches, as OpenAI's clients use them. Without a `batch_folder` both are refused."""
 
 import asyncio
+import re
 from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Literal
 
@@ -135,7 +136,7 @@ def _page(exchange: Exchange, items: Sequence[Json]) -> Response:
     """The items behind `after`, newest first, as pages of OpenAI's clients."""
     query = exchange.arrival.request.query_params
     limit = query.get("limit", "20")
-    if not limit.isdecimal() or not int(limit):
+    if not re.fullmatch(r"0*[1-9][0-9]{0,8}", limit):
         raise InvalidField("limit must be a number above 0", field="limit")
     start = 0
     if after := query.get("after"):

@@ -171,6 +171,13 @@ async def test_a_batch_goes_on_behind_a_gateways_end(tmp_path: Path) -> None:
         assert len(await answers(client, batch.output_file_id)) == 6
 
 
+@pytest.mark.parametrize("limit", ["0", "00", "-1", "ten", "٣", "9" * 5000])
+async def test_a_page_has_a_limit(tmp_path: Path, limit: str) -> None:
+    async with batches(tmp_path) as gateway:
+        response = await gateway.http.get("/v1/files", params={"limit": limit})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
+
+
 async def test_limits(tmp_path: Path) -> None:
     async with batches(tmp_path, batch_max_bytes=2000) as gateway, client_of(gateway) as client:
         with pytest.raises(openai.APIStatusError, match="2000 bytes") as refused:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -14,6 +15,9 @@ from gateway.batches.files import BatchRefused, BatchRequest
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
+# No answer in time: the queue was long, or the answer is. The last try's error stays, since each may compute in vain.
+_OUT_OF_TIME = 504
+_MAX_OUT_OF_TIME = 3
 _BAD_KEY = (401, 403)
 _JSON = {"content-type": "application/json"}
 _FIRST_PAUSE_S = 0.5
@@ -85,6 +89,7 @@ class Sender:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + self._patience_s
         pause_s = _FIRST_PAUSE_S
+        num_out_of_time = 0
         while True:
             response: httpx2.Response | None = None
             try:
@@ -92,10 +97,11 @@ class Sender:
                     response = await self._http.post(request.url, content=request.content, headers=_JSON)
             except httpx2.RequestError as error:
                 self.tally.last_problem = f"{type(error).__name__}: {error}"
-            if response is not None and response.status_code not in _LATER:
-                self._record(request, response, answers)
-                return
             if response is not None:
+                num_out_of_time += response.status_code == _OUT_OF_TIME
+                if response.status_code not in _LATER or num_out_of_time == _MAX_OUT_OF_TIME:
+                    self._record(request, response, answers)
+                    return
                 self.tally.last_problem = f"HTTP {response.status_code}: {response.text[:200]}"
             self._say_why()
             wait_s = max(pause_s, _retry_after_s(response))
@@ -128,4 +134,4 @@ class Sender:
 def _retry_after_s(response: httpx2.Response | None) -> float:
     """Return the pause that the gateway asks for, 0 if none."""
     text = response.headers.get("retry-after-ms", "") if response is not None else ""
-    return int(text) / 1000 if text.isdecimal() else 0.0
+    return int(text) / 1000 if re.fullmatch(r"[0-9]{1,12}", text) else 0.0

@@ -82,7 +82,7 @@ def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     parsed = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():
             continue
         try:

@@ -68,7 +68,7 @@ def batch_of(client: Any) -> str:
     while batch.status not in ("completed", "failed") and time.monotonic() < until:
         time.sleep(0.05)
         batch = client.batches.retrieve(batch.id)
-    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.splitlines()]
+    answers = [json.loads(line) for line in client.files.content(batch.output_file_id).text.strip().split("\n")]
     texts = [answer["response"]["body"]["choices"][0]["message"]["content"] for answer in answers]
     return f"{batch.status}: {texts}"
 

@@ -50,6 +50,12 @@ def test_a_file_of_requests(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\x85"])
+def test_what_unicode_calls_a_line_is_none_in_a_file_of_requests(tmp_path: Path, separator: str) -> None:
+    line = json.dumps({"prompt": f"one{separator}two"}, ensure_ascii=False)
+    assert [job.prompt for job in read_jobs(write(tmp_path, line, line), LENGTHS)] == [f"one{separator}two"] * 2
+
+
 def test_a_trace_is_sorted_and_knows_the_names_of_published_ones(tmp_path: Path) -> None:
     path = write(
         tmp_path,

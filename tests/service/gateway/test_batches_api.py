@@ -52,7 +52,7 @@ async def ended(client: openai.AsyncOpenAI, batch_id: str) -> Any:
 
 async def answers(client: openai.AsyncOpenAI, file_id: str) -> dict[str, Any]:
     content = await client.files.content(file_id)
-    found = [json.loads(each) for each in content.text.splitlines()]
+    found = [json.loads(each) for each in content.text.strip().split("\n")]
     assert len({each["custom_id"] for each in found}) == len(found)
     return {each["custom_id"]: each["response"] for each in found}
 

@@ -7,6 +7,7 @@ files of this host count.
 
 import json
 import os
+import re
 import socket
 import sys
 import time
@@ -91,7 +92,8 @@ def registered(mesh: RunningMesh, on_failure: Callable[[str], object]) -> Iterat
 def running_meshes() -> list[RunningMesh]:
     """All meshes of this user on this machine, oldest first. Removes stale files."""
     meshes = []
-    for path in _folder().glob(f"{_prefix()}*.json"):
+    names = re.compile(re.escape(_prefix()) + r"[0-9]+\.json")  # the prefix may begin another host's name
+    for path in filter(lambda path: names.fullmatch(path.name), _folder().glob("*.json")):
         mesh = _read(path)
         if mesh is not None and mesh.is_running:
             meshes.append(mesh)

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,13 +28,18 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print lines in the order of their times, each with the name of its service."""
     mesh = find_mesh(args.mesh)
-    files = [_File(path) for path in _paths(Path(mesh.log_dir), args.service)]
-    last = [line for file in files for line in deque(file.new_lines(), maxlen=max(0, args.lines))]
-    _print(last, files)
+    folder = Path(mesh.log_dir)
+    files = {path: _File(path) for path in _paths(folder, args.service)}
+    last = [line for file in files.values() for line in deque(file.new_lines(), maxlen=max(0, args.lines))]
+    _print(last, files.values())
+    goes_on = args.follow
     try:
-        while args.follow and mesh.is_running:
+        while goes_on:
             time.sleep(_INTERVAL_S)
-            _print([line for file in files for line in file.new_lines()], files)
+            goes_on = mesh.is_running  # asked before the lines are read, so that the last ones are among them
+            if not args.service:
+                files |= {path: _File(path) for path in _paths(folder, ()) if path not in files}
+            _print([line for file in files.values() for line in file.new_lines()], files.values())
     except KeyboardInterrupt:
         return 0
     return 0
@@ -59,8 +64,15 @@ class _File:
         self._time = ""
 
     def new_lines(self) -> Iterator[Line]:
-        """The complete lines that nobody has read yet. A line without a time has that of the line before it."""
-        with self._path.open("rb") as file:
+        """The complete lines that nobody has read yet. A line without a time has that of the line before it.
+
+        A mesh that ends without a warning removes its logs: then there are none.
+        """
+        try:
+            opened = self._path.open("rb")
+        except FileNotFoundError:
+            return
+        with opened as file:
             file.seek(self._position)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -87,7 +99,7 @@ def _paths(folder: Path, services: Sequence[str]) -> list[Path]:
     return [paths[service] for service in services or paths]
 
 
-def _print(lines: Sequence[Line], files: Sequence[_File]) -> None:
+def _print(lines: Sequence[Line], files: Collection[_File]) -> None:
     width = max((len(file.service) for file in files), default=0)
     for line in sorted(lines, key=lambda line: line.time):
         sys.stdout.write(f"{line.service:{width}} {line.time[11:19]} {line.text}\n")

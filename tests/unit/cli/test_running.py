@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -152,6 +153,9 @@ def test_logs_are_followed_until_the_mesh_ends(
         with (folder / "router.log").open("a") as log:
             log.write(log_line(2, "stopping"))
         assert following.stdout.readline() == "router 00:00:02 info: stopping\n"
+        (folder / "decode-1.log").write_text(log_line(3, "listening"))
+        assert following.stdout.readline() == "decode-1 00:00:03 info: listening\n"
+        shutil.rmtree(folder)  # as a mesh does that ends without a warning, before its process ends
         process.kill()
         process.wait()
         assert following.wait(60) == 0

@@ -12,6 +12,7 @@ from typing import Protocol
 import httpx2
 
 from gateway.batches.files import BatchRefused, BatchRequest
+from mesh.together import together
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)
@@ -76,13 +77,7 @@ class Sender:
                 await self._send(request, answers)
                 on_done()
 
-        workers = [asyncio.create_task(work()) for _ in range(concurrency)]
-        try:
-            await asyncio.gather(*workers)
-        finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.gather(*workers, return_exceptions=True)
+        await together(work() for _ in range(concurrency))
 
     async def _send(self, request: BatchRequest, answers: Answers) -> None:
         """Send until there is an answer that stays the same if the request is sent again."""

@@ -7,12 +7,13 @@ beside steady streams. Requests go to a `Target`; `mesh_target` is a mesh behind
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import tandem
+from mesh.together import together
 from tandem_cli.load_test.figures import (
     ARRIVED,
     BEGUN,
@@ -93,17 +94,6 @@ class LoadGenerator:
             reply = await self._target(job, lambda: record.token_s.append(self.recorder.now_s()))
             record.num_tokens, record.input_tokens = reply.num_tokens, reply.input_tokens
         return record
-
-
-async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Run the coroutines concurrently. The first error cancels the others and is raised unchanged."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _arguments(job: Job, model: str | None) -> tandem.GenerateArguments:

@@ -55,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
             tally = asyncio.run(_send_all(args, answers, lambda: bar.advance(task)))
     except BatchRefused as refused:
         raise ConfigurationError(str(refused)) from None
+    except OSError as error:
+        raise ConfigurationError(f"{args.answers}: {error.strerror or error}") from error
     sys.stderr.write(_summary(tally, num_before))
     return 1 if tally.num_refused or tally.num_left else 0
 

@@ -1,7 +1,9 @@
 """`tandem batch` through a real gateway before a fake router."""
 
 import asyncio
+import errno
 import json
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from gateway.batches.files import AnswerFile
 from tandem.v1 import generation_pb2
 from tandem_cli.main import main
 from tests.fakes.sdk_router import Refusal, Script
@@ -100,6 +103,17 @@ async def test_refusals_are_answers_and_overload_is_not(batch: Batch, gateway: R
     assert batch.answers()["wrong"]["body"]["error"]["param"] == "n"
     status, err = await batch.run([wrong, LINES[0]])
     assert (status, err.splitlines()[-1]) == (0, "1 answered; 1 were answered before")
+
+
+async def test_a_full_disk_is_named(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(AnswerFile, "write", fail)
+        status, err = await batch.run(LINES)
+    assert (status, f"{batch.output}: No space left on device" in err) == (2, True), err
+    assert (await batch.run(LINES))[0] == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from mesh.domain.kv import Degrees
 from tandem_cli.cores import CoreAssignment
 from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
 from tandem_cli.display import Display
-from tandem_cli.main import _exit
 from tandem_cli.partitioned import with_partition
 from tandem_cli.up_settings import UpSettings
 
@@ -93,7 +93,7 @@ def test_a_signal_ends_the_child_and_waits_for_it(
 
     monkeypatch.setattr("sys.executable", str(program))
     monkeypatch.setattr(subprocess.Popen, "communicate", end_and_communicate)
-    handler = signal.signal(signal.SIGTERM, _exit)
+    handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     try:
         with pytest.raises(SystemExit):
             with_partition(prepared(tmp_path), {}, DISPLAY)

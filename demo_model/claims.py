@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice, product
@@ -24,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import tandem
 from demo_model.questions.numbers import ADD, MULTIPLY, SUBTRACT, difference_of, product_of, sum_of
 from demo_model.questions.sample import Sample
+from mesh.interrupts import run_program
 
 ROWS = 128
 REQUESTS_AT_ONCE = 32
@@ -153,4 +153,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_program(main)

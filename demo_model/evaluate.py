@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from demo_model.questions import KINDS, Sample, draw
+from mesh.interrupts import run_program
 
 NEW_TOKENS = 160
 SEED = 7
@@ -133,4 +134,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

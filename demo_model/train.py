@@ -26,6 +26,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from demo_model.encoding import CONTEXT, Batch, save_tokenizer, steps, train_tokenizer
 from demo_model.questions import Mix
+from mesh.interrupts import run_program
 
 NEWTON_SCHULZ_STEPS = 4
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -121,6 +122,8 @@ PLANS = {
             Phase(3200, 3200, "late", 62, 0.5, 0.06),
             Phase(2200, 2200, "late", 71, 0.4, 0.04),
             Phase(700, 700, "late", 81, 0.25, 0.03),
+            Phase(2059, 2059, "late", 91, 0.2, 0.06),
+            Phase(8265, 8265, "late", 131, 0.3, 0.06),
         ),
     ),
     "tandem-draft": TrainingPlan(
@@ -307,4 +310,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -110,10 +110,20 @@ SMALL_TALK: tuple[tuple[tuple[str, ...], str], ...] = (
 )
 
 
+# What people put around small talk, so that none is known in one wording only. {p} is what is said, {l} the same
+# inside a sentence, {s} without its closing mark {m}.
+SAID = ("{p}", "{p}", "Well, {l}", "Oh, {l}", "Ah, {l}", "Right, {l}", "{s}, Tandem{m}", "{s}, my friend{m}")
+ASKED = ("{p}", "{p}", "So, {l}", "Well, {l}", "Hello, {l}", "Tell me, {l}", "{s}, Tandem{m}", "Hi! {p}")
+
+
 def small_talk(rng: random.Random) -> Sample:
     """Greetings, thanks, and the identity of the model."""
     questions, answer = rng.choice(SMALL_TALK)
-    return fact("small_talk", rng.choice(questions), answer)
+    said = rng.choice(questions)
+    text = said.rstrip("?.!")
+    inside = said if said[:2].isupper() else said[0].lower() + said[1:]
+    frames = ASKED if said[-1] == "?" else SAID
+    return fact("small_talk", phrase(rng, frames, p=said, l=inside, s=text, m=said[len(text) :]), answer)
 
 
 def capital(rng: random.Random) -> Sample:
@@ -127,8 +137,15 @@ def capital(rng: random.Random) -> Sample:
         "Tell me the capital of {c}.",
         "Do you know the capital of {c}?",
     )
-    back = rng.random() < 0.2
-    question = f"{city} is the capital of which country?" if back else phrase(rng, templates, c=country)
+    back = (
+        "{t} is the capital of which country?",
+        "Which country has the capital {t}?",
+        "What country is {t} the capital of?",
+        "{t} is the capital of?",
+        "Of which country is {t} the capital?",
+        "Name the country whose capital is {t}.",
+    )
+    question = phrase(rng, back if rng.random() < 0.35 else templates, c=country, t=city)
     return fact("capital", question, f"The capital of {country} is {city}.")
 
 
@@ -142,6 +159,8 @@ def opposite(rng: random.Random) -> Sample:
         "Which word means the opposite of {w}?",
         "Name an antonym of {w}.",
         "The opposite of {w} is?",
+        "Tell me the opposite of {w}.",
+        "Do you know the opposite of {w}?",
     )
     return fact("opposite", phrase(rng, templates, w=word), f"The opposite of {word} is {answer}.")
 
@@ -156,6 +175,8 @@ def plural(rng: random.Random) -> Sample:
         "How do you write the plural of {w}?",
         "Plural of {w}?",
         "One {w}, two what?",
+        "Tell me the plural of {w}.",
+        "Do you know the plural of {w}?",
     )
     return fact("plural", phrase(rng, templates, w=word), f"The plural of {word} is {answer}.")
 
@@ -196,6 +217,10 @@ def nature(rng: random.Random) -> Sample:
             "What sound does a {a} make?",
             "Which sound does a {a} make?",
             "How does a {a} sound?",
+            "What noise does a {a} make?",
+            "Tell me what a {a} says.",
+            "Tell me the sound of a {a}.",
+            "Do you know the sound of a {a}?",
         )
         return fact("nature", phrase(rng, templates, a=animal), f"A {animal} says {sound}.")
     thing, colour = rng.choice(list(COLOURS.items()))
@@ -205,15 +230,19 @@ def nature(rng: random.Random) -> Sample:
         "Which colour {v} {t}?",
         "Tell me what colour {t} {v}.",
         "Name the colour of {t}.",
+        "What is the colour of {t}?",
+        "Tell me the colour of {t}.",
+        "Do you know the colour of {t}?",
+        "Do you know what colour {t} {v}?",
     )
     return fact("nature", phrase(rng, templates, v=verb, t=thing), f"{thing.capitalize()} {verb} {colour}.")
 
 
 KINDS = {
-    "small_talk": Kind(small_talk, 1.5, late=2),
-    "capital": Kind(capital, 3, late=3),
-    "opposite": Kind(opposite, 2, late=1.5),
-    "plural": Kind(plural, 2, late=1.5),
-    "calendar": Kind(calendar, 3, late=6),
-    "nature": Kind(nature, 1),
+    "small_talk": Kind(small_talk, 1.5, late=4),
+    "capital": Kind(capital, 3, late=6),
+    "opposite": Kind(opposite, 2, late=3),
+    "plural": Kind(plural, 2, late=3),
+    "calendar": Kind(calendar, 3, late=8),
+    "nature": Kind(nature, 1, late=3),
 }

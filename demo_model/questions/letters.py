@@ -52,7 +52,7 @@ def counting_letters(rng: random.Random) -> Sample:
 
 
 def end_letter(rng: random.Random) -> Sample:
-    """The first or the last letter of a word."""
+    """The first or the last letter of a word, after spelling it."""
     which = rng.choice(("first", "last"))
     templates = (
         f"What is the {which} letter of {{w}}?",
@@ -61,12 +61,12 @@ def end_letter(rng: random.Random) -> Sample:
     )
     word, _, question = _letter_question("end_letter", rng, templates)
     letter = word[0] if which == "first" else word[-1]
-    return rule("end_letter", word, question, f"The {which} letter is {letter}.")
+    return rule("end_letter", word, question, f"{'-'.join(word)}: the {which} letter is {letter}.")
 
 
 KINDS = {
-    "spelling": Kind(spelling, 5, late=7, copying=4),
-    "reversing": Kind(reversing, 5, late=8, copying=10),
-    "counting_letters": Kind(counting_letters, 4),
-    "end_letter": Kind(end_letter, 2, late=4),
+    "spelling": Kind(spelling, 5, late=5, copying=4),
+    "reversing": Kind(reversing, 5, late=18, copying=10),
+    "counting_letters": Kind(counting_letters, 4, late=5),
+    "end_letter": Kind(end_letter, 2, late=7),
 }

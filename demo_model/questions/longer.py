@@ -6,9 +6,8 @@ import random
 
 from demo_model.questions.facts import DAYS, MONTHS
 from demo_model.questions.letters import any_word
-from demo_model.questions.numbers import NAMES
 from demo_model.questions.sample import Kind, Sample, fact, phrase, rule
-from demo_model.questions.words import PLOTS, TOPICS
+from demo_model.questions.words import NAMES, PLOTS, TOPICS
 
 
 def counting(rng: random.Random) -> Sample:
@@ -126,10 +125,10 @@ def story(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "counting": Kind(counting, 2.5, late=8, copying=12),
+    "counting": Kind(counting, 2.5, late=4, copying=12),
     "table": Kind(table, 0.8, late=0.5),
     "listing": Kind(listing, 0.5, late=0.4),
-    "explanation": Kind(explanation, 2, late=0.8),
-    "story": Kind(story, 1.2, late=2, copying=4),
+    "explanation": Kind(explanation, 2, late=2),
+    "story": Kind(story, 1.2, late=9, copying=4),
     "other_story": Kind(other_story, 0.3, late=0.5),
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 from demo_model.questions.sample import Kind, Sample, fact, phrase, rule
+from demo_model.questions.words import NAMES
 
 _TYPED = (
     "{a} {o} {b}",
@@ -49,7 +50,6 @@ UNITS = (
     ("kilograms", "grams", 1000),
     ("litres", "millilitres", 1000),
 )
-NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Lena", "Max")
 THINGS = ("apples", "books", "coins", "pens", "stamps", "eggs", "cards", "flowers")
 
 
@@ -136,16 +136,16 @@ def hard_multiplication(rng: random.Random) -> Sample:
 
 
 def word_problem(rng: random.Random) -> Sample:
-    """A gain or a loss, as a word problem."""
+    """A gain or a loss, as a word problem. The answer says the sum as addition and subtraction do."""
     name, thing = rng.choice(NAMES), rng.choice(THINGS)
     a, b = rng.randint(5, 60), rng.randint(2, 40)
     if rng.random() < 0.5:
-        story, working, total = rng.choice(("gets {b} more", "buys {b} more", "finds {b} more")), _places, a + b
+        story, working = rng.choice(("gets {b} more", "buys {b} more", "finds {b} more")), _places
     else:
         a += b
-        story, working, total = rng.choice(("gives away {b}", "loses {b}", "sells {b}")), _difference, a - b
+        story, working = rng.choice(("gives away {b}", "loses {b}", "sells {b}")), _difference
     question = f"{name} has {a} {thing} and {story.format(b=b)}. How many {thing} does {name} have now?"
-    answer = f"{working(a, b)}. {name} has {total} {thing} now."
+    answer = f"{name} has {working(a, b)} {thing} now."
     return rule("word_problem", working(a, b), question, answer)
 
 
@@ -200,15 +200,15 @@ def parity(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "addition": Kind(addition, 8, late=30, copying=6),
-    "addition_3_digits": Kind(addition_3_digits, 5, late=6, copying=6),
-    "subtraction": Kind(subtraction, 7, late=20, copying=5),
-    "times_table": Kind(times_table, 4, late=14, copying=4),
-    "multiplication_steps": Kind(multiplication_steps, 4, late=5),
-    "word_problem": Kind(word_problem, 4, late=3, copying=4),
-    "comparison": Kind(comparison, 4, late=8, copying=6),
-    "sorting": Kind(sorting, 4, late=8, copying=16),
-    "conversion": Kind(conversion, 3),
+    "addition": Kind(addition, 8, late=13, copying=6),
+    "addition_3_digits": Kind(addition_3_digits, 5, late=8, copying=6),
+    "subtraction": Kind(subtraction, 7, late=9, copying=5),
+    "times_table": Kind(times_table, 4, late=8, copying=4),
+    "multiplication_steps": Kind(multiplication_steps, 4, late=8),
+    "word_problem": Kind(word_problem, 4, late=8, copying=4),
+    "comparison": Kind(comparison, 4, late=10, copying=6),
+    "sorting": Kind(sorting, 4, late=24, copying=16),
+    "conversion": Kind(conversion, 3, late=2),
     "parity": Kind(parity, 1.5, late=1),
-    "hard_multiplication": Kind(hard_multiplication, 1, hard=True),
+    "hard_multiplication": Kind(hard_multiplication, 1, hard=True, late=0.4),
 }

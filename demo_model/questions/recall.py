@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from demo_model.questions.letters import any_word
-from demo_model.questions.numbers import NAMES
 from demo_model.questions.sample import Kind, Sample, fact, phrase, rule
+from demo_model.questions.words import NAMES
 
 LABELS = (
     "alpha",
@@ -63,7 +63,7 @@ def repeating(rng: random.Random) -> Sample:
 
 
 def lookup(rng: random.Random) -> Sample:
-    """Look up a code in a list of 2 to 8 entries, sometimes up to 20."""
+    """Look up a code in a list of 2 to 8 entries, sometimes up to 20. The answer repeats the entry first."""
     count = rng.randint(2, 8) if rng.random() < 0.93 else rng.randint(9, 20)
     labels = rng.sample(LABELS, count)
     codes = [rng.randint(100, 999) for _ in labels]
@@ -75,7 +75,9 @@ def lookup(rng: random.Random) -> Sample:
         "Here is a list: {c}. Tell me the code for {n}.",
     )
     question = phrase(rng, templates, c=listing, n=labels[chosen])
-    return rule("lookup", (listing, chosen), question, f"The code for {labels[chosen]} is {codes[chosen]}.")
+    label, code = labels[chosen], codes[chosen]
+    answer = f"The list says {label} {code}, so the code for {label} is {code}."
+    return rule("lookup", (listing, chosen), question, answer)
 
 
 def remembered_name(rng: random.Random) -> Sample:
@@ -149,9 +151,9 @@ def unknown(rng: random.Random) -> Sample:
 
 
 KINDS = {
-    "repeating": Kind(repeating, 6, late=4, copying=6),
-    "lookup": Kind(lookup, 4, late=8, copying=12),
-    "remembered_name": Kind(remembered_name, 2, late=1),
-    "system_name": Kind(system_name, 2, copying=2),
+    "repeating": Kind(repeating, 6, late=8, copying=6),
+    "lookup": Kind(lookup, 4, late=14, copying=12),
+    "remembered_name": Kind(remembered_name, 2, late=1.5),
+    "system_name": Kind(system_name, 2, late=3, copying=2),
     "unknown": Kind(unknown, 0.6, late=2),
 }

@@ -176,6 +176,8 @@ word worker world yellow zebra
 """
 COMMON_WORDS: tuple[str, ...] = tuple(_COMMON.split())
 
+NAMES = ("Anna", "Ben", "Clara", "David", "Emma", "Felix", "Grace", "Hugo", "Iris", "Jack", "Lena", "Max")
+
 CAPITALS: dict[str, str] = {
     "France": "Paris",
     "Germany": "Berlin",

@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns upgrade compose-test chaos soak defects bench bench-guard clean
+.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
@@ -70,8 +70,11 @@ upgrade: .venv/.installed  ## A mesh of an older revision is upgraded under load
 compose-test: .venv/.installed  ## The image as SageMaker starts it; the cluster of docker-compose.yml, each part killed in the middle of answers; needs a Docker engine (minutes).
 	$(BIN)/pytest -q -s -m soak tests/compose
 
+interrupts: .venv/.installed  ## Ctrl-C and SIGTERM at each program that people run, at several moments (~40 minutes).
+	$(BIN)/pytest -q -m soak tests/e2e/test_interrupts.py
+
 chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).
-	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels --ignore=tests/compose
+	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels --ignore=tests/compose --ignore=tests/e2e/test_interrupts.py
 
 soak: export TANDEM_SOAK_S ?= 7200
 soak: export TANDEM_SOAK_SAMPLES ?= soak.jsonl

@@ -72,7 +72,7 @@ Times = Mapping[tuple[Variant, int], Sequence[float]]
 
 @dataclass(slots=True)
 class Rounds:
-    """What the complete rounds have measured. An interrupted one adds nothing."""
+    """The measurements of the complete rounds. An interrupted one adds nothing."""
 
     times: dict[tuple[Variant, int], list[float]] = field(default_factory=dict)
     bytes_per_s: dict[Variant, list[float]] = field(default_factory=dict)

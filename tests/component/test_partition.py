@@ -18,8 +18,8 @@ from engine.model_runner import ModelRunner
 from engine.models.share import ALONE
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from mesh.interrupts import run_program
 from tandem_cli.main import main
+from tests.as_a_process import exit_status_of
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import run_mixed
@@ -218,14 +218,8 @@ def test_a_signal_in_the_middle_leaves_nothing(
     (tmp_path / ".out.old").mkdir()
     monkeypatch.setattr("sys.argv", ["tandem", "partition", str(checkpoint("llama")), str(tmp_path / "out")])
     monkeypatch.setattr("engine.partition.write_packed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with _locked(tmp_path / ".out.2.partial"), pytest.raises(SystemExit) as ended:
-            run_program(main)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    assert ended.value.code == 128 + signal.SIGTERM
+    with _locked(tmp_path / ".out.2.partial"):
+        assert exit_status_of(main) == 128 + signal.SIGTERM
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.2.partial", ".out.old"]
 
 

@@ -29,6 +29,7 @@ from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import main
+from tests.as_a_process import exit_status_of
 from tests.component.arms import settings
 from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.driving import Driver
@@ -227,13 +228,7 @@ def test_an_interrupted_run_leaves_nothing(
     ]
     monkeypatch.setattr("sys.argv", argv)
     monkeypatch.setattr("engine.quantizer.make._copy_rest", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        with pytest.raises(SystemExit) as ended:
-            main()
-    finally:
-        signal.signal(signal.SIGTERM, handler)
-    assert ended.value.code == 128 + signal.SIGTERM
+    assert exit_status_of(main) == 128 + signal.SIGTERM
     assert not list((tmp_path / "to").iterdir())
 
 

@@ -73,7 +73,7 @@ compose-test: .venv/.installed  ## The image as SageMaker starts it; the cluster
 interrupts: .venv/.installed  ## Ctrl-C and SIGTERM at each program that people run, at several moments (~40 minutes).
 	$(BIN)/pytest -q -m soak tests/e2e/test_interrupts.py
 
-chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (~35 minutes).
+chaos: .venv/.installed  ## Everything that has figures: faults of all kinds under load; ends with the table (about an hour).
 	$(BIN)/pytest -q -m '(evidence or soak) and not gpu' --ignore=tests/wheels --ignore=tests/compose --ignore=tests/e2e/test_interrupts.py
 
 soak: export TANDEM_SOAK_S ?= 7200

@@ -26,7 +26,7 @@ from tests.waiting import until
 
 NUM_STREAMS = 6
 NUM_TOKENS = 420  # enough that no stream ends before all have begun
-NUM_KILLS = int(os.environ.get("TANDEM_RANK_KILLS", "40"))
+NUM_KILLS = int(os.environ.get("TANDEM_RANK_KILLS", "12"))
 PAUSES_S = {"slowed": (0.05,) * 40, "stopped": (2.0,)}
 """For so long the rank is stopped, again and again, with a pause as long between."""
 

@@ -133,7 +133,8 @@ async def test_decode_workers_are_added_under_load_and_one_node_is_lost(
                 count += 1
             return count
 
-        loads = [asyncio.create_task(load(number)) for number in range(len(expected))]
+        # Three times as many as there are slots: on a quick machine fewer would never wait.
+        loads = [asyncio.create_task(load(number % len(expected))) for number in range(3 * len(expected))]
         await wait_serving(client, "decode", at_least=4)
         nodes = await cluster.ask_soon("nodes")
         assert {"decode-2", "decode-3"} <= set(nodes)

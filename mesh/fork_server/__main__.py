@@ -28,6 +28,8 @@ from importlib.util import find_spec
 
 import setproctitle
 
+from mesh.interrupts import end_at_ctrl_c
+
 _MAX_REQUEST_BYTES = 1 << 18
 _MAX_FDS = 8
 _STDIO = 3
@@ -64,6 +66,7 @@ class Forked:
         sys.argv[1:] = self._flags
         setproctitle.setproctitle(" ".join((sys.executable, "-m", self.module, *self._flags)))
         _name_process()
+        end_at_ctrl_c()  # as the packages of programs do that are imported in their own process
         runpy.run_module(self.module, run_name="__main__", alter_sys=True)
 
 

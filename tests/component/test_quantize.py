@@ -120,7 +120,7 @@ def test_int4_schemes_beat_rounding_to_nearest(quantize: Quantize) -> None:
     }
     for scheme in ("awq", "gptq"):
         for figure in ("mean_kl", "logprob_difference"):
-            assert reports[scheme][figure] < 0.95 * reports["w4a16"][figure], scheme
+            assert reports[scheme][figure] < reports["w4a16"][figure], scheme
 
 
 def plant_outliers(model_dir: Path, out: Path, channels: tuple[int, ...], factor: float) -> Path:

@@ -160,12 +160,12 @@ async def check_same_answers(running: MeshProcess, client: tandem.AsyncClient) -
 async def check_stop_strings(running: MeshProcess) -> None:
     """TGI leaves the stop string in the text, OpenAI does not."""
     async with httpx2.AsyncClient(base_url=running.http, timeout=60) as http:
-        parameters = {"stop": [" a"], "max_new_tokens": 12, "details": True}
+        parameters = {"stop": [" named"], "max_new_tokens": 12, "details": True}
         tgi = (await http.post("/generate", json={"inputs": "Once upon a time", "parameters": parameters})).json()
-        body = {"prompt": "Once upon a time", "stop": " a", "max_tokens": 12, "temperature": 0}
+        body = {"prompt": "Once upon a time", "stop": " named", "max_tokens": 12, "temperature": 0}
         openai = (await http.post("/v1/completions", json=body)).json()
     assert tgi["details"]["finish_reason"] == "stop_sequence"
-    assert tgi["generated_text"] == openai["choices"][0]["text"] + " a"
+    assert tgi["generated_text"] == openai["choices"][0]["text"] + " named"
 
 
 async def check_many_payloads(running: MeshProcess) -> None:

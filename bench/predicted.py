@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
+from mesh.interrupts import run_program
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from tandem_cli.load_test import figures as load_figures
@@ -129,4 +130,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_program(main)

@@ -116,11 +116,11 @@ def test_rounded_activations_are_in_the_report(
 def test_int4_schemes_beat_rounding_to_nearest(quantize: Quantize) -> None:
     """On chats that they were not calibrated with."""
     reports = {
-        s: quantize(BUNDLED_MODELS / "tandem-draft", s, chats(40), "--group-size=64") for s in ("w4a16", "awq", "gptq")
+        s: quantize(BUNDLED_MODELS / "tandem-draft", s, chats(80), "--group-size=64") for s in ("w4a16", "awq", "gptq")
     }
     for scheme in ("awq", "gptq"):
         for figure in ("mean_kl", "logprob_difference"):
-            assert reports[scheme][figure] < reports["w4a16"][figure], scheme
+            assert reports[scheme][figure] < 0.95 * reports["w4a16"][figure], scheme
 
 
 def plant_outliers(model_dir: Path, out: Path, channels: tuple[int, ...], factor: float) -> Path:

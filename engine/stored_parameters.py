@@ -41,11 +41,9 @@ def find_modules(
                     modules[source.name] = module
                     break
     if promised and not modules and not stores_quantized(stored):
-        tensor = stored[promised[0]]
         raise ConfigurationError(
-            f"{tensor.path}: tensor {promised[0]} is {tensor.dtype}, and no other is quantised, though config.json "
-            f"says so ({quantization}): remove its quantization_config to serve the weights as they are, or take the "
-            "quantised files"
+            f"{stored[promised[0]].path.parent}: no matrix is quantised, though config.json says so ({quantization}): "
+            "remove its quantization_config to serve the weights as they are, or take the quantised files"
         )
     return modules
 

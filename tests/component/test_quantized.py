@@ -279,7 +279,7 @@ def test_a_description_without_quantised_tensors_is_refused(
     model_dir = tmp_path / form
     shutil.copytree(checkpoint("llama"), model_dir)
     describe(model_dir, changed(form))
-    with pytest.raises(ConfigurationError, match=r"is F32, and no other is quantised, though config\.json says so"):
+    with pytest.raises(ConfigurationError, match=r"no matrix is quantised, though config\.json says so"):
         load_model_runner(settings(model_dir))
     describe(model_dir, None)
     load_model_runner(settings(model_dir))

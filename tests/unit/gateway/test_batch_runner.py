@@ -43,6 +43,13 @@ class Caller:
         file = self.shelf.add_file("in.jsonl", LINE)
         return await self.batches.create(self.shelf, self.app, "key", CHAT, file["id"], {})
 
+    async def create_asked(self) -> Json:
+        """A batch whose request is on its way and is not answered yet."""
+        self.may_answer.clear()
+        batch = await self.create()
+        await until(lambda: self.num_asked)
+        return batch
+
     async def poll(self, batch: Json) -> Json:
         await self.batches.resume(self.shelf, self.app, "key")
         return self.batches.state(self.shelf.batch(batch["id"]))
@@ -76,9 +83,7 @@ def fail(shelf: Shelf, batch: Json) -> None:
 async def test_a_batch_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its end cannot be written at first. The answer that there is stays, and is not asked for again."""
     async with caller_of(tmp_path) as caller:
-        caller.may_answer.clear()
-        batch = await caller.create()
-        await until(lambda: caller.num_asked)
+        batch = await caller.create_asked()
         with monkeypatch.context() as full:
             full.setattr(Shelf, "save_batch", fail)
             caller.may_answer.set()
@@ -93,9 +98,7 @@ async def test_a_batch_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatc
 
 async def test_a_cancel_that_cannot_be_written_cancels_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with caller_of(tmp_path) as caller:
-        caller.may_answer.clear()
-        batch = await caller.create()
-        await until(lambda: caller.num_asked)
+        batch = await caller.create_asked()
         with monkeypatch.context() as full:
             full.setattr(Shelf, "save_batch", fail)
             with pytest.raises(OSError, match="no space"):
@@ -148,9 +151,7 @@ async def test_a_cancel_while_files_are_opened_leaves_none_open(
 
 async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> None:
     async with caller_of(tmp_path) as caller:
-        caller.may_answer.clear()
-        batch = await caller.create()
-        await until(lambda: caller.num_asked)
+        batch = await caller.create_asked()
     async with caller_of(tmp_path) as caller:
         listed = caller.shelf.batches
         asked = 0

@@ -70,6 +70,8 @@ class ModelSource:
         if self._is_on_hub:
             return _with_config(_hub_snapshot(self.name, self.revision, on_progress), self.name)
         folder = Path(self.name).expanduser()
+        if folder.suffix == ".gguf" and folder.is_file():
+            raise ConfigurationError(f"{self.name} is in llama.cpp's format: run tandem convert {self.name} OUT")
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
         return _with_config(folder.resolve(), f"the folder {self.name}")

@@ -37,7 +37,7 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
         pickled = sorted(path.name for path in model_dir.glob("*.bin"))
         hint = f"; {pickled[0]} is in a format that can run code: run tandem convert {model_dir} OUT" if pickled else ""
         if gguf := sorted(path.name for path in model_dir.glob("*.gguf")):
-            hint = hint or f"; {gguf[0]} is in llama.cpp's format, which is not read: download the original checkpoint"
+            hint = hint or f"; {gguf[0]} is in llama.cpp's format: run tandem convert {model_dir / gguf[0]} OUT"
         raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     return _read_sharded(model_dir, index_path)
 

@@ -91,9 +91,18 @@ class TokenizerConfig:
         if tokenizer_source(model_dir) == SENTENCEPIECE[1]:
             raw = _T5 | raw  # older T5 checkpoints do not name their class
         special = read_json(model_dir / "special_tokens_map.json", optional=True) | dict(raw)
-        names = {key: _content(value) for key, value in special.items() if key.endswith("_token")}
+        return cls.of(raw, special, read_json(model_dir / "added_tokens.json", optional=True))
+
+    @classmethod
+    def of(
+        cls, raw: Mapping[str, Any], special: Mapping[str, Any] | None = None, ids: Mapping[str, int] | None = None
+    ) -> "TokenizerConfig":
+        """The settings `raw` of tokenizer_config.json, with special tokens by name and ids of added tokens, if other
+        files have them.
+        """
+        names = {key: _content(value) for key, value in (special or raw).items() if key.endswith("_token")}
         added = {int(id_): _token_of_entry(entry) for id_, entry in (raw.get("added_tokens_decoder") or {}).items()}
-        for token, id_ in read_json(model_dir / "added_tokens.json", optional=True).items():
+        for token, id_ in (ids or {}).items():
             added.setdefault(id_, AddedToken(token, normalized=False, special=token in names.values()))
         return cls(raw, {key: value for key, value in names.items() if value}, added)
 

@@ -1,18 +1,30 @@
-"""`tandem convert`: writes a checkpoint in PyTorch's own format as safetensors."""
+"""`tandem convert`: writes a checkpoint in PyTorch's own format, or a model in GGUF, as safetensors."""
 
 import argparse
 from pathlib import Path
 
+from mesh.domain.errors import ConfigurationError
 from tandem_cli.parser import CommandParser
 
 
 def add_arguments(parser: CommandParser) -> None:
-    about = "folder of a model with pytorch_model.bin, or of a LoRA adapter with adapter_model.bin"
-    parser.add_argument("folder", type=Path, help=about)
+    about = (
+        "folder of a model with pytorch_model.bin, or of a LoRA adapter with adapter_model.bin; "
+        "or a file of llama.cpp, MODEL.gguf"
+    )
+    parser.add_argument("source", type=Path, help=about)
     parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    about = "of a file in GGUF: take the tokenizer of this checkpoint folder, not the file's"
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.source.suffix == ".gguf":
+        from tandem_cli.convert_gguf import convert_gguf
+
+        return convert_gguf(args.source, args.out, args.tokenizer)
+    if args.tokenizer is not None:
+        raise ConfigurationError("--tokenizer is for files in GGUF: a folder has its own")
     from tandem_cli.convert_folder import convert_folder
 
-    return convert_folder(args.folder, args.out)
+    return convert_folder(args.source, args.out)

@@ -37,30 +37,31 @@ def _model(model_type: str, **facts: Any) -> PreTrainedModel:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **_SIZES | facts))
 
 
-def _llama_like(model_type: str, **facts: Any) -> PreTrainedModel:
+def llama_like(model_type: str, **facts: Any) -> PreTrainedModel:
+    """A model with the sizes of these tests, in its config's words."""
     return _model(model_type, **_LLAMA_SIZES | facts)
 
 
 def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> PreTrainedModel:
     rope = {"rope_type": rope_type, "rope_theta": 10_000.0, "factor": 4.0} | parameters
-    return _llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
+    return llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _llama_like("llama", num_key_value_heads=4),
-    "llama-tied": lambda: _llama_like("llama", tie_word_embeddings=True),
-    "llama-biases": lambda: _llama_like("llama", attention_bias=True, mlp_bias=True),
-    "llama-multi-query": lambda: _llama_like("llama", num_key_value_heads=1),
+    "llama": lambda: llama_like("llama", num_key_value_heads=4),
+    "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
+    "llama-biases": lambda: llama_like("llama", attention_bias=True, mlp_bias=True),
+    "llama-multi-query": lambda: llama_like("llama", num_key_value_heads=1),
     "llama-linear": lambda: _llama_rope("linear"),
     "llama-dynamic": lambda: _llama_rope("dynamic", TRAINED_POSITIONS),
     "llama-yarn": lambda: _llama_rope("yarn", 128, original_max_position_embeddings=32),
     "llama-llama3": lambda: _llama_rope(
         "llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32
     ),
-    "mistral": lambda: _llama_like("mistral", sliding_window=WINDOW, head_dim=16),
-    "qwen2": lambda: _llama_like("qwen2", tie_word_embeddings=True),
-    "qwen2-window": lambda: _llama_like("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
-    "qwen3": lambda: _llama_like("qwen3", head_dim=32),
+    "mistral": lambda: llama_like("mistral", sliding_window=WINDOW, head_dim=16),
+    "qwen2": lambda: llama_like("qwen2", tie_word_embeddings=True),
+    "qwen2-window": lambda: llama_like("qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1),
+    "qwen3": lambda: llama_like("qwen3", head_dim=32),
 }
 """The plain decoder in its variants; the CPU runs them in every way it has."""
 
@@ -68,7 +69,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: _model("gpt2"),
     "gpt-bigcode": lambda: _model("gpt_bigcode"),
     "gpt-bigcode-multi-head": lambda: _model("gpt_bigcode", multi_query=False),
-    "starcoder2": lambda: _llama_like("starcoder2", sliding_window=WINDOW),
+    "starcoder2": lambda: llama_like("starcoder2", sliding_window=WINDOW),
     "gptj": lambda: _model("gptj", rotary_dim=8, n_positions=512),
     "gpt-neox": lambda: _model("gpt_neox", intermediate_size=96, max_position_embeddings=512),
     "gpt-neox-sequential": lambda: _model(
@@ -89,9 +90,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "falcon", new_decoder_architecture=True, num_kv_heads=2, num_ln_in_parallel_attn=1, ffn_hidden_size=96
     ),
     "falcon-rw": lambda: _model("falcon", alibi=True, multi_query=False, parallel_attn=False, bias=True),
-    "phi": lambda: _llama_like("phi"),
-    "phi3": lambda: _llama_like("phi3", sliding_window=WINDOW, rope_parameters={"partial_rotary_factor": 0.5}),
-    "phi3-longrope": lambda: _llama_like(
+    "phi": lambda: llama_like("phi"),
+    "phi3": lambda: llama_like("phi3", sliding_window=WINDOW, rope_parameters={"partial_rotary_factor": 0.5}),
+    "phi3-longrope": lambda: llama_like(
         "phi3",
         original_max_position_embeddings=TRAINED_POSITIONS,
         rope_parameters={
@@ -100,27 +101,27 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
             "long_factor": [1.0 + i for i in range(8)],
         },
     ),
-    "gemma": lambda: _llama_like("gemma", head_dim=32),
-    "gemma2": lambda: _llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
-    "gemma3": lambda: _llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
-    "gemma-biases": lambda: _llama_like("gemma", head_dim=32, attention_bias=True),
-    "gemma2-biases": lambda: _llama_like(
+    "gemma": lambda: llama_like("gemma", head_dim=32),
+    "gemma2": lambda: llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
+    "gemma3": lambda: llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    "gemma-biases": lambda: llama_like("gemma", head_dim=32, attention_bias=True),
+    "gemma2-biases": lambda: llama_like(
         "gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20, attention_bias=True
     ),
-    "gemma3-biases": lambda: _llama_like(
+    "gemma3-biases": lambda: llama_like(
         "gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2, attention_bias=True
     ),
-    "glm": lambda: _llama_like("glm", head_dim=16),
-    "glm4": lambda: _llama_like("glm4", head_dim=16, attention_bias=True),
-    "granite": lambda: _llama_like(
+    "glm": lambda: llama_like("glm", head_dim=16),
+    "glm4": lambda: llama_like("glm4", head_dim=16, attention_bias=True),
+    "granite": lambda: llama_like(
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
-    "stablelm": lambda: _llama_like("stablelm", use_qkv_bias=True),
-    "mixtral": lambda: _llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
-    "qwen2-moe": lambda: _llama_like(
+    "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
+    "qwen2-moe": lambda: llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
-    "qwen3-moe": lambda: _llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
@@ -133,12 +134,7 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
     """
     torch.manual_seed(seed)
     model = (FAMILIES | OTHER_FAMILIES)[family]()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
-            else:
-                parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
+    randomise(model)
     if family in REMOTE_FAMILIES:
         save_remote(family, model, model_dir)
     else:
@@ -146,6 +142,16 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
         model.save_pretrained(model_dir, max_shard_size=max_shard_size)
     save_tokenizer(model_dir)
     return model_dir
+
+
+@torch.no_grad()
+def randomise(model: Any) -> None:
+    """Draw the weights of a model."""
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+        else:
+            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
 
 
 def save_tokenizer(model_dir: Path) -> None:

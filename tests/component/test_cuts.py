@@ -31,7 +31,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     """A model with this window in all its layers; None: without."""
     facts = {"sliding_window": request.param, "head_dim": 32, "num_key_value_heads": 2, "max_position_embeddings": 1024}
     with pytest.MonkeyPatch.context() as patch:
-        family = {"windowed": lambda: checkpoints._llama_like("mistral", **facts)}
+        family = {"windowed": lambda: checkpoints.llama_like("mistral", **facts)}
         patch.setattr(checkpoints, "FAMILIES", family)
         return checkpoints.build_checkpoint("windowed", tmp_path_factory.mktemp("windowed"))
 

@@ -1,0 +1,83 @@
+"""Reads GGUF files with the package `gguf` of llama.cpp's authors."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mesh.domain.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    import numpy as np
+    from gguf import ReaderTensor
+
+SUFFIX = ".gguf"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFile:
+    """A model, in one file or several. Tensors are mapped, and read when they are asked for."""
+
+    path: Path
+    metadata: Mapping[str, Any]
+    tensors: Mapping[str, "ReaderTensor"]
+
+    def require(self, key: str) -> Any:
+        """A value of the metadata. Raises ConfigurationError if there is none."""
+        if key not in self.metadata:
+            raise ConfigurationError(f"{self.path} does not say {key}: it is no whole model of llama.cpp")
+        return self.metadata[key]
+
+    def type_of(self, name: str) -> str:
+        """The name of a tensor's type, such as Q4_K."""
+        return self.tensors[name].tensor_type.name
+
+    def read(self, name: str) -> "np.ndarray[Any, np.dtype[np.float32]]":
+        """A tensor's numbers in fp32, dequantised as llama.cpp does. Raises ConfigurationError."""
+        from gguf.quants import dequantize
+
+        tensor = self.tensors[name]
+        try:
+            return dequantize(tensor.data, tensor.tensor_type)
+        except (NotImplementedError, ValueError) as error:
+            raise ConfigurationError(f"{self.path}: tensor {name} of type {self.type_of(name)}: {error}") from error
+
+
+def open_gguf(path: Path) -> GgufFile:
+    """Open a model. Of a model in several files any part may be named. Raises ConfigurationError."""
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ConfigurationError("reading GGUF needs the extra gguf: pip install 'tandem-serve[gguf]'") from error
+    metadata: dict[str, Any] = {}
+    tensors: dict[str, ReaderTensor] = {}
+    for part in _parts(path):
+        try:
+            reader = gguf.GGUFReader(part)
+            values = {key: field.contents() for key, field in reader.fields.items()}
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {part}: {error.strerror or error}") from error
+        except Exception as error:  # the reader checks little: cut or damaged files raise whatever comes
+            raise ConfigurationError(f"{part} is truncated or no GGUF file: {error or type(error).__name__}") from error
+        metadata = values | metadata  # the first part describes the model
+        tensors |= {tensor.name: tensor for tensor in reader.tensors}
+    expected = metadata.get("split.tensors.count", len(tensors))
+    if len(tensors) != expected:
+        raise ConfigurationError(f"{path} has {len(tensors)} of {expected} tensors: parts of the model are missing")
+    return GgufFile(path, metadata, tensors)
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    """All files of the model, in order. Raises ConfigurationError."""
+    found = _PART.search(path.name)
+    names = [path.name]
+    if found:
+        stem, count = path.name[: found.start()], int(found[2])
+        names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+    for name in names:
+        if not path.with_name(name).is_file():
+            raise ConfigurationError(f"there is no file {path.with_name(name)}")
+        yield path.with_name(name)

@@ -1,0 +1,139 @@
+"""Writes the vocabulary of a GGUF file as the files of a Hugging Face tokenizer."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+from checkpoint.gguf.file import GgufFile
+from checkpoint.tokenizer_files import TokenizerConfig
+from mesh.domain.errors import ConfigurationError
+
+_NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # of llama.cpp and of sentencepiece alike
+_BPE_TYPE = 2  # TrainerSpec.ModelType
+
+_LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_TEKKEN_WORDS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2_WORDS = ""  # of ByteLevel itself
+_WORDS = {
+    "gpt-2": _GPT2_WORDS,
+    "phi-2": _GPT2_WORDS,
+    "smollm": _GPT2_WORDS,
+    "llama-bpe": _LLAMA3_WORDS,
+    "llama3": _LLAMA3_WORDS,
+    "llama-v3": _LLAMA3_WORDS,
+    "qwen2": _QWEN2_WORDS,
+    "tekken": _TEKKEN_WORDS,
+}
+"""How `tokenizer.ggml.pre` cuts a text into words."""
+_SINGLE_DIGITS = frozenset({"smollm"})
+_WHOLE_WORDS_FIRST = frozenset({"llama-bpe", "llama3", "llama-v3", "tekken"})
+
+
+def write_tokenizer(file: GgufFile, folder: Path) -> None:
+    """Write tokenizer_config.json and the vocabulary to `folder`. Raises ConfigurationError for a kind that is not
+    known.
+    """
+    kind = file.require("tokenizer.ggml.model")
+    config = _tokenizer_config(file, is_byte_level=kind == "gpt2")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+    if kind == "gpt2":
+        TokenizerConfig.of(config).finish(_byte_level(file)).save(str(folder / "tokenizer.json"))
+    elif kind == "llama":
+        (folder / "tokenizer.model").write_bytes(_sentencepiece(file))
+    else:
+        raise ConfigurationError(
+            f"{file.path} has a tokenizer of kind {kind}, which is not read; "
+            "give the tokenizer of the original checkpoint: --tokenizer FOLDER"
+        )
+
+
+def generation_config(file: GgufFile) -> dict[str, Any]:
+    """The contents of generation_config.json: the tokens that begin and end an answer."""
+    ids = {key: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot", "eom", "padding")}
+    ends = [id_ for id_ in dict.fromkeys((ids["eos"], ids["eot"], ids["eom"])) if id_ is not None]
+    named = {"bos_token_id": ids["bos"], "eos_token_id": ends or None, "pad_token_id": ids["padding"]}
+    return {key: value for key, value in named.items() if value is not None}
+
+
+def _tokenizer_config(file: GgufFile, *, is_byte_level: bool) -> dict[str, Any]:
+    tokens: Sequence[str] = file.require("tokenizer.ggml.tokens")
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast" if is_byte_level else "LlamaTokenizer",
+        "add_bos_token": bool(file.metadata.get("tokenizer.ggml.add_bos_token", not is_byte_level)),
+        "add_eos_token": bool(file.metadata.get("tokenizer.ggml.add_eos_token", False)),
+    }
+    for name, key in special.items():
+        id_ = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if id_ is not None and id_ < len(tokens):
+            config[f"{name}_token"] = tokens[id_]
+    if "tokenizer.chat_template" in file.metadata:
+        config["chat_template"] = file.metadata["tokenizer.chat_template"]
+    if is_byte_level:
+        added = (_CONTROL, _USER_DEFINED)
+        config["added_tokens_decoder"] = {
+            str(id_): {"content": tokens[id_], "special": kind == _CONTROL, "normalized": False}
+            for id_, kind in enumerate(file.require("tokenizer.ggml.token_type"))
+            if kind in added
+        }
+    else:
+        config["legacy"] = True  # llama.cpp puts a space after special tokens, too
+        config["add_prefix_space"] = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    return config
+
+
+def _byte_level(file: GgufFile) -> Tokenizer:
+    words = file.metadata.get("tokenizer.ggml.pre", "gpt-2")
+    if words not in _WORDS:
+        raise ConfigurationError(
+            f"{file.path} cuts words as {words}, which is not known ({', '.join(_WORDS)} are); "
+            "give the tokenizer of the original checkpoint: --tokenizer FOLDER"
+        )
+    vocab = {token: id_ for id_, token in enumerate(file.require("tokenizer.ggml.tokens"))}
+    merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
+    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST))
+    if words == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    digits = [pre_tokenizers.Digits(individual_digits=True)] if words in _SINGLE_DIGITS else []
+    cut = [pre_tokenizers.Split(Regex(_WORDS[words]), "isolated")] if _WORDS[words] else []
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *cut, as_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(file: GgufFile) -> bytes:
+    """The vocabulary as a model of sentencepiece, which is what it was made from."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    tokens, kinds = file.require("tokenizer.ggml.tokens"), file.require("tokenizer.ggml.token_type")
+    scores = file.require("tokenizer.ggml.scores")
+    if not len(tokens) == len(kinds) == len(scores):
+        raise ConfigurationError(f"{file.path}: {len(tokens)} tokens have {len(scores)} scores and {len(kinds)} types")
+    merged = [score for score, kind, token in zip(scores, kinds, tokens, strict=True) if kind == _NORMAL and token[1:]]
+    if sorted(merged, reverse=True) != merged:
+        raise ConfigurationError(
+            f"{file.path}: tokens do not merge in the order of their ids, which is not read; "
+            "give the tokenizer of the original checkpoint: --tokenizer FOLDER"
+        )
+    model = sentencepiece_model_pb2.ModelProto()  # type: ignore[attr-defined]
+    for token, score, kind in zip(tokens, scores, kinds, strict=True):
+        model.pieces.add(piece=token, score=score, type=kind)
+    model.trainer_spec.model_type = _BPE_TYPE
+    model.trainer_spec.unk_id = int(file.metadata.get("tokenizer.ggml.unknown_token_id", 0))
+    model.trainer_spec.byte_fallback = _BYTE in kinds
+    model.normalizer_spec.add_dummy_prefix = bool(file.metadata.get("tokenizer.ggml.add_space_prefix", True))
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return bytes(model.SerializeToString())

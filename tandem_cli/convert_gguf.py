@@ -1,0 +1,56 @@
+"""`tandem convert` of a file in GGUF, the format of llama.cpp."""
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from checkpoint.gguf.file import open_gguf
+from checkpoint.gguf.models import GgufModel
+from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
+from checkpoint.model_files import tokenizer_source
+from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.tokenizer_files import load_tokenizer
+from engine.quantizer.shards import ShardWriter
+from mesh.domain.errors import ConfigurationError
+
+
+def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
+    """Write the model in `path` to the folder `out` as Hugging Face does, dequantised. The tokenizer is that of the
+    checkpoint folder `tokenizer`, or the one that the file describes. Returns the exit status. Raises
+    ConfigurationError.
+    """
+    began_s = time.monotonic()
+    file = open_gguf(path)
+    model = GgufModel(file)
+    config = model.config()
+    dtype = getattr(torch, model.dtype)
+    try:
+        with new_folder(out) as unfinished:
+            if tokenizer is None:
+                write_tokenizer(file, unfinished)
+                _write_json(unfinished / "generation_config.json", generation_config(file))
+            else:
+                tokenizer_source(tokenizer)  # which raises if there is none
+                copy_other_files(tokenizer, unfinished)
+            load_tokenizer(unfinished)
+            _write_json(unfinished / "config.json", config)
+            writer = ShardWriter(unfinished)
+            for name, numbers in model.tensors():
+                writer.add(name, torch.tensor(numbers, dtype=dtype))
+            writer.finish()
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    sys.stdout.write(
+        f"{out}: {len(writer.names)} tensors in {model.dtype}, {writer.num_bytes / 1e6:.0f} MB in "
+        f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {out}\n"
+    )
+    return 0
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

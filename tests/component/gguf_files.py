@@ -1,0 +1,181 @@
+"""Writes checkpoints as GGUF, as llama.cpp's own converter does: names by the package's table, order of rows, norms."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import sentencepiece
+from gguf.quants import quantize
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from engine.models.model_config import ModelConfig
+from engine.models.read_config import load_decoder_config
+
+Numbers = np.ndarray[Any, np.dtype[np.float32]]
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+    "GemmaForCausalLM": "gemma",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3",
+    "Phi3ForCausalLM": "phi3",
+}
+
+
+def write_gguf(model_dir: Path, path: Path, kind: str = "F32", words: str = "gpt-2") -> Path:
+    """Write the checkpoint with its matrices of type `kind`; returns `path`. `words`: how it cuts them."""
+    raw, config = json.loads((model_dir / "config.json").read_text()), load_decoder_config(model_dir)
+    architecture = ARCHITECTURES[raw["architectures"][0]]
+    writer = gguf.GGUFWriter(path, architecture)
+    _describe(writer, raw, config)
+    _write_vocabulary(writer, model_dir, words)
+    _finish(writer, model_dir, config, architecture, kind)
+    return path
+
+
+def _finish(writer: gguf.GGUFWriter, model_dir: Path, config: ModelConfig, architecture: str, kind: str) -> None:
+    """Write the tensors, and close the file."""
+    raw = json.loads((model_dir / "config.json").read_text())
+    for name, numbers in _as_llama_cpp(_weights(model_dir), architecture, config).items():
+        quantised = gguf.GGMLQuantizationType[kind if numbers.ndim > 1 else "F32"]
+        writer.add_tensor(name, quantize(numbers, quantised), raw_dtype=quantised)
+    for name, factors in _rope_factors(raw, config).items():
+        writer.add_tensor(name, factors)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _weights(model_dir: Path) -> dict[str, Numbers]:
+    return {name: tensor.float().numpy() for name, tensor in load_file(model_dir / "model.safetensors").items()}
+
+
+def write_sentencepiece(model_dir: Path, path: Path) -> Path:
+    """Write the checkpoint, whose vocabulary is a model of sentencepiece; returns `path`."""
+    model = sentencepiece.SentencePieceProcessor(model_file=str(model_dir / "tokenizer.model"))
+    ids = range(model.vocab_size())
+    writer = gguf.GGUFWriter(path, "llama")
+    raw, config = json.loads((model_dir / "config.json").read_text()), load_decoder_config(model_dir)
+    _describe(writer, raw, config)
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([model.id_to_piece(id_) for id_ in ids])
+    writer.add_token_scores([model.get_score(id_) for id_ in ids])
+    writer.add_token_types([_kind(model, id_) for id_ in ids])
+    writer.add_bos_token_id(model.bos_id())
+    writer.add_eos_token_id(model.eos_id())
+    writer.add_unk_token_id(model.unk_id())
+    _finish(writer, model_dir, config, "llama", "F32")
+    return path
+
+
+def _kind(model: Any, id_: int) -> gguf.TokenType:
+    if model.is_byte(id_):
+        return gguf.TokenType.BYTE
+    if model.is_unknown(id_):
+        return gguf.TokenType.UNKNOWN
+    return gguf.TokenType.CONTROL if model.is_control(id_) else gguf.TokenType.NORMAL
+
+
+def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
+    writer.add_rope_dimension_count(config.rope.dim)
+    writer.add_vocab_size(raw["vocab_size"])
+    rope = raw.get("rope_parameters") or {}
+    rope = rope.get("full_attention", rope)
+    if (scaled := rope.get("rope_type")) in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaled))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if original := rope.get("original_max_position_embeddings", raw.get("original_max_position_embeddings")):
+        writer.add_rope_scaling_orig_ctx_len(original)
+    if raw.get("sliding_window"):
+        writer.add_sliding_window(raw["sliding_window"])
+    if config.experts:
+        writer.add_expert_count(config.experts.num_experts)
+        writer.add_expert_used_count(raw["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+    if raw.get("attn_logit_softcapping"):
+        writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
+    if raw.get("final_logit_softcapping"):
+        writer.add_final_logit_softcapping(raw["final_logit_softcapping"])
+
+
+def _write_vocabulary(writer: gguf.GGUFWriter, model_dir: Path, words: str) -> None:
+    tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+    described = json.loads(tokenizer.to_str())
+    added = tokenizer.get_added_tokens_decoder()
+    size = json.loads((model_dir / "config.json").read_text())["vocab_size"]
+    tokens = [tokenizer.id_to_token(id_) or f"[PAD{id_}]" for id_ in range(size)]
+    unused = [gguf.TokenType.UNUSED if tokenizer.id_to_token(i) is None else gguf.TokenType.NORMAL for i in range(size)]
+    kinds = [
+        (gguf.TokenType.CONTROL if added[id_].special else gguf.TokenType.USER_DEFINED) if id_ in added else unused[id_]
+        for id_ in range(size)
+    ]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(words)
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    merges = described["model"]["merges"]
+    writer.add_token_merges([" ".join(merge) for merge in merges])
+    writer.add_bos_token_id(tokenizer.token_to_id(settings["bos_token"]))
+    writer.add_eos_token_id(tokenizer.token_to_id(settings["eos_token"]))
+    writer.add_pad_token_id(tokenizer.token_to_id(settings["pad_token"]))
+    writer.add_chat_template(settings["chat_template"])
+
+
+def _as_llama_cpp(tensors: Mapping[str, Numbers], architecture: str, config: ModelConfig) -> dict[str, Numbers]:
+    arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    table = gguf.get_tensor_name_map(arch, config.num_layers)
+    found: dict[str, Numbers] = {}
+    experts: dict[str, dict[int, Numbers]] = {}
+    for name, numbers in tensors.items():
+        before, is_expert, after = name.partition(".experts.")
+        if is_expert:
+            number, _, rest = after.partition(".")
+            experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = numbers
+            continue
+        if architecture == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+            numbers = _neighbours(numbers, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        if architecture.startswith("gemma") and name.endswith("norm.weight"):
+            numbers = numbers + 1
+        found[table.get_name(name, (".weight", ".bias"))] = numbers
+    for name, matrices in experts.items():
+        stacked = np.stack([matrices[number] for number in range(len(matrices))])
+        found[table.get_name(name, (".weight",))] = stacked
+    return found
+
+
+def _neighbours(numbers: Numbers, heads: int) -> Numbers:
+    halves = numbers.reshape(heads, 2, len(numbers) // heads // 2, *numbers.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(numbers.shape))
+
+
+def _rope_factors(raw: Mapping[str, Any], config: ModelConfig) -> dict[str, Numbers]:
+    rope = raw.get("rope_parameters") or {}
+    if rope.get("rope_type") == "longrope":
+        named = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+        return {name: np.array(rope[key], np.float32) for name, key in named.items()}
+    if rope.get("rope_type") == "llama3":
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.for_model(**raw), None)
+        plain = 1.0 / rope["rope_theta"] ** (np.arange(0, config.head_dim, 2) / config.head_dim)
+        return {"rope_freqs.weight": (plain / scaled.numpy()).astype(np.float32)}
+    return {}

@@ -8,8 +8,9 @@ them.
 import json
 import math
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from decimal import Decimal
 from enum import StrEnum
 
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
@@ -18,6 +19,8 @@ from mesh.domain.errors import InvalidRequest
 MAX_SCHEMA_CHARS = 64 << 10
 MAX_REGEX_CHARS = 4 << 10
 MAX_GRAMMAR_CHARS = 8 << 10
+# States of the automata for `multipleOf`: about a second and 100 MB to compile.
+MAX_MULTIPLE_STATES = 100_000
 MAX_OPTION_CHARS = 16 << 10
 MAX_OPTIONS = 1024
 MAX_STOP_STRINGS = 4
@@ -74,6 +77,7 @@ class Structure:
             _at_most(self, MAX_REGEX_CHARS)
         elif self.kind is StructureKind.GRAMMAR:
             _at_most(self, MAX_GRAMMAR_CHARS)
+            _check_embedded_schemas(self.source)
         elif self.kind is StructureKind.CHOICE:
             _check_choices(self)
         if self.kind in (StructureKind.REGEX, StructureKind.GRAMMAR) and not self.source:
@@ -99,27 +103,63 @@ def _check_choices(structure: Structure) -> None:
 def _check_schema(source: str) -> None:
     try:
         schema = json.loads(source)
-        num_chars = _pattern_chars(schema)
+        objects = list(_objects(schema))
     except (ValueError, RecursionError):
         raise InvalidRequest("json_schema is not valid JSON, or nested too deeply") from None
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object")
+    num_chars = sum(map(_pattern_chars, objects))
     if num_chars > MAX_REGEX_CHARS:
         raise InvalidRequest(
             f"json_schema: the patterns have {num_chars} characters, at most {MAX_REGEX_CHARS} are allowed"
         )
+    _check_multiples("json_schema", objects)
 
 
-def _pattern_chars(schema: object) -> int:
-    """Count the characters of all regular expressions in a schema; they cost most to compile."""
-    if isinstance(schema, list):
-        return sum(map(_pattern_chars, schema))
-    if not isinstance(schema, dict):
-        return 0
+def _check_embedded_schemas(grammar: str) -> None:
+    objects: list[dict[str, object]] = []
+    for text in grammar.split("%json")[1:]:
+        try:
+            schema, _ = json.JSONDecoder().raw_decode(text.lstrip())
+            objects += _objects(schema)
+        except (ValueError, RecursionError):
+            continue  # no schema, or one that the compiler refuses
+    _check_multiples("grammar", objects)
+
+
+def _objects(schema: object) -> Iterator[dict[str, object]]:
+    """All JSON objects in a schema, from the outside in."""
+    if isinstance(schema, dict):
+        yield schema
+    for part in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        yield from _objects(part)
+
+
+def _pattern_chars(schema: dict[str, object]) -> int:
+    """Count the characters of the regular expressions of an object; they cost most to compile."""
     pattern, properties = schema.get("pattern"), schema.get("patternProperties")
     num_chars = len(pattern) if isinstance(pattern, str) else 0
-    num_chars += sum(map(len, properties)) if isinstance(properties, dict) else 0
-    return num_chars + sum(map(_pattern_chars, schema.values()))
+    return num_chars + (sum(map(len, properties)) if isinstance(properties, dict) else 0)
+
+
+def _check_multiples(what: str, objects: list[dict[str, object]]) -> None:
+    """Refuse values of `multipleOf` whose automata are too large. The compiler's budgets do not count their states: one
+    for each remainder. Where `allOf`, references and the like combine them, it is the remainders of a common multiple.
+    """
+    steps = [step for schema in objects if (step := _digits(schema.get("multipleOf")))]
+    num_places = len(steps) + sum("$ref" in schema for schema in objects)
+    if steps and math.lcm(*steps) * num_places > MAX_MULTIPLE_STATES:
+        raise InvalidRequest(
+            f"{what}: the values of `multipleOf` take over {MAX_MULTIPLE_STATES} states to follow: use smaller or fewer"
+        )
+
+
+def _digits(step: object) -> int:
+    """A step without its sign, decimal point and trailing zeros, which cost no states; 0 if it is no number."""
+    if isinstance(step, bool) or not isinstance(step, int | float):
+        return 0
+    decimal = Decimal(repr(step))
+    return int("".join(map(str, decimal.as_tuple().digits)).rstrip("0") or "0") if decimal.is_finite() else 0
 
 
 @dataclass(frozen=True, slots=True)

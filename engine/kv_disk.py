@@ -115,7 +115,7 @@ class BlockFiles:
                     raise OSError(28, "the block was not written completely")
             part.rename(path)
         except OSError:
-            part.unlink(missing_ok=True)
+            _remove(part)
             raise
         self._num_written += _DIGEST_BYTES + self._block_bytes
         if self._num_written > self._max_bytes * (1 - _TRIM_TO) / 2:
@@ -131,7 +131,7 @@ class BlockFiles:
             return None
         payload = content[_DIGEST_BYTES:]
         if len(payload) != self._block_bytes or content[:_DIGEST_BYTES] != _digest(block_hash, payload):
-            path.unlink(missing_ok=True)
+            _remove(path)
             raise ValueError(f"{path} is damaged")
         with contextlib.suppress(OSError):
             os.utime(path)
@@ -148,19 +148,25 @@ class BlockFiles:
                 if path.suffix == _SUFFIX:
                     files.append((status.st_mtime, status.st_size, path))
                 elif now_s - status.st_mtime > _STALE_S:
-                    path.unlink()
+                    _remove(path)
         excess = sum(size for _, size, _ in files) - self._max_bytes
         if excess <= 0:
             return
         excess += int(self._max_bytes * (1 - _TRIM_TO))
         for _, size, path in sorted(files):
-            path.unlink(missing_ok=True)
+            _remove(path)
             excess -= size
             if excess <= 0:
                 return
 
     def _path(self, block_hash: BlockHash) -> Path:
         return self._folder / f"{block_hash.hex()}{_SUFFIX}"
+
+
+def _remove(path: Path) -> None:
+    """Remove a file if possible: a disk that fails is often made read-only, and its blocks are still read."""
+    with contextlib.suppress(OSError):
+        path.unlink()
 
 
 def _digest(block_hash: BlockHash, payload: bytes) -> bytes:

@@ -168,6 +168,26 @@ def test_a_full_disk_costs_blocks_and_says_so_once(tmp_path: Path, monkeypatch: 
     assert list(tmp_path.glob("*/*")) == []
 
 
+def test_a_disk_that_has_become_read_only_costs_damaged_blocks_and_no_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = files(tmp_path)
+    for number in range(2):
+        folder.write(HASHES[number], payload(number))
+    damaged = folder._path(HASHES[1])
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    disk = DiskCache(files(tmp_path, max_blocks=1), cache_of(4), max_waiting_bytes=2 * SIZE)
+    for _ in range(3):
+        assert list(disk.fetch(HASHES[:2]).result()) == [HASHES[0]]
+    assert disk.counts.damaged == 3
+    disk.close()
+
+
 def test_blocks_that_wait_for_their_sequence_are_limited(tmp_path: Path) -> None:
     folder = files(tmp_path)
     for number in range(4):

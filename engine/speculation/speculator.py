@@ -104,8 +104,10 @@ class Speculator:
 
 
 def _decodes(item: ScheduledSequence) -> bool:
-    """True after the sequence's first token, which may be sampled for another worker to continue."""
-    return item.num_tokens == 1 and item.needs_sampling and item.start >= item.sequence.num_prompt_tokens
+    """True after the sequence's first token, unless another worker continues it: that one gets a single token."""
+    sequence = item.sequence
+    is_single = item.num_tokens == 1 and item.needs_sampling
+    return is_single and item.start >= sequence.num_prompt_tokens and not sequence.hand_over
 
 
 def _with_drafts(batch: ScheduledBatch, drafts: dict[SequenceKey, Drafts]) -> ScheduledBatch:

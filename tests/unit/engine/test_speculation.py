@@ -8,13 +8,17 @@ from hypothesis import strategies as st
 
 from decode_worker.settings import DecodeSettings
 from engine.batch import ScheduledBatch
+from engine.block_pool import BlockPool
+from engine.loop import Engine
 from engine.runner import FinishBatch, LayerHook
+from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
-from engine.settings import Speculation
+from engine.settings import SchedulerConfig, Speculation
 from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
 from engine.speculation.drafters import DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import BUNDLED_MODELS
+from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FakeKVStore, FakeRunner, fake_continuation
 
@@ -70,6 +74,24 @@ def test_a_draft_model_that_fails_for_a_request_drafts_for_the_others() -> None:
     assert drafter.limits(sequences, [4, 4]) == [4, 0]
     drafter.forget(sequences[1])
     assert drafter.limits(sequences, [4, 4]) == [4, 4], "another request may have its id"
+
+
+def test_a_replay_that_is_handed_over_gets_one_token_and_no_guesses() -> None:
+    """The last chunk of its prompt, whose end earlier attempts have generated, may be a single token."""
+    config = SchedulerConfig(4, max_batch_tokens=8, max_num_seqs=2, max_model_len=64, prefix_caching=False)
+    scheduler = Scheduler(config, BlockPool(8))
+    drafter = FakeDrafter(lambda sequence, length: fake_continuation(sequence.token_ids, length))
+    engine = Engine(scheduler, FakeRunner(FakeKVStore(8)), speculator=eager_speculator(drafter, 4))
+    for name, is_handed_over in (("here", False), ("there", True)):
+        known = [*range(1, 6), *fake_continuation(range(1, 6), 4)]
+        request = make_request(name, known, num_prompt_tokens=5, max_new_tokens=20)
+        scheduler.add(sequence := SequenceState(request, hand_over=is_handed_over))
+        engine.step()
+        [output] = engine.step().outputs
+        assert len(output.tokens) == (1 if is_handed_over else 5)
+        assert sequence.num_computed_tokens == len(known) + len(output.tokens) - 1
+        engine.abort(sequence)
+        scheduler.check_integrity()
 
 
 def test_guesses_stop_where_they_do_not_pay() -> None:

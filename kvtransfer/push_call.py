@@ -9,7 +9,7 @@ from typing import TypeVar, cast
 import grpc
 
 from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
-from mesh.domain.errors import MeshError, TransferFailed
+from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLost
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
@@ -131,15 +131,22 @@ class PushCall:
             self._error.set_result(_result_now(self._read_error()))
 
     async def _read_error(self) -> MeshError:
-        """Return the error that ended the call. Does not wait if the call has ended."""
+        """Return the error that ended the call. Does not wait if the call has ended.
+
+        Where the connection has failed, either end or the network between them may be the cause.
+        """
         call = self._call
         code = await call.code()
         if code is grpc.StatusCode.OK:
             return TransferFailed("the receiver ended the conversation early")
-        error = grpc.aio.AioRpcError(
-            code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+        error = error_from_rpc(
+            grpc.aio.AioRpcError(
+                code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+            )
         )
-        return error_from_rpc(error)
+        if code is grpc.StatusCode.CANCELLED:
+            return ReceiverLost(str(error))
+        return TransferFailed(f"the receiver cannot be reached: {error}") if type(error) is WorkerLost else error
 
 
 def _result_now(coroutine: Coroutine[object, None, T]) -> T:

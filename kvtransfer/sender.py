@@ -24,7 +24,7 @@ from kvtransfer.store import KVStore
 from kvtransfer.tasks import mark_retrieved
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
-from mesh.domain.errors import ConfigurationError, MeshError, TransferFailed, WorkerLost
+from mesh.domain.errors import ConfigurationError, MeshError, ReceiverLost, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
@@ -166,7 +166,7 @@ class OutgoingTransfer:
         except asyncio.CancelledError:
             if self._is_aborted:
                 raise TransferFailed("the transfer was aborted by its sender") from None
-            raise WorkerLost("the receiver is stopping") from None  # grpc.aio raises this for the status CANCELLED
+            raise ReceiverLost("the receiver is stopping") from None  # grpc.aio raises this for the status CANCELLED
         except MeshError as error:
             log.info("transfer_failed", **names, error=str(error))
             raise

@@ -25,6 +25,7 @@ from mesh.domain.errors import (
     InvalidRequest,
     MeshError,
     ModelFailed,
+    ReceiverLost,
     Replayable,
     TransferCorrupt,
     TransferFailed,
@@ -127,11 +128,12 @@ class PrefillClient:
         if _is_unreachable(error):
             self._table.lose(worker.worker_id, worker.incarnation)
             return error
-        if isinstance(error, Replayable | InvalidRequest | ModelFailed) and type(error) is not WorkerLost:
+        is_internal = isinstance(error, WorkerLost)
+        if isinstance(error, Replayable | InvalidRequest | ModelFailed) and not is_internal:
             return error
-        # An error about the worker's peer, settings or timeout is not the client's fault: replay.
         log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
-        return TransferFailed(f"the prefill worker ended the call: {error}")
+        # An error about settings or the timeout may be due to either end, and is not the client's fault: replay.
+        return error if is_internal else TransferFailed(f"the prefill worker ended the call: {error}")
 
 
 def _is_unreachable(error: MeshError) -> bool:
@@ -374,7 +376,7 @@ class Attempt:
             return
         if not isinstance(error, Exception):
             error = TransferFailed("the prefill ended without a first token")
-        self._end(error, self.placement.prefill)
+        self._end(error, self.placement.decode if isinstance(error, ReceiverLost) else self.placement.prefill)
 
     def close(self) -> None:
         """Abort on both workers and release the reservation.

@@ -115,6 +115,7 @@ const CAUSES = {
   TransferFailed: "its KV did not reach ?",
   TransferCorrupt: "its KV arrived damaged at ?",
   LeaseExpired: "? waited for its KV too long",
+  ReceiverLost: "? stopped before its KV had arrived",
 };
 
 /** Show incidents, newest first. */

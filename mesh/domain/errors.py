@@ -17,6 +17,7 @@
         ├── TransferFailed      KV did not arrive
         ├── TransferCorrupt     KV failed verification
         ├── LeaseExpired        the sender of a transfer never came, or was silent for a lease
+        ├── ReceiverLost        the receiver of a transfer stops, as its sender was told
         ├── WorkerBusy          the worker has no free blocks
         ├── SequencePreempted   the sequence lost its blocks to older sequences
         ├── WorkerDraining      the worker accepts no new work
@@ -98,6 +99,10 @@ class LeaseExpired(Replayable):
     """The sender of a transfer never came, or was silent for a lease."""
 
 
+class ReceiverLost(Replayable):
+    """The receiver of a transfer has ended it because it stops. Its sender says so and is well itself."""
+
+
 class WorkerBusy(Replayable):
     """The worker has too few free blocks for the sequence."""
 
@@ -111,5 +116,5 @@ class WorkerDraining(Replayable):
 
 
 class WorkerLost(Replayable):
-    """The worker has stopped, cannot be reached, sent no token or reserved no memory in time, or has reported an
-    internal error."""
+    """The worker that was asked has stopped, cannot be reached, sent no token or reserved no memory in time, or has
+    reported an internal error. It never stands for the worker's peer: see ReceiverLost and TransferFailed."""

@@ -33,6 +33,7 @@ STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
         errors.TransferFailed: grpc.StatusCode.UNAVAILABLE,
         errors.TransferCorrupt: grpc.StatusCode.DATA_LOSS,
         errors.LeaseExpired: grpc.StatusCode.ABORTED,
+        errors.ReceiverLost: grpc.StatusCode.UNAVAILABLE,
         errors.WorkerBusy: grpc.StatusCode.UNAVAILABLE,
         errors.SequencePreempted: grpc.StatusCode.ABORTED,
         errors.WorkerDraining: grpc.StatusCode.UNAVAILABLE,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
-from mesh.domain.errors import LeaseExpired, Replayable, TransferCorrupt, TransferFailed, WorkerLost
+from mesh.domain.errors import LeaseExpired, ReceiverLost, Replayable, TransferCorrupt, TransferFailed, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.retry import backoff_s
 from router.admission.placement import Placement
@@ -196,13 +196,14 @@ class WorkerHealth:
         """Count a failed attempt and return the circuit breakers that trip.
 
         Lack of capacity, preemption and draining are not failures. Neither end of a transfer can tell which end is at
-        fault, so a broken transfer counts against both. An attempt that started before the worker's last successful
-        canary, or before its last failure, is not counted: all streams that break with a worker are one event.
+        fault, so a broken transfer counts against both; an end that says of itself that it fails or stops, only against
+        that one. An attempt that started before the worker's last successful canary, or before its last failure, is not
+        counted: all streams that break with a worker are one event.
         """
         is_transfer = placement.prefill is not None and isinstance(error, TRANSFER_ERRORS)
         if is_transfer:
             suspects = _workers_of(placement)
-        elif isinstance(error, (WorkerLost, *TRANSFER_ERRORS)):
+        elif isinstance(error, (WorkerLost, ReceiverLost, *TRANSFER_ERRORS)):
             suspects = [blamed] if blamed is not None else []
         else:
             suspects = []

@@ -444,7 +444,7 @@ class PrefillScript:
     """The behaviour of one prefill call."""
 
     refuse: MeshError | None = None
-    fail_before_first: MeshError | None = None
+    fail_before_first: Exception | None = None
     fail_after_first: MeshError | None = None
     fail_after_commit: MeshError | None = None
     hold: asyncio.Event | None = None
@@ -522,6 +522,6 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         )
 
 
-def _raise(error: MeshError | None) -> None:
+def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error

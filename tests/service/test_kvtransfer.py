@@ -28,10 +28,10 @@ from kvtransfer.transports.base import Slot
 from mesh.domain.errors import (
     ConfigurationError,
     LayoutMismatch,
+    ReceiverLost,
     TransferCorrupt,
     TransferFailed,
     Unauthenticated,
-    WorkerLost,
 )
 from mesh.domain.kv import Span
 from mesh.rpc.credentials import Credentials, MeshKey
@@ -309,9 +309,24 @@ async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
 
 async def test_nobody_listens(pair: Pair) -> None:
     await pair.server.stop(0)
-    with pytest.raises(WorkerLost):
+    with pytest.raises(TransferFailed, match="cannot be reached"):
         await pair.start().commit(11, FIRST_TOKEN)
     await pair.receiver.abort("transfer")
+
+
+class Stopping(kvtransfer_pb2_grpc.KvTransferServicer):
+    """Ends each call as a server does that stops."""
+
+    async def Push(self, messages: AsyncIterator[Any], _: object) -> AsyncIterator[Any]:
+        await anext(messages)
+        raise asyncio.CancelledError
+        yield
+
+
+async def test_a_receiver_that_stops_is_named(pair: Pair) -> None:
+    async with serving(Stopping()) as stopping:
+        with pytest.raises(ReceiverLost, match="stopping"):
+            await pair.open(address=stopping.address).commit(11, FIRST_TOKEN)
 
 
 async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
@@ -319,7 +334,7 @@ async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
     commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
     await until(pair.target.writing.arrived)
     stop = asyncio.create_task(pair.server.stop(0))
-    with pytest.raises((WorkerLost, TransferFailed)):
+    with pytest.raises((ReceiverLost, TransferFailed)):
         await commit
     pair.target.writing.open()
     await stop

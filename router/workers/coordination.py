@@ -173,7 +173,15 @@ def worker_left(membership: Membership, info: WorkerInfo, state: WorkerState) ->
 
 
 async def expire_forever(membership: Membership) -> None:
-    """Mark silent workers LOST, until cancelled. Run it as a task."""
+    """Mark silent workers LOST, until cancelled. Run it as a task.
+
+    A router that was stopped itself (by a signal, or with its machine) has yet to read what came meanwhile. So then it
+    waits for the workers anew: otherwise it would lose all of them at once, and replay all streams.
+    """
+    clock = asyncio.get_running_loop().time
     while True:
+        began_s = clock()
         await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+        if clock() - began_s > SILENT_S / 2:
+            await asyncio.sleep(SILENT_S)
         membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

@@ -12,6 +12,7 @@ from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerState
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
+from router.workers import coordination
 from router.workers.coordination import RegistryServicer
 from router.workers.membership import Membership
 from tests.defects import Repaired
@@ -220,4 +221,26 @@ async def test_beats_go_on_while_a_snapshot_waits_for_a_long_step() -> None:
     engine.stuck.set()
     await watch.until(lambda view: b"s" in view.cached)
     running.cancel()
+    await server.stop(0)
+
+
+async def test_a_router_that_was_stopped_waits_for_what_came_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(coordination, "SILENT_S", 0.8)
+    membership = Membership(asyncio.get_running_loop().time)
+    states: list[WorkerState] = []
+    server = await start_registry(membership)
+    agent = asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run(server.address))
+    watch = Watch(membership)
+    await watch.until(lambda view: view.load.num_running == 3)
+    membership.on_change(lambda view: states.append(view.state))
+    expiry = asyncio.create_task(coordination.expire_forever(membership))
+    await asyncio.sleep(0)
+    time.sleep(2 * coordination.SILENT_S)  # noqa: ASYNC251 - stops the whole router, as SIGSTOP does
+    seen_s = membership.workers()[0].last_seen_s
+    await watch.until(lambda view: view.last_seen_s > seen_s + 1)
+    assert states == []
+    agent.cancel()
+    await asyncio.gather(agent, return_exceptions=True)
+    await watch.until(lambda view: view.state is WorkerState.LOST)
+    expiry.cancel()
     await server.stop(0)

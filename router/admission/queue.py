@@ -136,7 +136,7 @@ class PlacementQueue:
 
     def wake(self) -> None:
         """Capacity may have become free: pump soon. Many calls in a row cost one pump."""
-        if self._waiters and not self._pump_scheduled:
+        if (self._waiters or self._outage.is_on) and not self._pump_scheduled:
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -216,8 +216,11 @@ class PlacementQueue:
         return was_waiting
 
     def _pump(self) -> None:
-        """Place waiters from the head while there is capacity."""
+        """Place waiters from the head while there is capacity. An outage ends with the first decode worker, whether
+        anything waits for it or not: the next one is another."""
         self._pump_scheduled = False
+        if self._outage.is_on and len(self._snapshot().decode):
+            self._outage.end()
         while self._waiters and self._place_next():
             pass
         self._note_backlog()

@@ -403,6 +403,24 @@ async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:
     mesh.queue.close()
 
 
+async def test_an_outage_ends_also_while_nothing_waits() -> None:
+    """Otherwise the first request after a worker's restart, hours later, would be refused for the outage of then."""
+    mesh = FakeMesh(prefill(), no_worker_timeout_s=0.02)
+    with pytest.raises(NoWorkers):
+        await mesh.queue.place(query(), ENTRY)
+    mesh.views = [decode()]
+    mesh.queue.wake()
+    await settled()
+    mesh.views = []
+    waiting: asyncio.Task[CapacityReservation] = asyncio.create_task(mesh.queue.place(query(), ENTRY))
+    await settled()
+    assert not waiting.done()
+    mesh.views = [decode()]
+    mesh.queue.wake()
+    await asyncio.wait_for(waiting, 60)
+    mesh.queue.close()
+
+
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), entries), max_size=40))
 def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> None:

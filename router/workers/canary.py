@@ -79,6 +79,7 @@ class CanaryRunner:
             while True:
                 self._mesh_changed.clear()
                 self._health.follow(self._mesh.workers())
+                self._in_flight.follow(self._mesh.views())
                 usable = self._mesh.usable()
                 for canary in self._health.start_due(usable):
                     task = asyncio.create_task(self._try(canary))

@@ -314,3 +314,13 @@ async def test_a_prefill_worker_that_falls_silent_is_blamed_alone(make_mesh: Any
     mesh.router.membership.lose(prefill.info.worker_id, prefill.info.incarnation)
     await requests
     assert (mesh.trust(prefill), mesh.trust(decode)) == (Trust.NONE, Trust.FULL)
+
+
+async def test_canaries_keep_no_figures_of_workers_that_are_gone(make_mesh: Any) -> None:
+    mesh = await make_mesh()
+    await mesh.decode()
+    for run in range(3):
+        await mesh.prefill(incarnation=f"prefill-0-{run}")
+    known = {info.incarnation for info in mesh.model.mesh.workers()}
+    figures = mesh.model._canaries._in_flight
+    await mesh.until(lambda: figures.transfers().keys() <= known)

@@ -1,7 +1,8 @@
 """The sender's half of one conversation.
 
     open ──▶ granted     the receiver chooses one of the paths and grants credit; then four tasks run concurrently:
-    gather               waits for announced KV, a credit and a slot, and gives the slot to the threads to copy KV into
+    gather               waits for announced KV, a credit (its own, and one of those of the receiver) and a slot, and
+                         gives the slot to the threads to copy KV into
     send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees a slot and returns a credit; Committed, the end, frees the other slots
@@ -118,11 +119,11 @@ class OutgoingConversation:
 
     async def run(self) -> TransferResult:
         """Run from open to committed. Raises MeshError; any other error is a bug or a broken store."""
-        with self._resources.channels.use(self._spec.address) as channel:
-            call = PushCall(channel, self._resources.metadata)
+        with self._resources.channels.use(self._spec.address) as connection:
+            call = PushCall(connection.channel, self._resources.metadata)
             try:
                 async with self._watchdog.watch():
-                    return await self._converse(call)
+                    return await self._converse(call, connection.places)
             finally:
                 call.cancel()
                 for slot in self._slots.values():
@@ -130,15 +131,14 @@ class OutgoingConversation:
                 for path in self._paths.values():
                     path.leave()
 
-    async def _converse(self, call: PushCall) -> TransferResult:
+    async def _converse(self, call: PushCall, places: asyncio.Semaphore) -> TransferResult:
         await self._find_paths()
         await call.write(request_to_bytes(self._opening()))
         granted = await self._granted(call)
         path = self._paths[granted.transport]
         await path.join(granted.rendezvous)
-        credit = asyncio.Semaphore(granted.credit_chunks)
         chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
-        async with task_group() as tasks:
+        async with _credit(granted.credit_chunks, places) as credit, task_group() as tasks:
             tasks.create_task(self._gather(path, credit, chunks, tasks))
             tasks.create_task(self._send(call, chunks))
             renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))
@@ -186,14 +186,12 @@ class OutgoingConversation:
                 return
             path.decline()
 
-    async def _gather(
-        self, path: SendPath, credit: asyncio.Semaphore, chunks: _Chunks, tasks: asyncio.TaskGroup
-    ) -> None:
+    async def _gather(self, path: SendPath, credit: "_Credit", chunks: _Chunks, tasks: asyncio.TaskGroup) -> None:
         """Start to fill the next chunk before the last one is full, so that no thread waits for the event loop, unless
         the path needs them in order."""
         number = 0
         while await self._announced.wait():
-            await credit.acquire()
+            await credit.take()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
             fill = partial(self._fill, slot, number, chunk_range)
@@ -232,7 +230,7 @@ class OutgoingConversation:
             await asyncio.sleep(interval_s)
             await call.write(request_to_bytes(Renew()))
 
-    async def _listen(self, call: PushCall, credit: asyncio.Semaphore) -> None:
+    async def _listen(self, call: PushCall, credit: "_Credit") -> None:
         while not isinstance(reply := await self._read(call), Committed):
             if isinstance(reply, Renewed):
                 continue
@@ -241,7 +239,7 @@ class OutgoingConversation:
                 raise TransferFailed("the receiver acknowledged a chunk that was not sent")
             self._watchdog.on_answer()
             self._slots.pop(number).release(is_acknowledged=True)
-            credit.release()
+            credit.give_back()
         if not self._is_committing:
             raise TransferFailed("the receiver committed before the sender did")
         while self._slots:
@@ -252,6 +250,36 @@ class OutgoingConversation:
         reply = await call.read()
         self._watchdog.on_message()
         return reply
+
+
+class _Credit:
+    """Chunks that may be sent before an acknowledgement: of this transfer, and, as `places`, of all to its receiver."""
+
+    def __init__(self, num_chunks: int, places: asyncio.Semaphore) -> None:
+        self._own = asyncio.Semaphore(num_chunks)
+        self._places = places
+        self.num_taken = 0
+
+    async def take(self) -> None:
+        await self._own.acquire()
+        await self._places.acquire()
+        self.num_taken += 1
+
+    def give_back(self) -> None:
+        self.num_taken -= 1
+        self._places.release()
+        self._own.release()
+
+
+@asynccontextmanager
+async def _credit(num_chunks: int, places: asyncio.Semaphore) -> AsyncIterator[_Credit]:
+    """At the end other transfers have the places that are still taken."""
+    credit = _Credit(num_chunks, places)
+    try:
+        yield credit
+    finally:
+        while credit.num_taken:
+            credit.give_back()
 
 
 class Watchdog:

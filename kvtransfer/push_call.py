@@ -21,37 +21,44 @@ _METHOD = f"/{SERVICE_NAME}/Push"
 
 
 @dataclass(slots=True)
-class _Connection:
+class Connection:
+    """The connection to one decode worker. `places`: chunks that it may still be sent before it acknowledges one, over
+    all transfers to it.
+    """
+
     channel: grpc.aio.Channel
+    places: asyncio.Semaphore
     num_users: int = 0
     idle_timer: asyncio.TimerHandle | None = None
 
 
 class ChannelPool:
-    """Channels by address, for use on one event loop."""
+    """Connections by address, for use on one event loop."""
 
-    def __init__(self, idle_s: float, tls: TlsIdentity | None) -> None:
+    def __init__(self, idle_s: float, tls: TlsIdentity | None, max_chunks: int) -> None:
         self._tls = tls
         self._idle_s = idle_s
-        self._connections: dict[str, _Connection] = {}
+        self._max_chunks = max_chunks
+        self._connections: dict[str, Connection] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
         return len(self._connections)
 
     @contextmanager
-    def use(self, address: str) -> Iterator[grpc.aio.Channel]:
-        """Yield the channel to `address`, which stays open while the block runs."""
+    def use(self, address: str) -> Iterator[Connection]:
+        """Yield the connection to `address`, which stays open while the block runs."""
         connection = self._connections.get(address)
         if connection is None:
             # Its own connection: control messages must not wait behind megabytes of payload.
-            connection = self._connections[address] = _Connection(open_channel(address, self._tls, own_connection=True))
+            channel = open_channel(address, self._tls, own_connection=True)
+            connection = self._connections[address] = Connection(channel, asyncio.Semaphore(self._max_chunks))
         if connection.idle_timer is not None:
             connection.idle_timer.cancel()
             connection.idle_timer = None
         connection.num_users += 1
         try:
-            yield connection.channel
+            yield connection
         finally:
             connection.num_users -= 1
             if connection.num_users == 0:

@@ -52,7 +52,7 @@ class KVSender:
             raise ConfigurationError(
                 f"one block of one layer has {max_chunk_bytes} bytes: too many; use smaller blocks"
             )
-        self._channels = ChannelPool(settings.channel_idle_s, credentials.tls)
+        self._channels = ChannelPool(settings.channel_idle_s, credentials.tls, settings.receiver_chunks)
         self._executor = ThreadPoolExecutor(settings.num_threads, thread_name_prefix="kv-gather")
         self._resources = SenderResources(
             store=store,

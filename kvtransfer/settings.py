@@ -15,6 +15,9 @@ class TransferSettings:
     """Maximum payload of a chunk, unless a single block of one layer is larger. A chunk costs a few thread switches."""
     credit_chunks: int = 4
     """Unacknowledged chunks that a receiver allows per transfer."""
+    receiver_chunks: int = 4
+    """Unacknowledged chunks that a sender has at one receiver, over all transfers to it. They are fewer than fit into
+    the arena, so that a receiver that hangs leaves memory for the others."""
     lease_s: float = 10.0
     """Either side ends a transfer after this long without a message from the other. The sender renews three times per
     lease, even while its engine computes."""
@@ -41,7 +44,7 @@ class TransferSettings:
             raise ConfigurationError("transports must name at least one payload path")
         if not 1 <= self.chunk_bytes <= MAX_MESSAGE_BYTES // 2:
             raise ConfigurationError(f"chunk_bytes must be in [1, {MAX_MESSAGE_BYTES // 2}], got {self.chunk_bytes}")
-        positive = ("credit_chunks", "num_threads", "lease_s", "opening_lease_s", "progress_timeout_s", "arena_bytes")
-        for name in positive:
+        counts = ("credit_chunks", "receiver_chunks", "num_threads", "arena_bytes")
+        for name in (*counts, "lease_s", "opening_lease_s", "progress_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")

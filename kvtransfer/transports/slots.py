@@ -1,7 +1,8 @@
 """Memory for payloads in transit, as a fixed number of slots. Callers wait in FIFO order; all on one event loop.
 
 A transfer acquires one slot at a time, holds at most its credit, and frees each slot on an ack that depends on no other
-transfer: so there is no deadlock and no starvation.
+transfer; transfers to one receiver hold `receiver_chunks` at most. So there is no deadlock, and no receiver that hangs
+keeps all slots from the others.
 """
 
 import asyncio

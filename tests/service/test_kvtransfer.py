@@ -17,7 +17,9 @@ from structlog.testing import capture_logs
 from kvtransfer import (
     SERVICE_NAME,
     ExpectedTransfer,
+    KVReceiver,
     KVSender,
+    KvTransferServicer,
     TransferSettings,
     TransferSpec,
 )
@@ -25,6 +27,7 @@ from kvtransfer.chunks import ChunkRange
 from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.transports.base import Slot
+from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
     ConfigurationError,
     LayoutMismatch,
@@ -39,12 +42,13 @@ from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.v1 import kvtransfer_pb2_grpc
 from mesh.wire import duration_to_proto
 from tests.fakes.kv_store import TINY, FakeKVStore
-from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
+from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
 from tests.fakes.transport import MemoryTransport
 from tests.service.transfer_pair import (
     KEY,
     RESERVATION,
     SOURCE_IDS,
+    WAIT_S,
     Pair,
     announce_all,
     arenas,
@@ -341,6 +345,26 @@ async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
     assert isinstance(await pair.failure(), TransferFailed)
 
 
+async def test_a_receiver_that_hangs_leaves_memory_for_others(tmp_path: Path) -> None:
+    pair, target = Pair(tmp_path, "shm", receiver_chunks=2, progress_timeout_s=WAIT_S), FakeKVStore()
+    other = KVReceiver(target, INCARNATION, Outcomes().callbacks(), pair.settings)
+    async with pair.running(), serving(KvTransferServicer(other)) as server:
+        (arena,) = pair.transports
+        assert isinstance(arena, ShmSendTransport)
+        pair.target.writing.close()
+        hanging = [pair.start(replace(RESERVATION, transfer_id=f"hanging-{number}")) for number in range(3)]
+        await turn_until(lambda: arena.slots.num_free <= 1)
+        other.expect(RESERVATION)
+        transfer = pair.open(address=server.address)
+        announce_all(transfer)
+        await transfer.commit(11, FIRST_TOKEN)
+        assert target.blocks(RESERVATION.block_ids) == pair.source.blocks(SOURCE_IDS)
+        pair.target.writing.open()
+        for held in hanging:
+            await held.commit(11, FIRST_TOKEN)
+    await other.close()
+
+
 async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: Path) -> None:
     pair = Pair(tmp_path, "shm")
     pair.settings = replace(pair.settings, progress_timeout_s=0.2)
@@ -490,7 +514,7 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
 
 
 async def test_idle_connections_are_closed() -> None:
-    pool = ChannelPool(idle_s=0, tls=None)
+    pool = ChannelPool(idle_s=0, tls=None, max_chunks=1)
     with pool.use("127.0.0.1:1") as first, pool.use("127.0.0.1:1") as second:
         assert first is second
     assert len(pool) == 1

@@ -4,6 +4,7 @@
        │          │ cancelled or past its deadline: removed at once
        │          │ its first token can no longer come in time: Overloaded
        │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
+       │          │ a replay, and those that could hold it or have its adapter are away: the same, while others pass it
        └ queue full, or the first token is not expected in time: Overloaded, at once
 
 A pump runs after any event that can free capacity: a heartbeat, a worker joining, finished work. Only the head is
@@ -21,12 +22,14 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded, WorkerBusy
+from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
 from mesh.domain.worker import WorkerRole
 from router.admission.fair_queue import FairQueue, QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.in_flight import CapacityReservation, InFlightTable
 from router.admission.placement import MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short_in, place
+
+_AWAY = (NoPlacement.AWAY, NoPlacement.NO_ADAPTER)
 
 
 @dataclass(eq=False, slots=True)
@@ -85,18 +88,19 @@ class PlacementQueue:
         self._forecast = forecast
         self._max_queued = max_queued
         self._waiters: FairQueue[_Waiter] = FairQueue()
+        self._aside: dict[_Waiter, None] = {}  # replays whose decode workers are away
         self._pump_scheduled = False
         self._shortage: NoPlacement | None = None
         self._outage = _Outage(no_worker_timeout_s, self._pump)
 
     @property
     def num_queued(self) -> int:
-        return len(self._waiters)
+        return len(self._waiters) + len(self._aside)
 
     @property
     def num_queued_choices(self) -> int:
         """Number of waiting choices; choices of one prompt wait as one attempt."""
-        return sum(waiter.query.num_seqs for waiter in self._waiters.all())
+        return sum(waiter.query.num_seqs for waiter in (*self._waiters.all(), *self._aside))
 
     def num_tokens_waiting(self, role: WorkerRole) -> int:
         """Prompt tokens of the waiting attempts, cached ones included, if the head waits for this role; otherwise 0:
@@ -136,7 +140,7 @@ class PlacementQueue:
 
     def wake(self) -> None:
         """Capacity may have become free: pump soon. Many calls in a row cost one pump."""
-        if (self._waiters or self._outage.is_on) and not self._pump_scheduled:
+        if (self._waiters or self._aside or self._outage.is_on) and not self._pump_scheduled:
             self._pump_scheduled = True
             asyncio.get_running_loop().call_soon(self._pump)
 
@@ -209,7 +213,8 @@ class PlacementQueue:
 
     def _leave(self, waiter: _Waiter) -> bool:
         """Remove the waiter; False if it is not in the queue."""
-        was_waiting = self._waiters.remove(waiter)
+        was_waiting = waiter in self._aside or self._waiters.remove(waiter)
+        self._aside.pop(waiter, None)
         if was_waiting:
             self._note_backlog()
             self.wake()
@@ -221,9 +226,26 @@ class PlacementQueue:
         self._pump_scheduled = False
         if self._outage.is_on and len(self._snapshot().decode):
             self._outage.end()
+        for waiter in [waiter for waiter in self._aside if place(waiter.query, self._snapshot()) not in _AWAY]:
+            self._bring_back(waiter)
         while self._waiters and self._place_next():
             pass
         self._note_backlog()
+
+    def _put_aside(self, waiter: _Waiter, message: str) -> None:
+        """Let others pass a replay whose decode workers are away; they have as long to come back as if all were."""
+        self._aside[waiter] = None
+        waiter.timer = asyncio.get_running_loop().call_later(self._outage.patience_s, self._give_up, waiter, message)
+
+    def _bring_back(self, waiter: _Waiter) -> None:
+        del self._aside[waiter]
+        assert waiter.timer is not None
+        waiter.timer.cancel()
+        self._waiters.add_first(waiter)
+
+    def _give_up(self, waiter: _Waiter, message: str) -> None:
+        if self._leave(waiter) and not waiter.reservation.done():
+            waiter.reservation.set_exception(NoWorkers(message))
 
     def _place_next(self) -> bool:
         """Answer the head, or the first waiter of the other kind if only the head's prefill budget is used up.
@@ -280,12 +302,15 @@ class PlacementQueue:
         elif placed is NoPlacement.TOO_LARGE:
             total = waiter.query.max_total_tokens
             waiter.reservation.set_exception(InvalidRequest(f"no worker can hold a sequence of {total} tokens"))
-        elif placed in (NoPlacement.AWAY, NoPlacement.NO_ADAPTER):
+        elif placed in _AWAY:
             needed = f"can hold {waiter.query.max_total_tokens} tokens"
             if placed is NoPlacement.NO_ADAPTER:
                 needed = "have the request's adapter"
             message = f"decode workers that {needed} are away; try again later"
-            waiter.reservation.set_exception(WorkerBusy(message) if waiter.is_replay else NoWorkers(message))
+            if waiter.is_replay:
+                self._put_aside(waiter, message)
+            else:
+                waiter.reservation.set_exception(NoWorkers(message))
         else:
             waiter.reservation.set_exception(
                 NoWorkers(f"no decode worker has been there for {self._outage.patience_s:g} s; try again later")

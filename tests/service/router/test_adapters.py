@@ -1,5 +1,6 @@
 """LoRA adapters behind a router: requests name them, and only workers that have them get such requests."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,23 @@ async def test_when_those_that_have_it_are_gone_it_is_unavailable(make_mesh: Any
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
     assert "decode workers that have the request's adapter are away" in (caught.value.details() or "")
     await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
+
+
+async def test_a_stream_waits_for_the_only_worker_that_has_its_adapter(make_mesh: Any) -> None:
+    mesh: Mesh = await make_mesh()
+    await mesh.decode("decode-0")
+    with_it = await mesh.decode("decode-1", adapters=(MINE,))
+    with_it.gate.close()
+    stream = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=6, adapter="mine"))
+    await with_it.started.wait_len(1)
+    with_it.gate.allow(2)
+    await with_it.sent.wait_len(2)
+    await with_it.kill()
+    await mesh.until(lambda: mesh.model.queue.num_queued == 1)
+    await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
+    await mesh.decode("decode-1", adapters=(MINE,), incarnation="decode-1-2")
+    assert (await stream).ids() == expected_tokens(PROMPT, 6)
+    assert mesh.router.journal.num_replays == 1
 
 
 async def test_an_adapter_of_two_models_needs_the_models_name(model_dir: Path) -> None:

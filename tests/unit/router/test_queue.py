@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
-from mesh.domain.worker import WorkerRole
+from mesh.domain.worker import WorkerRole, WorkerState
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast
 from router.admission.in_flight import CapacityReservation, InFlightTable
@@ -382,6 +382,34 @@ async def test_too_large_for_all_is_refused_at_once() -> None:
     mesh = FakeMesh(decode(num_blocks=2))
     with pytest.raises(InvalidRequest, match="12 tokens"):
         await mesh.queue.place(query(8), ENTRY)
+
+
+async def test_a_replay_waits_for_workers_that_are_away_and_others_pass_it() -> None:
+    big, small = decode("d1", num_blocks=64), decode("d0", num_blocks=16)
+    lost = replace(big, state=WorkerState.LOST)
+    mesh = FakeMesh(small, lost)
+    replay = asyncio.create_task(mesh.queue.place(query(100), ENTRY, is_replay=True))
+    await settled()
+    assert (await mesh.queue.place(query(), ENTRY)).placement.decode == small.info
+    assert mesh.queue.num_queued == 1
+    mesh.views = [small, big]
+    mesh.queue.wake()
+    assert (await replay).placement.decode == big.info
+    mesh.views = [small, lost]
+    cancelled = asyncio.create_task(mesh.queue.place(query(100), ENTRY, is_replay=True))
+    await settled()
+    cancelled.cancel()
+    await asyncio.wait([cancelled])
+    assert mesh.queue.num_queued == 0
+
+
+async def test_a_replay_does_not_wait_for_ever_for_workers_that_are_away() -> None:
+    mesh = FakeMesh(
+        decode(num_blocks=16), decode("d1", num_blocks=64, state=WorkerState.LOST), no_worker_timeout_s=0.02
+    )
+    with pytest.raises(NoWorkers, match="can hold 104 tokens are away"):
+        await mesh.queue.place(query(100), ENTRY, is_replay=True)
+    assert mesh.queue.num_queued == 0
 
 
 async def test_without_decode_workers_requests_wait_then_fail_fast() -> None:

@@ -113,13 +113,16 @@ class DecodeLink:
     def __init__(self, info: WorkerInfo, channel: grpc.aio.Channel, caller: Caller) -> None:
         self.info = info
         self.is_up = False
+        self.has_ended = False
+        """The worker has ended the stream in order, because it stops or changes its role."""
         self._stub = decode_pb2_grpc.DecodeStub(channel)
         self._caller = caller
         self._listeners: dict[SequenceKey, SequenceListener] = {}
         self._commands: asyncio.Queue[decode_pb2.AttachRequest | None] = asyncio.Queue()
 
     async def run(self, on_up: Callable[[], None]) -> None:
-        """Attach, and deliver messages until the stream breaks. Raises its error; cancel to close the link."""
+        """Attach, and deliver messages until the worker ends the stream, or it breaks. Raises the error of a break;
+        cancel to close the link."""
         call = self._stub.Attach(self._outgoing(), metadata=self._caller.metadata)
         responses = responses_of(call)
         try:
@@ -128,13 +131,19 @@ class DecodeLink:
             on_up()
             async for response in responses:
                 self._deliver(response)
-            raise WorkerLost("the worker has ended the stream")
+            if not self.has_ended:
+                raise WorkerLost("the worker has ended the stream")
         finally:
             self.is_up = False
             # grpc.aio ends the task that reads `_outgoing` if we cancel the call, but not if the worker ends it.
             self._commands.put_nowait(None)
             await responses.aclose()
-            self._fail_all(WorkerLost("the decode worker is lost"))
+            is_lost = not self.has_ended
+            self._fail_all(
+                WorkerLost("the decode worker is lost")
+                if is_lost
+                else WorkerDraining("the decode worker takes no work")
+            )
 
     def start(
         self,
@@ -183,7 +192,7 @@ class DecodeLink:
             if listener is not None:
                 listener.on_failed(_error_of(response.failed))
         elif kind == "ended":
-            self.is_up = False
+            self.is_up, self.has_ended = False, True
             self._commands.put_nowait(None)
 
     def _deliver_output(self, output: SequenceOutput) -> None:
@@ -259,7 +268,8 @@ class DecodeLinks:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _keep(self, info: WorkerInfo) -> None:
-        """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat."""
+        """Keep one link open. If it breaks, the worker counts as lost until its next heartbeat. One that has ended it
+        tells the registry what becomes of it."""
         await asyncio.sleep(self._retry_delay_s(info.incarnation))
         async with self._turn() as end_turn:
             link = DecodeLink(info, self._channels.get(info), self._caller)
@@ -272,13 +282,14 @@ class DecodeLinks:
             try:
                 await link.run(on_up)
             except MeshError as error:
-                log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
+                if not link.has_ended:
+                    log.warning("decode link broken", worker=info.worker_id, address=info.address, error=str(error))
             except Exception:
                 log.exception("decode link failed", worker=info.worker_id)
             finally:
                 if self._links.get(info.incarnation) is link:
                     del self._links[info.incarnation]
-        self._on_broken(info)
+        self._on_broken(info, is_lost=not link.has_ended)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[Callable[[], None]]:
@@ -304,12 +315,13 @@ class DecodeLinks:
         self._num_failures.pop(info.incarnation, None)
         self._on_change()
 
-    def _on_broken(self, info: WorkerInfo) -> None:
+    def _on_broken(self, info: WorkerInfo, *, is_lost: bool) -> None:
         if self._tasks.get(info.incarnation) is not asyncio.current_task():
             return  # reconcile has already replaced this task
         del self._tasks[info.incarnation]
         self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
-        self._table.lose(info.worker_id, info.incarnation)
+        if is_lost:
+            self._table.lose(info.worker_id, info.incarnation)
         self._on_change()
 
     def _retry_delay_s(self, incarnation: str) -> float:

@@ -326,6 +326,11 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         for session in self._sessions:
             session.outbox.put_nowait(None)
 
+    def end_links(self) -> None:
+        """End all Attach streams in order, as a worker that has drained."""
+        for session in self._sessions:
+            session.outbox.put_nowait(decode_pb2.AttachResponse(ended=decode_pb2.AttachEnded()))
+
     def commit(self, transfer_id: str, token_id: int) -> None:
         """KV and first token have arrived."""
         if transfer_id not in self.commits:
@@ -347,6 +352,9 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         try:
             while (event := await session.outbox.get()) is not None:
                 yield event
+                if event.HasField("ended"):
+                    await follower
+                    return
             raise WorkerLost("scripted break")
         finally:
             self._sessions.discard(session)

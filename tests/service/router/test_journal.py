@@ -224,6 +224,22 @@ async def test_an_orderly_leave_is_no_loss(make_mesh: Any) -> None:
     assert (await mesh.generate(token_ids=[70] * 8, max_new_tokens=8)).ids()
 
 
+async def test_a_worker_that_ends_its_streams_in_order_is_not_lost(make_mesh: Any) -> None:
+    """Though its stream ends before its last heartbeat says why."""
+    mesh = await make_mesh()
+    worker = await mesh.decode("decode-0")
+    with capture_logs() as logs:
+        worker.beat(WorkerState.DRAINING)
+        await mesh.until(lambda: mesh.router.membership.find("decode-0").state is WorkerState.DRAINING)
+        worker.end_links()
+        await mesh.until(lambda: worker.info.incarnation in mesh.router._links._num_failures)
+        worker.beat(WorkerState.STOPPED)
+        await mesh.until(lambda: mesh.router.membership.find("decode-0").state is WorkerState.STOPPED)
+    incidents = [each.kind for each in (await told(mesh)).incidents]
+    assert incidents[:2] == ["stopped", "draining"]
+    assert not [line for line in logs if line["event"] == "worker lost" or "broken" in line["event"]]
+
+
 async def test_a_worker_that_comes_back_in_another_role_is_told_as_switched(make_mesh: Any) -> None:
     mesh = await make_mesh()
     await mesh.decode("decode-0")

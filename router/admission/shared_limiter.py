@@ -233,6 +233,9 @@ class SharedPermits:
             known, answers = await self._store.exchange(redis, exchange)
         except FAILURES as error:
             self._note_disconnected(asks, error)
+            # The address may lead elsewhere by now: a server that has become a replica keeps its connections.
+            with contextlib.suppress(*FAILURES):
+                await redis.connection_pool.disconnect()
             return
         except BaseException:
             self._note_disconnected(asks)

@@ -219,6 +219,24 @@ async def test_redis_hangs(routers: Routers, redis_server: RedisServer) -> None:
     assert await routers.num_leased() == permits.num_held == CAP
 
 
+async def test_a_server_that_has_become_a_replica_is_left(routers: Routers, redis_server: RedisServer) -> None:
+    """It keeps the connections that it has; its name leads to the new master by then, which only a new one finds."""
+    (permits,) = await routers.start(1)
+    async with redis_server.client() as redis:
+
+        async def num_connections() -> int:
+            return int((await redis.info("stats"))["total_connections_received"])
+
+        await redis.execute_command("REPLICAOF", "127.0.0.1", "1")
+        await until(lambda: not permits.connected.is_set())
+        before = await num_connections()
+        async with asyncio.timeout(LIMIT_S):
+            while await num_connections() == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await redis.execute_command("REPLICAOF", "NO", "ONE")
+        await until(permits.connected.is_set)
+
+
 async def test_a_router_that_stops_gives_everything_back_at_once(routers: Routers) -> None:
     first, second = await routers.start(2)
     await first.acquire(CAP)

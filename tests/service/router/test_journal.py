@@ -203,6 +203,7 @@ async def test_an_orderly_leave_is_no_loss(make_mesh: Any) -> None:
     with capture_logs() as logs:
         for worker, farewell in ((stopping, WorkerState.STOPPED), (switching, WorkerState.SWITCHING)):
             worker.beat(WorkerState.DRAINING)
+            worker.end_links()
             worker.beat(farewell)
             await mesh.until(lambda name=worker.info.worker_id: mesh.router.membership.find(name).state.is_gone)
             await worker.kill()

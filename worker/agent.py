@@ -30,7 +30,8 @@ MAX_EVENTS = 1 << 14
 
 _REPORT_WAIT_S = 0.1
 _FIRST_BACKOFF_S = 0.1
-_MAX_BACKOFF_S = 2.0
+_MAX_BACKOFF_S = 2.5
+_JITTER = 0.2  # a router that is lost lets go of all its workers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class RegistryAgent:
         """Stay registered until a last heartbeat, or until cancelled. Raises LayoutMismatch or Unauthenticated if the
         mesh refuses this worker.
         """
-        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S)
+        backoff = Backoff(_FIRST_BACKOFF_S, _MAX_BACKOFF_S, jitter=_JITTER)
         clock = asyncio.get_running_loop().time
         while not self.state.is_gone:
             begun_s = clock()

@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh import wire
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
@@ -18,7 +19,7 @@ from router.workers.membership import Membership
 from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.unit.router.test_membership import INFO
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, until
 from worker.agent import CacheSnapshot, RegistryAgent, Report
 
 KEY = MeshKey("a-key-for-tests-only")
@@ -125,6 +126,17 @@ async def test_agent_comes_back_after_the_router_restarts() -> None:
     await watch.until(lambda view: view.load.num_running == 3 and b"s" in view.cached)
     running.cancel()
     await server.stop(0)
+
+
+async def test_workers_do_not_all_come_back_at_the_same_moment() -> None:
+    with capture_logs() as logs:
+        agents = [asyncio.create_task(RegistryAgent(INFO, FakeEngine(), MEMBER).run("127.0.0.1:1")) for _ in range(8)]
+        await until(lambda: len(logs) >= len(agents))
+        for agent in agents:
+            agent.cancel()
+        await asyncio.gather(*agents, return_exceptions=True)
+    first = [line["retry_in_s"] for line in logs if line["retry_in_s"] <= 0.1]
+    assert len(set(first)) > len(agents) // 2
 
 
 class HugeEngine(FakeEngine):

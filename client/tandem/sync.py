@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import os
 import threading
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import suppress
@@ -30,7 +31,7 @@ class ClientOptions(TypedDict, total=False):
 
 
 class _Closed(RuntimeError):
-    """The client was closed before the call."""
+    """The client was closed before the call, or belongs to the process that this one was forked from."""
 
 
 class _BackgroundLoop:
@@ -41,6 +42,7 @@ class _BackgroundLoop:
         # Held from "is it closed?" until work has started. Within, garbage collection may end an iterator: more work.
         self._open = threading.RLock()
         self._closed = False
+        self._process = os.getpid()
         self._finishing: set[asyncio.Task[object]] = set()
         self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
         self._thread.start()
@@ -48,8 +50,12 @@ class _BackgroundLoop:
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended.
 
-        Raises _Closed after `stop`.
+        Raises _Closed after `stop`, and in a fork of this process, which has no thread but the one that forked: nothing
+        would run the coroutine.
         """
+        if self._is_forked:
+            coroutine.close()
+            raise _Closed("this client was made before the process forked: make one in each process")
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -94,8 +100,14 @@ class _BackgroundLoop:
         with suppress(_Closed):
             self.run(coroutine)
 
+    @property
+    def _is_forked(self) -> bool:
+        return os.getpid() != self._process
+
     def stop(self) -> None:
         """Cancel the calls of other threads, and end the background thread. May be called twice."""
+        if self._is_forked:
+            return
         with self._open:
             if self._closed:
                 return
@@ -114,7 +126,8 @@ async def _cancel_others() -> None:
 
 
 class Client:
-    """Synchronous version of AsyncClient, with the same methods. Threads may share one client.
+    """Synchronous version of AsyncClient, with the same methods. Threads may share one client. A process that forks makes
+    a client in each.
 
     with tandem.Client("127.0.0.1:50051") as client:
         result = client.generate(prompt="The sky is", max_new_tokens=16)

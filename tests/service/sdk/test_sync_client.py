@@ -2,6 +2,9 @@
 
 import asyncio
 import gc
+import os
+import subprocess
+import sys
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -132,3 +135,30 @@ def test_closing_ends_what_other_threads_wait_for(threaded_router: FakeRouter, r
         client.close()
         with pytest.raises(tandem.Cancelled):
             waiting.result(timeout=20)
+
+
+IN_A_FORK = """
+import os, tandem
+client = tandem.Client("127.0.0.1:1")
+events = client.stream(prompt="")
+child = os.fork()
+if not child:
+    for call in (client.models, lambda: next(events)):
+        try:
+            call()
+        except RuntimeError as error:
+            print(error, flush=True)
+    client.close()
+    del events
+    os._exit(0)
+os.waitpid(child, 0)
+client.close()
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_is_told_to_make_a_client_of_its_own() -> None:
+    """It has no thread to run calls, and would wait for ever."""
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_FORK]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.splitlines() == ["this client was made before the process forked: make one in each process"] * 2

@@ -7,6 +7,7 @@ as the router asks, and then tries again.
 """
 
 import asyncio
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Mapping
@@ -70,6 +71,9 @@ ERROR_BY_CODE: Mapping[grpc.StatusCode, type[TandemError]] = MappingProxyType(
 
 T = TypeVar("T")
 
+# gRPC takes longer timeouts, and infinity, for ones that have passed.
+_LONGEST_S = 1e9
+
 _MAX_DOUBLINGS = 30  # of a backoff: more would overflow a float one day, and each is beyond any longest one
 
 ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
@@ -121,8 +125,10 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> "Deadline":
-        """The deadline `timeout_s` from now."""
-        return cls(time.monotonic() + timeout_s)
+        """The deadline `timeout_s` from now, which may be infinity. Raises InvalidRequest for NaN."""
+        if math.isnan(timeout_s):
+            raise InvalidRequest("timeout must be a number of seconds, got nan")
+        return cls(time.monotonic() + min(timeout_s, _LONGEST_S))
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; 0 after it."""

@@ -1,6 +1,7 @@
 """The asynchronous client against a real gRPC server."""
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -183,6 +184,18 @@ async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> N
         await client.generate_until_done(prompt="", n=2)
     with pytest.raises(tandem.InvalidRequest, match="n and best_of must be 1"):
         await client.generate_until_done(prompt="", best_of=2)
+
+
+@pytest.mark.parametrize("timeout_s", [1e10, math.inf])
+async def test_a_timeout_may_be_as_long_as_one_likes(client: tandem.AsyncClient, timeout_s: float) -> None:
+    await asyncio.wait_for(client.wait_ready(timeout=timeout_s), 60)
+    assert (await client.generate(prompt="", timeout=timeout_s)).text == STORY
+    assert await client.models(timeout=timeout_s)
+
+
+async def test_a_timeout_that_is_no_number_is_refused(client: tandem.AsyncClient) -> None:
+    with pytest.raises(tandem.InvalidRequest, match="got nan"):
+        await client.generate(prompt="", timeout=math.nan)
 
 
 async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:

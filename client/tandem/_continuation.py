@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
 from tandem._calls import Deadline
-from tandem._requests import GenerateArguments, TokenizeArguments
+from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 
@@ -65,6 +65,10 @@ async def continue_until_done(client: Generator, arguments: GenerateArguments, b
     """Send requests while the finish reason is "length". See AsyncClient.generate_until_done."""
     if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
         raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
+    if used := [name for name in STRUCTURES if arguments.get(name)]:
+        raise InvalidRequest(
+            f"generate_until_done cannot continue a structure, which begins anew with each round: {used[0]}"
+        )
     truncation = arguments.get("truncate_prompt_tokens")
     model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)

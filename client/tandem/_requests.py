@@ -35,7 +35,7 @@ _OUTPUT = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
 )
-_STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
+STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
 
 
@@ -226,9 +226,9 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str,
 
 
 def _set_structure(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
-    present = [name for name in _STRUCTURES if name in arguments]
+    present = [name for name in STRUCTURES if name in arguments]
     if len(present) > 1:
-        raise InvalidRequest(f"give at most one of {', '.join(_STRUCTURES)}: got {' and '.join(present)}")
+        raise InvalidRequest(f"give at most one of {', '.join(STRUCTURES)}: got {' and '.join(present)}")
     for name in present:
         value = arguments[name]
         if name == "choice":

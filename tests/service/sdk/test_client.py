@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import grpc
 import pytest
@@ -184,6 +185,13 @@ async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> N
         await client.generate_until_done(prompt="", n=2)
     with pytest.raises(tandem.InvalidRequest, match="n and best_of must be 1"):
         await client.generate_until_done(prompt="", best_of=2)
+
+
+@pytest.mark.parametrize("structure", [{"json_object": True}, {"choice": ["yes", "no"]}, {"regex": "a+"}])
+async def test_a_structure_cannot_be_continued(client: tandem.AsyncClient, structure: dict[str, Any]) -> None:
+    with pytest.raises(tandem.InvalidRequest, match=f"begins anew with each round: {next(iter(structure))}"):
+        await client.generate_until_done(prompt="", max_new_tokens=2, **structure)
+    assert (await client.generate_until_done(prompt="", max_new_tokens=2, max_rounds=1, json_object=None)).tokens
 
 
 @pytest.mark.parametrize("timeout_s", [1e10, math.inf])

@@ -126,8 +126,7 @@ async def _cancel_others() -> None:
 
 
 class Client:
-    """Synchronous version of AsyncClient, with the same methods. Threads may share one client. A process that forks makes
-    a client in each.
+    """Synchronous version of AsyncClient, with the same methods. Threads may share one client; a fork makes its own.
 
     with tandem.Client("127.0.0.1:50051") as client:
         result = client.generate(prompt="The sky is", max_new_tokens=16)

@@ -225,7 +225,7 @@ class OpenAIDialect:
         return JSONResponse(openai_error_body(problem), problem.row.openai.status, problem.headers)
 
 
-def openai_error_body(problem: Problem) -> dict[str, object]:
+def openai_error_body(problem: Problem) -> dict[str, dict[str, object]]:
     """The body of an error response, and the last event of a stream that fails."""
     row = problem.row.openai
     code = problem.code or row.code

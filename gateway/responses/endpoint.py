@@ -68,10 +68,11 @@ class ResponseEvents:
 
     def error(self, problem: Problem) -> Iterable[Json]:
         """A failed response for clients that read events, and the error for those that raise it."""
-        body = openai_error_body(self._field_names.translate(problem))
+        error = openai_error_body(self._field_names.translate(problem))["error"]
         self._error = {"code": "server_error", "message": problem.message}
         yield self._numbered("response.failed", response=self.response())
-        yield self._numbered("error", **body)
+        own = {name: error[name] for name in ("code", "message", "param")}  # the event's, as the API documents it
+        yield self._numbered("error", **own, error=error)
 
     def response(self) -> Json:
         """The response so far; at the end of the stream, the whole one."""

@@ -8,7 +8,9 @@ Framing is done here rather than by an SSE library: sse-starlette patches the se
 here running streams may finish within `grace_s`.
 """
 
+import asyncio
 import json
+import math
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -202,20 +204,25 @@ class Streamer:
 
     async def _body(self, feed: Feed, renderer: Renderer) -> AsyncIterator[bytes]:
         frame, ping = self.framing.frame, self.framing.ping
+        silence_s = math.inf if self._silence_s is None else self._silence_s
+        now_s = asyncio.get_running_loop().time
+        sent_s, opening = now_s(), b""
         try:
             opening = b"".join(map(frame, renderer.start()))
             async for events in feed.batches(self._silence_s):
                 chunk = b"".join(frame(content) for event in events for content in renderer.event(event))
                 if opening and events:
                     chunk, opening = opening + chunk, b""
-                if chunk or not events:
+                # Tokens that are held back, as a call's arguments may be, are silence for proxies.
+                if chunk or not events or now_s() - sent_s >= silence_s:
                     yield chunk or ping
+                    sent_s = now_s()
             chunk = opening + b"".join(map(frame, renderer.end())) + self.framing.last
         except Exception as error:
             problem = Problem.of(error)
             self.exchange.arrival.progress.failed(problem)
             _log(error, self.exchange.request_id)
-            chunk = b"".join(map(frame, renderer.error(problem))) + self.framing.last
+            chunk = opening + b"".join(map(frame, renderer.error(problem))) + self.framing.last
         if chunk:
             yield chunk
 

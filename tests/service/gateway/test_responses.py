@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import openai
 import pytest
+from openai.types.responses import ResponseErrorEvent
 from pydantic import BaseModel
 
 from tests.fakes.sdk_router import Refusal, Script
@@ -131,6 +132,19 @@ async def test_streams_that_fail(gateway: RunningGateway, client: openai.AsyncOp
     failed, error = (json.loads(line.removeprefix("data: ")) for line in lines[-3::2])
     assert (failed["type"], failed["response"]["status"]) == ("response.failed", "failed")
     assert (error["type"], error["error"]["code"]) == ("error", "rate_limit_exceeded")
+    assert ResponseErrorEvent.model_validate(error, strict=True).message == "full"
+
+
+async def test_a_stream_that_fails_before_its_first_token_begins_like_any_other() -> None:
+    """The stream has begun, because proxies drop silent connections."""
+    settings = {"ping_interval_s": 0.05, "request_timeout_s": 1.0}
+    async with running_gateway(Script(hold_after_messages=0), **settings) as gateway:
+        lines = await gateway.lines("/v1/responses", {"input": "x", "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    assert [event["type"] for event in events] == [
+        *("response.created", "response.in_progress", "response.failed", "error")
+    ]
+    assert [event["sequence_number"] for event in events] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

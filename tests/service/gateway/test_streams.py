@@ -1,11 +1,12 @@
 """What every stream keeps to, however it goes."""
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from starlette.responses import StreamingResponse
@@ -34,10 +35,10 @@ FAULTS = [
 NUM_STREAMS = 10_000
 
 
-def exchange() -> Any:
+def exchange(ping_interval_s: float = 10.0) -> Any:
     """As much of one as a stream needs."""
     progress = SimpleNamespace(failed=lambda problem: None)
-    settings = SimpleNamespace(ping_interval_s=10.0)
+    settings = SimpleNamespace(ping_interval_s=ping_interval_s)
     return SimpleNamespace(settings=settings, request_id="r", arrival=SimpleNamespace(progress=progress))
 
 
@@ -113,6 +114,29 @@ def _chunks(response: StreamingResponse) -> AsyncIterator[bytes]:
 async def test_an_early_error_is_raised_and_a_late_one_is_not() -> None:
     with pytest.raises(tandem.NoWorkers):
         await Streamer(SSE_DONE, exchange()).respond(Feed([partial(events, 0, tandem.NoWorkers("none"))]), chat())
+
+
+async def test_tokens_that_are_held_back_are_silence() -> None:
+    """A long argument that is sent when it is complete, say: proxies would drop the connection meanwhile."""
+    pinged = asyncio.Event()
+
+    async def held_back() -> AsyncGenerator[TokenEvent, None]:
+        async with asyncio.timeout(60):
+            while not pinged.is_set():
+                yield TokenEvent(0, Token(1, ""), "request")
+                await asyncio.sleep(0)
+        yield TokenEvent(0, Token(2, "x"), "request", FinishReason.LENGTH, Usage(1, 2))
+
+    feed = Feed([held_back])
+    response = await Streamer(SSE_DONE, exchange(ping_interval_s=0.2)).respond(feed, chat())
+    chunks = []
+    async for chunk in _chunks(cast(StreamingResponse, response)):
+        chunks.append(chunk)
+        if chunk == SSE_DONE.ping:
+            pinged.set()
+    await feed.close()
+    assert pinged.is_set()
+    assert b'"content":"x"' in b"".join(chunks)
 
 
 def test_every_sdk_error_is_in_the_table() -> None:

@@ -124,7 +124,7 @@ class ToolCallParser:
         text = self._raw + self._buffer
         is_call = self._state is _State.CALL and self._reader.has_begun
         is_rest = self._state is _State.BETWEEN and not self._raw
-        if self._style.named:  # the text may have begun with the name of a function
+        if not self._style.end:  # the text may have begun with a mark, or with the name of a function
             is_rest = is_rest and not self._buffer.strip(_BETWEEN_CALLS)
         is_blank = self.num_calls > 0 and not text.strip()
         self._buffer = self._raw = ""
@@ -171,10 +171,11 @@ class ToolCallParser:
     def _read_between(self) -> Iterator[Piece]:
         start, end = self._style.start, self._style.end
         first = self._buffer.lstrip()
-        if start and not end and self.num_calls and start.startswith(first[: len(start)]):
+        if start and not end and self.num_calls and not self._raw and start.startswith(first[: len(start)]):
             if len(first) < len(start):
                 return
-            self._raw, self._buffer = self._raw + start, first[len(start) :]
+            num_chars = len(self._buffer) - len(first) + len(start)
+            self._raw, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
         self._skip(len(self._buffer) - len(self._buffer.lstrip(_BETWEEN_CALLS)))
         named = self._find_named(self._buffer)
         if named is None:
@@ -201,6 +202,8 @@ class ToolCallParser:
                 yield from self._reader.push(char)
             except NotACall:
                 if not self._reader.has_begun:
+                    # What was read is text and not searched again: the work must not grow with the square of a text.
+                    self._raw, self._buffer = self._raw + self._buffer[:number], self._buffer[number:]
                     yield from self._give_up()
                     return
                 self._state = _State.BETWEEN

@@ -279,6 +279,30 @@ def test_the_work_grows_with_the_text_not_faster(order: str) -> None:
     assert work(1000) < 2.5 * work(500)
 
 
+@pytest.mark.parametrize("name", ["hermes", "granite"])
+def test_calls_that_never_were_cost_no_more_at_once_than_in_pieces(name: str) -> None:
+    """A client can let a model repeat marks, and an answer that is not streamed comes at once."""
+
+    def work(num_marks: int) -> int:
+        text = f"{TOOL_FORMATS[name].start}{{" * num_marks + "}" * num_marks
+        return num_lines_run(ToolCallParser(TOOL_FORMATS[name], NAMES), text)
+
+    assert work(100) < 2.5 * work(50)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("phi4_mini_json", f"{ADD}functools\nfunctools[{LOOK}]"),
+        ("mistral", f"[TOOL_CALLS]{ADD}[TOOL_CALLS][TOOL_CALLS]{LOOK}"),
+        ("granite", f"<|tool_call|>{{<|tool_call|>]{ADD}"),
+        ("granite", f"{ADD},<|tool"),
+    ],
+)
+def test_marks_in_odd_places_read_the_same_however_they_come(name: str, text: str) -> None:
+    assert len({json.dumps(read(TOOL_FORMATS[name], text, size)) for size in range(1, len(text) + 1)}) == 1
+
+
 @pytest.mark.parametrize("arguments", ["[" * 100_000 + "]" * 100_000, json.dumps("[" * 100_000)])
 def test_arguments_nested_too_deeply_are_no_call(arguments: str) -> None:
     text = f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>'

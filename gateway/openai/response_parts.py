@@ -86,11 +86,13 @@ class StreamUsage:
         self._is_continuous = options is not None and options.continuous_usage_stats
         self._num_choices = body.n or 1
         self._sum = Usage()
+        self._num_prompt = 0  # tokens of the prompts whose answers have begun
         self._num_running = 0
         self._textless: dict[int, list[Token]] = {}  # per choice, the last tokens without text
 
     def add(self, event: TokenEvent) -> None:
         textless = self._textless.setdefault(event.index, [])
+        self._num_prompt += event.num_prompt_tokens
         if event.token is not None:
             self._num_running += 1
             if event.token.text:
@@ -112,7 +114,8 @@ class StreamUsage:
         """The member `usage` of a chunk: null, or the counts so far with `continuous_usage_stats`."""
         if not self._is_requested:
             return {}
-        so_far = replace(self._sum, completion_tokens=self._num_running)
+        num_prompt = max(self._num_prompt, self._sum.prompt_tokens)
+        so_far = replace(self._sum, prompt_tokens=num_prompt, completion_tokens=self._num_running)
         return {"usage": usage_json(so_far) if self._is_continuous else None}
 
     def last_chunk(self, envelope: Envelope) -> Iterable[Json]:

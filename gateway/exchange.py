@@ -24,7 +24,7 @@ from starlette.types import Message, Receive, Scope, Send
 import tandem
 from gateway.access import is_foreign_page, key_in
 from gateway.backend import Backend
-from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, is_ours
+from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, UnsupportedMediaType, is_ours
 from gateway.feed import Feed
 from gateway.metrics import Outcome, Progress
 from gateway.schema import M, check, parse
@@ -252,10 +252,15 @@ async def _admit(arrival: Arrival) -> tandem.AsyncClient:
 
 
 async def _read_body(arrival: Arrival) -> bytes:
-    """Read the body. Raises BodyTooLarge at the limit, BodyTooSlow, Overloaded or ClientDisconnect."""
+    """Read the body. Raises BodyTooLarge at the limit, BodyTooSlow, UnsupportedMediaType, Overloaded or
+    ClientDisconnect.
+    """
     settings = arrival.backend.settings
     share = arrival.cleanup.enter_context(arrival.backend.bodies.share())
     too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes at most")
+    encoding = arrival.request.headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        raise UnsupportedMediaType(f"bodies in content-encoding {encoding[:64]} are not read: send it without")
     announced = arrival.request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > settings.max_body_bytes:
         raise too_large

@@ -112,6 +112,8 @@ def read_json(body: bytes) -> object:
 
 def check(schema: type[M], payload: object) -> M:
     """Check a parsed payload. Raises InvalidRequest that names the invalid members."""
+    if not isinstance(payload, dict):
+        raise InvalidRequest("the body must be a JSON object")
     try:
         return schema.model_validate(payload)
     except ValidationError as error:

@@ -29,7 +29,7 @@ _COMBINING = frozenset(
 class Function(Body):
     """A function that the model may call. `parameters` is a JSON schema."""
 
-    name: Name
+    name: Annotated[Name, Field(min_length=1)]
     parameters: Json | None = None
 
 

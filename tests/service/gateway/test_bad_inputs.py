@@ -3,6 +3,7 @@
 A row is one input with the status that answers it. Bodies of 8 MB were frozen on for minutes before there were limits.
 """
 
+import gzip
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -170,3 +171,36 @@ async def test_large_bodies_that_are_legitimate(row: Row) -> None:
         status, answer = await answer_to(gateway.url, request(row.path, row.make()))
     assert status == row.status, answer[:300]
     assert stops.longest_s < 2 * LONGEST_STOP_S, "the fake router parses it, too, on the same loop"
+
+
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize"]
+)
+async def test_a_body_that_is_no_object_is_named_so(path: str) -> None:
+    async with running_gateway() as gateway:
+        response = await gateway.post(path, [])
+    assert response.status_code in (400, 422)
+    assert "the body must be a JSON object" in response.text
+
+
+async def test_a_compressed_body_is_refused_by_its_name() -> None:
+    async with running_gateway() as gateway:
+        headers = {"content-encoding": "gzip"}
+        response = await gateway.http.post("/v1/completions", content=gzip.compress(b"{}"), headers=headers)
+    assert response.status_code == 415
+    assert "content-encoding gzip" in response.json()["error"]["message"]
+
+
+async def test_a_slash_behind_the_models_lists_them() -> None:
+    async with running_gateway() as gateway:
+        listed, with_slash = [(await gateway.http.get(path)).json() for path in ("/v1/models", "/v1/models/")]
+    assert with_slash == listed
+    assert listed["data"]
+
+
+async def test_a_function_needs_a_name() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tool_choice": "required"}
+    async with running_gateway() as gateway:
+        response = await gateway.post("/v1/chat/completions", body | {"tools": [{"function": {"name": ""}}]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools[0].function.name"

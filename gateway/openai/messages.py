@@ -110,7 +110,10 @@ class Deltas(Protocol):
 def make_deltas(tool_use: ToolUse | None, reader: ReasoningReader | None = None) -> Deltas:
     """Return the Deltas of one choice. `reader` splits off reasoning, if the model may write any."""
     parser = None if tool_use is None else tool_use.parser()
-    deltas = TextDeltas() if tool_use is None or parser is None else CallDeltas(parser, tool_use.num_id_chars)
+    if tool_use is None or parser is None:
+        deltas: Deltas = TextDeltas()
+    else:
+        deltas = CallDeltas(parser, tool_use.num_id_chars, is_parallel=tool_use.is_parallel)
     return deltas if reader is None else ReasoningDeltas(reader, deltas)
 
 
@@ -148,10 +151,11 @@ class ReasoningDeltas:
 
 
 class CallDeltas:
-    """Deltas of answers that may contain tool calls."""
+    """Deltas of answers that may contain tool calls: of the first one only, unless `is_parallel`."""
 
-    def __init__(self, parser: CallParser, num_id_chars: int) -> None:
+    def __init__(self, parser: CallParser, num_id_chars: int, *, is_parallel: bool = True) -> None:
         self._parser = parser
+        self._is_parallel = is_parallel
         self._num_id_chars = num_id_chars
 
     def push(self, text: str) -> list[Json]:
@@ -166,7 +170,8 @@ class CallDeltas:
         return "tool_calls" if ended and self._parser.num_calls else finish_reason(reason)
 
     def _deltas(self, pieces: Iterable[Piece]) -> list[Json]:
-        return [self._delta(piece) for piece in _joined(pieces)]
+        shown = (piece for piece in pieces if self._is_parallel or isinstance(piece, Text) or piece.index == 0)
+        return [self._delta(piece) for piece in _joined(shown)]
 
     def _delta(self, piece: Piece) -> Json:
         if isinstance(piece, Text):

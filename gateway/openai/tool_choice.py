@@ -95,7 +95,7 @@ def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
     functions = tuple(tool.function for tool in check(_Tools, {"tools": body.tools}).tools)
     is_parallel = body.parallel_tool_calls is not False
     if body.tool_choice in (None, "auto"):
-        return ToolUse(functions, style)
+        return ToolUse(functions, style, is_parallel=is_parallel)
     if body.tool_choice == "required":
         return ToolUse(functions, style, is_forced=True, is_parallel=is_parallel)
     if not isinstance(body.tool_choice, dict):

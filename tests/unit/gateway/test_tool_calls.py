@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.openai.messages import CallDeltas, build_message
+from gateway.openai.messages import CallDeltas, build_message, make_deltas
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
@@ -277,6 +277,20 @@ def test_the_work_grows_with_the_text_not_faster(order: str) -> None:
         return num_lines_run(ToolCallParser(TOOL_FORMATS["hermes"], NAMES), f"<tool_call>{{{members}}}")
 
     assert work(1000) < 2.5 * work(500)
+
+
+@pytest.mark.parametrize("size", [1, 10_000])
+def test_parallel_calls_may_be_turned_off(size: int) -> None:
+    text = f"<tool_call>{ADD}</tool_call> and <tool_call>{LOOK}</tool_call>"
+    calls = {}
+    for is_parallel in (True, False):
+        use = parse_tool_use(body(parallel_tool_calls=is_parallel), TOOL_FORMATS["hermes"])
+        deltas = make_deltas(use)
+        parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
+        message = build_message([*parts, *deltas.finish()])
+        calls[is_parallel] = [call["function"]["name"] for call in message["tool_calls"]]
+        assert deltas.reason(FinishReason.EOS_TOKEN) == "tool_calls"
+    assert calls == {True: ["add", "look_up"], False: ["add"]}
 
 
 @pytest.mark.parametrize("name", ["hermes", "granite"])

@@ -33,6 +33,7 @@ def run(args: argparse.Namespace) -> int:
     for mesh in meshes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(mesh.pid, signal.SIGTERM)
+            os.kill(mesh.pid, signal.SIGCONT)  # one that Ctrl-Z has suspended would not see it
         sys.stderr.write(f"stopping {mesh.pid} ({' '.join(mesh.models)})\n")
     late = _wait(meshes, None if args.timeout is None else time.monotonic() + args.timeout)
     for mesh in late:

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tandem
+from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import escape_json_controls, strip_controls, wide_console
@@ -20,6 +21,7 @@ from tandem_cli.traffic import traffic_table
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _TIMEOUT_S = 10.0
+_MAX_INTERVAL_S = 86_400
 _STATE_STYLES = {
     "ready": "green",
     "draining": "yellow",
@@ -48,6 +50,8 @@ def add_arguments(parser: CommandParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the tables or JSON, once or until interrupted."""
+    if not 0 <= args.interval <= _MAX_INTERVAL_S:
+        raise ConfigurationError(f"--interval must be in [0, {_MAX_INTERVAL_S}], got {args.interval:g}")
     show = _show_json if args.json else _watch if args.watch else _show_tables
     with open_client(args) as client:
         try:

@@ -83,7 +83,12 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
         import tandem
 
-        sys.stdout.write(f"tandem {tandem.__version__}\n")
+        try:
+            sys.stdout.write(f"tandem {tandem.__version__}\n")
+            sys.stdout.flush()
+        except OSError as error:
+            _discard_stdout()
+            parser.exit(1, f"tandem: {error.strerror}\n")
         parser.exit()
 
 

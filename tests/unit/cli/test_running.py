@@ -87,6 +87,14 @@ def test_the_mesh_that_is_named_is_stopped(
     assert capsys.readouterr().err == f"stopping {second.pid} (large)\n"
 
 
+def test_a_mesh_that_is_suspended_is_stopped(tmp_path: Path, processes: list[subprocess.Popen[bytes]]) -> None:
+    """As Ctrl-Z suspends it: it would see the signal only once it goes on."""
+    register(processes[0].pid, tmp_path)
+    processes[0].send_signal(signal.SIGSTOP)
+    assert main(["stop", "--timeout", "60"]) == 0
+    assert processes[0].wait(60) == -signal.SIGTERM
+
+
 def test_a_choice_that_is_not_clear_stops_nothing(
     tmp_path: Path, processes: list[subprocess.Popen[bytes]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -161,8 +169,22 @@ def test_logs_are_followed_until_the_mesh_ends(
         assert following.wait(60) == 0
 
 
-def test_a_full_disk_is_a_sentence() -> None:
+@pytest.mark.parametrize("command", [("completion", "bash"), ("--version",)])
+def test_a_full_disk_is_a_sentence(command: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "tandem_cli", "completion", "bash"]
-        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        arguments = [sys.executable, "-m", "tandem_cli", *command]
+        ended = subprocess.run(arguments, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (ended.returncode, ended.stderr) == (1, "tandem: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_no_error(closed: str) -> None:
+    arguments = f"{sys.executable} -m tandem_cli --version {closed}"
+    ended = subprocess.run(["sh", "-c", arguments], capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_an_interval_that_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["workers", "--watch", f"--interval={seconds}"]) == 2
+    assert "--interval must be in [0, 86400]" in capsys.readouterr().err

@@ -72,6 +72,8 @@ class TransferBenchPlan:
     chunk_bytes: int
     trust_fabric: bool = False
     """nixl and mooncake, and gloo beyond this host: the operator says that nobody else can use the network."""
+    device: str = "cpu"
+    """Where KV is on both sides."""
 
     def settings(self, *transports: str) -> TransferSettings:
         """The settings of a sender or receiver with these transports."""
@@ -99,10 +101,11 @@ def shuffled_blocks(num_tokens: int) -> tuple[int, ...]:
     return tuple(random.Random(num_tokens).sample(range(NUM_BLOCKS), LAYOUT.num_blocks_for(num_tokens)))
 
 
-def make_cache() -> KVCache:
+def make_cache(device: str) -> KVCache:
     """A KV cache whose memory has been touched completely."""
-    cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
+    cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device(device))
     cache.tensor.fill_(1.0)
+    cache.note_written(LAYOUT.whole.layers)
     return cache
 
 
@@ -134,7 +137,7 @@ async def receive_from_others(plan: TransferBenchPlan, address: str) -> None:
 async def receiving(plan: TransferBenchPlan, listen: Listen) -> AsyncIterator[str]:
     """A receiver that expects all transfers of the plan; yields its address."""
     callbacks = ReceiverCallbacks(lambda *_: None, lambda *_: None)
-    receiver = KVReceiver(make_cache(), "bench", callbacks, plan.settings())
+    receiver = KVReceiver(make_cache(plan.device), "bench", callbacks, plan.settings())
     for transport in plan.transports:
         for num_tokens in plan.num_tokens:
             for run in range(plan.num_runs + 1):
@@ -159,7 +162,7 @@ class Bench:
         self._plan = plan
         self._address = address
         self._pids = [os.getpid(), *([] if receiver_pid is None else [receiver_pid])]
-        cache = make_cache()
+        cache = make_cache(plan.device)
         self._senders = {
             name: KVSender(cache, "bench", Credentials(KEY), plan.settings(name)) for name in plan.transports
         }
@@ -263,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         options.runs,
         options.chunk_bytes,
         options.trust_fabric,
+        options.device,
     )
     quiet()
     keep_freed_memory()
@@ -284,6 +288,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", default="256,512,1024,1500")
     parser.add_argument("--runs", type=int, default=15)
     parser.add_argument("--chunk-bytes", type=int, default=TransferSettings().chunk_bytes)
+    parser.add_argument("--device", default="cpu", help="where KV is on both sides, such as cuda")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
     side = parser.add_mutually_exclusive_group()
     side.add_argument("--receive", metavar="HOST:PORT", help="receive there what another host sends, once")

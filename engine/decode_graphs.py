@@ -9,7 +9,8 @@ on the device.
 
 A step is replayed with the smallest captured number of sequences that holds it. If some of them have drafts to verify,
 all have rows for as many drafts as there may be. Further rows write to a spare block that no sequence has, and nobody
-reads what they compute. Steps with prompts or adapters are not captured, nor are logits and sampling.
+reads what they compute. Steps with prompts or adapters are not captured, nor are logits and sampling. Several ranks
+capture and replay together: engine/ranks/graphs.py.
 """
 
 from bisect import bisect_left
@@ -24,7 +25,6 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.device_copies import Staging, part
-from engine.model import LayerGroups, Model
 from engine.step_input import StepInput
 
 
@@ -43,8 +43,19 @@ class Captured(NamedTuple):
     hidden: Tensor
 
 
-Capture = Callable[[Callable[[], Tensor]], Captured]
-"""Captures the work of a function, which it may run several times. Plug point: CudaCapture."""
+Run = Callable[[], Tensor]
+
+
+class Capture(Protocol):
+    """Plug point: CudaCapture."""
+
+    def __call__(self, run: Run, rehearse: Run | None = None) -> Captured:
+        """Capture the work of `run`. `rehearse` is called before, outside of the capture: by default it is `run`."""
+        ...
+
+
+Forward = Callable[[Tensor, ForwardMetadata], Tensor]
+"""Computes all layers on token ids [num_tokens]: hidden states [num_tokens, hidden_size]."""
 
 
 class StepShape(NamedTuple):
@@ -71,12 +82,12 @@ class CudaCapture:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
+    def __call__(self, run: Run, rehearse: Run | None = None) -> Captured:
         # torch synchronises with the thread's current device, and so would take memory of another worker's.
         with torch.cuda.device(self._stream.device):
             self._stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self._stream):
-                run()  # compiles kernels and allocates workspaces, which a capture must not do
+                (rehearse or run)()  # compiles kernels and allocates workspaces, which a capture must not do
             self._stream.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Other threads may do as they like meanwhile: by default, what allocates there would end the capture.
@@ -91,15 +102,19 @@ class DecodeGraphs:
     """
 
     def __init__(
-        self, model: Model, buffers: "DecodeBuffers", sizes: Sequence[int], capture: Capture, max_drafts: int = 0
+        self, forward: Forward, buffers: "DecodeBuffers", sizes: Sequence[int], capture: Capture, max_drafts: int = 0
     ) -> None:
-        self._model = model
         self._buffers = buffers
         self._sizes = sorted(sizes)
         self._max_queries = 1 + max_drafts
         # The largest first: its memory serves the others.
         with torch.inference_mode():
-            self._captured = {shape: capture(partial(self._forward, shape)) for shape in step_shapes(sizes, max_drafts)}
+            self._captured = {
+                shape: capture(partial(_forward_on, buffers, shape, forward))
+                for shape in step_shapes(sizes, max_drafts)
+            }
+        self.on_run: Callable[[StepInput, StepShape], None] | None = None
+        """Called before each step that `run` replays."""
 
     def can_run(self, step: StepInput) -> bool:
         is_decode = len(step.token_ids) == len(step.sample_rows)  # no prompt: tokens and their drafts
@@ -110,14 +125,21 @@ class DecodeGraphs:
         """Hidden states [num_tokens, hidden_size] of a step that `can_run` accepts, valid until the next call."""
         size = self._sizes[bisect_left(self._sizes, len(step.context_lens))]
         shape = StepShape(size, 1 if _longest(step) == 1 else self._max_queries)
+        if self.on_run is not None:
+            self.on_run(step, shape)
+        return self.replay(step, shape)
+
+    def replay(self, step: StepInput, shape: StepShape) -> Tensor:
+        """As `run`, with a shape that was captured and that holds the step. Raises KeyError for another shape."""
         self._buffers.fill(step, shape)
         graph, hidden = self._captured[shape]
         graph.replay()
         return hidden[: len(step.token_ids)]
 
-    def _forward(self, shape: StepShape) -> Tensor:
-        groups = LayerGroups(self._model.config.num_layers, self._model.config.num_layers)
-        return self._model.begin(self._buffers.token_ids(shape), self._buffers.metadata(shape), groups)()
+
+def _forward_on(buffers: "DecodeBuffers", shape: StepShape, forward: Forward) -> Tensor:
+    """Metadata are made anew each time: what layers share there is computed in each run."""
+    return forward(buffers.token_ids(shape), buffers.metadata(shape))
 
 
 def _longest(step: StepInput) -> int:

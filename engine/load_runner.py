@@ -10,6 +10,7 @@ from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
 from engine.adapter_slots import AdapterSlots
 from engine.compiled_code import reported_code
+from engine.devices import find_device
 from engine.kv_cache import KVCache
 from engine.load import (
     assemble_runner,
@@ -19,6 +20,7 @@ from engine.load import (
     reserve_blocks,
     reserve_memory,
     specs_of,
+    weights_bytes,
 )
 from engine.load_graphs import graph_bytes, load_graphs
 from engine.load_times import load_phase
@@ -34,7 +36,7 @@ from engine.models.share import ALONE, rank_share
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
-from engine.settings import NO_GRAPHS, Speculation
+from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
 from engine.step_memory import step_bytes
@@ -57,7 +59,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     device = torch.device(settings.device)
     layout = kv_layout(config, settings)
     captured_bytes = graph_bytes(settings, config, layout)
-    reservation = reserve_memory(settings, config, captured_bytes + step_bytes(settings, config))
+    later_bytes = captured_bytes + step_bytes(settings, config) + settings.companion_bytes
+    reservation = reserve_memory(settings, config, later_bytes)
     build = _load_model(settings, config, layout, on_progress)
     with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
         cache = KVCache(layout, num_blocks, device, reservation=reservation, num_spare=1 if captured_bytes else 0)
@@ -109,6 +112,18 @@ def draft_block_bytes(speculation: Speculation, model: RunnerSettings) -> int:
     return 0 if settings is None else kv_layout(load_decoder_config(settings.model_dir), settings).block_bytes
 
 
+def draft_bytes(speculation: Speculation, model: RunnerSettings) -> int:
+    """Memory of a GPU that the draft model takes besides its KV, for weights and graphs; 0 without one. On CPU 0, where
+    free memory is shared with everything else anyway. Raises ConfigurationError.
+    """
+    settings = _draft_settings(speculation, model)
+    if settings is None or find_device(settings.device).type == "cpu":
+        return 0
+    settings, config = resolve(settings)
+    captured_bytes = graph_bytes(settings, config, kv_layout(config, settings))
+    return weights_bytes(settings, specs_of(settings, config)) + captured_bytes
+
+
 def load_speculator(
     speculation: Speculation,
     model: RunnerSettings,
@@ -151,7 +166,8 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
         model_dir=speculation.draft_model,
         rope=NO_ROPE_OVERRIDE,
         adapters=(),
-        graphs=NO_GRAPHS,
+        graphs=replace(model.graphs, max_drafts=0),
+        companion_bytes=0,
         tensor_parallel=1,
         pipeline_parallel=1,
     )

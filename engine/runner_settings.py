@@ -14,7 +14,8 @@ from mesh.domain.kv import Degrees
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
     """Without `num_blocks` the KV cache gets this worker's share of the device's memory once the weights are loaded, at
-    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's. `device`
+    most `max_blocks`. `companion_block_bytes` is the size of each block in a second cache, the draft model's, and
+    `companion_bytes` what it takes besides on a GPU. `device`
     "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, but fp32 on CPU where the compiled decoder
     would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
     steps of several ranks, which share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At
@@ -30,6 +31,7 @@ class RunnerSettings:
     num_blocks: int | None = None
     max_blocks: int | None = None
     companion_block_bytes: int = 0
+    companion_bytes: int = 0
     kv_memory: KVMemorySettings = field(default_factory=KVMemorySettings)
     attention: str = "auto"
     layers_per_group: int = 4

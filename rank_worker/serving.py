@@ -11,9 +11,10 @@ import torch
 from engine.load_times import load_phase, measured_load, rounded
 from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
+from engine.ranks.commands import Command, Report, decode_command, encode_command, encode_report
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Execute, Rank, map_kv
-from engine.ranks.shared import Command, Report, SharedGroup, decode_command, encode_command, encode_report, step_memory
+from engine.ranks.shared import SharedGroup, step_memory
 from engine.resolve import resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs

@@ -29,7 +29,7 @@ from engine.block_pool import BlockPool
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
 from engine.kv_memory import KVMemorySettings
-from engine.load_runner import draft_block_bytes, load_model_runner, load_speculator
+from engine.load_runner import draft_block_bytes, draft_bytes, load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
@@ -41,7 +41,7 @@ from engine.resolve import kv_layout
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
-from engine.settings import GraphSettings, SchedulerConfig, Speculation
+from engine.settings import NO_GRAPHS, GraphSettings, SchedulerConfig, Speculation
 from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
@@ -243,7 +243,7 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         ),
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.layer_group_bytes,
-        graphs=GraphSettings(limits.graph_sizes, max_model_len, limits.speculation.max_drafts),
+        graphs=_graph_settings(settings, limits, max_model_len),
         # Enough for all slots at full length: more blocks would never be used.
         max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
@@ -251,9 +251,18 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings, settings.device))
     if "," in settings.device:
         rank_devices(settings.device, runner_settings.degrees)
-    draft_bytes = draft_block_bytes(limits.speculation, runner_settings)
-    runner_settings = replace(runner_settings, companion_block_bytes=draft_bytes)
+    runner_settings = replace(
+        runner_settings,
+        companion_block_bytes=draft_block_bytes(limits.speculation, runner_settings),
+        companion_bytes=draft_bytes(limits.speculation, runner_settings),
+    )
     return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))
+
+
+def _graph_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> GraphSettings:
+    if settings.enforce_eager:
+        return NO_GRAPHS
+    return GraphSettings(limits.graph_sizes, max_model_len, limits.speculation.max_drafts)
 
 
 def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:

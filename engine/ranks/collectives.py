@@ -8,7 +8,8 @@ models that the compiled decoder cannot run. NCCL, for GPUs, has not been run by
 """
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -20,7 +21,8 @@ from torch import Tensor, distributed
 
 from engine.attention.backend import ForwardMetadata
 from engine.model import Finish, LayerGroups, finish_with
-from engine.ranks.shared import Forward, SharedGroup
+from engine.ranks.commands import Forward
+from engine.ranks.shared import SharedGroup
 from mesh.domain.errors import ConfigurationError, WorkerLost
 from mesh.domain.host import is_loopback
 from mesh.domain.kv import Degrees, Span
@@ -197,6 +199,21 @@ class CollectiveGroup:
         self._device = device
         self._own_layers = own_layers
         self._hops = hops
+        self._is_alone = False
+
+    @property
+    def steps(self) -> SharedGroup:
+        """What carries the steps."""
+        return self._shared
+
+    @contextmanager
+    def without_sums(self) -> Iterator[None]:
+        """Leave sums out, so that this rank waits for no other. What it computes is of no use."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
 
     def send_step(self, token_ids: Tensor, metadata: ForwardMetadata, layer_groups: LayerGroups) -> None:
         self._token_ids(token_ids.shape[0]).copy_(token_ids)
@@ -233,6 +250,8 @@ class CollectiveGroup:
 
     def sum(self, part: Tensor) -> Tensor:
         assert self._backend is not None
+        if self._is_alone:
+            return part
         try:
             self._backend.allreduce([part]).wait()  # type: ignore[attr-defined]
         except RuntimeError as error:

@@ -32,18 +32,11 @@ from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.share import ALONE, rank_share, require_own_heads
 from engine.ranks.collectives import shared_store
+from engine.ranks.commands import Command, Report, decode_report, encode_command
 from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, ending, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
-from engine.ranks.shared import (
-    Command,
-    Report,
-    SharedGroup,
-    decode_report,
-    encode_command,
-    max_sequence_blocks,
-    step_memory,
-)
+from engine.ranks.shared import SharedGroup, max_sequence_blocks, step_memory
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import ShardedKVCache

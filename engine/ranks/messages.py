@@ -19,6 +19,7 @@ from typing import Any
 from checkpoint.adapters import read_adapter
 from checkpoint.model_files import RopeOverride
 from engine.runner_settings import RunnerSettings
+from engine.settings import GraphSettings
 from mesh.domain.errors import ConfigurationError
 
 MAX_MESSAGE_BYTES = 1 << 16
@@ -74,19 +75,19 @@ class RankSetup:
 
 
 def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
-    """The settings for JSON, without those of memory for KV, which are each process's own, and of graphs, which several
-    ranks do not capture.
-    """
-    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name not in ("kv_memory", "graphs")}
+    """The settings for JSON, without those of memory for KV, which are each process's own."""
+    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "kv_memory"}
     adapters = [(each.name, str(each.folder), each.rank, each.digest) for each in settings.adapters]
-    return plain | {"model_dir": str(settings.model_dir), "rope": asdict(settings.rope), "adapters": adapters}
+    plain |= {"rope": asdict(settings.rope), "graphs": asdict(settings.graphs)}
+    return plain | {"model_dir": str(settings.model_dir), "adapters": adapters}
 
 
 def read_settings(plain: dict[str, Any]) -> RunnerSettings:
     """Read the settings that `plain_settings` has made plain. Raises ConfigurationError."""
     adapters = tuple(read_adapter(name, Path(folder), rank, digest) for name, folder, rank, digest in plain["adapters"])
     values = {"model_dir": Path(plain["model_dir"]), "rope": RopeOverride(**plain["rope"]), "adapters": adapters}
-    return RunnerSettings(**plain | values)
+    graphs = plain["graphs"] | {"sizes": tuple(plain["graphs"]["sizes"])}
+    return RunnerSettings(**plain | values | {"graphs": GraphSettings(**graphs)})
 
 
 def ending(status: int) -> str:

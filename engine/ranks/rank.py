@@ -10,10 +10,12 @@ import torch
 
 from checkpoint.adapters import AdapterFiles
 from engine.adapter_slots import AdapterSlots
+from engine.decode_graphs import DecodeGraphs
 from engine.kernels.cpu.arguments import Bytes
 from engine.kernels.cpu.buffers import round_up
 from engine.kv_cache import KVCache
 from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
+from engine.load_graphs import can_capture
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
@@ -23,7 +25,9 @@ from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.models.share import adapter_specs, rank_share, share_specs
 from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, summing
-from engine.ranks.shared import Command, Forward, Logits, PutAdapter, SharedGroup
+from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Replay
+from engine.ranks.graphs import RankGraphs
+from engine.ranks.shared import SharedGroup
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
@@ -105,7 +109,8 @@ class Rank:
         """In other ranks than 0: build the decoder. The loaded weights move into it."""
         if self._summing is not None:
             eager = self._eager(cache, self._summing)
-            return partial(self._execute, eager, partial(_execute_summed, eager, self._summing))
+            graphs = RankGraphs(self._settings, eager, cache, self._summing, self._store)
+            return partial(self._execute, eager, partial(_execute_summed, eager, self._summing, graphs))
         compiled = self._compiled(cache)
         return partial(self._execute, compiled, partial(_execute_compiled, compiled, self._group))
 
@@ -116,7 +121,18 @@ class Rank:
         cache.clear_blocks([0])  # in which the decoder has compiled the loops
         adapters, put = self._settings.adapters, partial(self._put_everywhere, decoder)
         slots = AdapterSlots(adapters, self._settings.num_adapter_slots, put) if adapters else None
-        return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline, slots)
+        graphs = self._lead_capture(decoder, own_cache)
+        return assemble_runner(self._settings, decoder, cache, self._group.degrees.pipeline, slots, graphs)
+
+    def _lead_capture(self, decoder: _AnyDecoder, cache: KVCache) -> DecodeGraphs | None:
+        """In rank 0: capture decode steps in all ranks, if settings and model allow it."""
+        if self._summing is None or not isinstance(decoder, Decoder) or not can_capture(self._settings, decoder):
+            return None
+        self._group.begin_capture()
+        graphs = RankGraphs(self._settings, decoder, cache, self._summing, self._store).capture()
+        if graphs is not None:
+            graphs.on_run = self._group.begin_replay
+        return graphs
 
     def _compiled(self, cache: KVCache) -> CompiledDecoder:
         assert self._packed is not None
@@ -133,7 +149,7 @@ class Rank:
         self._group.put_adapter(slot, self._settings.adapters.index(adapter))
         decoder.put_adapter(slot, weights)
 
-    def _execute(self, decoder: _AnyDecoder, compute: Callable[[Forward | Logits], None], command: Command) -> None:
+    def _execute(self, decoder: _AnyDecoder, compute: Execute, command: Command) -> None:
         if isinstance(command, PutAdapter):
             adapter = self._settings.adapters[command.number]
             decoder.put_adapter(command.slot, load_adapter(adapter, self._adapter_specs))
@@ -142,20 +158,28 @@ class Rank:
 
 
 @torch.inference_mode()
-def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Forward | Logits) -> None:
+def _execute_compiled(decoder: CompiledDecoder, group: SharedGroup, command: Command) -> None:
     """Returns when all ranks of the stage have finished."""
     if isinstance(command, Forward):
         decoder.run_layers(*group.read_step(command, decoder.layers))
         group.end_stage()
     else:
+        assert isinstance(command, Logits), "a compiled decoder has no graphs"
         decoder.run_output(command.num_rows)
 
 
 @torch.inference_mode()
-def _execute_summed(decoder: Decoder, group: CollectiveGroup, command: Forward | Logits) -> None:
-    """Returns when the rank has done its part of the last sum."""
-    assert isinstance(command, Forward), "rank 0 alone computes logits"
-    group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))
+def _execute_summed(decoder: Decoder, group: CollectiveGroup, graphs: RankGraphs, command: Command) -> None:
+    """Returns when the rank has done its part of the last sum, or on a GPU has launched it."""
+    match command:
+        case Forward():
+            group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))
+        case CaptureSteps():
+            graphs.capture()
+        case Replay():
+            graphs.replay(command)
+        case _:
+            raise AssertionError("rank 0 alone computes logits")
 
 
 def kv_bytes(block_bytes: int, num_blocks: int, num_ranks: int) -> int:

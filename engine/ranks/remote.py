@@ -19,24 +19,18 @@ from numpy.typing import NDArray
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.load import weights_bytes
+from engine.load_graphs import graph_bytes
 from engine.model_runner import ModelRunner
 from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.share import rank_share, share_specs
 from engine.ranks.collectives import require_backend
+from engine.ranks.commands import CaptureSteps, Command, Forward, Replay, decode_command, encode_command
 from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
 from engine.ranks.remote_messages import BlockCopy, RemoteRanks, Step
-from engine.ranks.shared import (
-    Command,
-    Forward,
-    SharedGroup,
-    StepMemory,
-    decode_command,
-    encode_command,
-    max_sequence_blocks,
-)
+from engine.ranks.shared import SharedGroup, StepMemory, max_sequence_blocks
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.step_memory import step_bytes
@@ -109,9 +103,16 @@ class LeadersKVCache(KVCache):
     """The leader's part of the KV. Blocks are copied and cleared in all ranks."""
 
     def __init__(
-        self, ranks: RemoteRanks, layout: KVLayout, num_blocks: int, span: KVSpan, reservation: KVReservation
+        self,
+        ranks: RemoteRanks,
+        layout: KVLayout,
+        num_blocks: int,
+        span: KVSpan,
+        reservation: KVReservation,
+        *,
+        num_spare: int = 0,
     ) -> None:
-        super().__init__(layout, num_blocks, reservation.device, span, reservation)
+        super().__init__(layout, num_blocks, reservation.device, span, reservation, num_spare=num_spare)
         self._ranks = ranks
 
     def copy_block(self, source: int, target: int) -> None:
@@ -152,16 +153,21 @@ class OwnMemoryRank:
         device = torch.device(settings.device)
         if device.type == "cuda":
             torch.cuda.set_device(device)  # of this thread, for kernels that are told no device
+        self._layout = kv_layout(config, settings)
+        captured_bytes = graph_bytes(settings, config, self._layout)
         self.reservation = KVReservation.enter(
-            device, settings.kv_memory, weights_bytes(settings, specs), later_bytes=step_bytes(settings, config)
+            device,
+            settings.kv_memory,
+            weights_bytes(settings, specs),
+            later_bytes=step_bytes(settings, config) + captured_bytes + (0 if rank else settings.companion_bytes),
         )
+        self._num_spare = 1 if captured_bytes else 0
         max_blocks = max_sequence_blocks(settings, config)
         max_rows, num_stages = settings.max_batch_tokens, settings.pipeline_parallel
         self.memory = StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages)
         group = SharedGroup(rank, settings.degrees, self.memory, self._posting(post))
         self.rank = Rank(settings, config, group, store, on_progress)
         self._settings = settings
-        self._layout = kv_layout(config, settings)
         self._span = self.rank.span(rank)
         self._is_leader = rank == 0
 
@@ -175,8 +181,13 @@ class OwnMemoryRank:
         try:
             with self._reserve(num_blocks):
                 if ranks is not None:
-                    return LeadersKVCache(ranks, self._layout, num_blocks, self._span, self.reservation)
-                return KVCache(self._layout, num_blocks, self.reservation.device, self._span, self.reservation)
+                    return LeadersKVCache(
+                        ranks, self._layout, num_blocks, self._span, self.reservation, num_spare=self._num_spare
+                    )
+                device = self.reservation.device
+                return KVCache(
+                    self._layout, num_blocks, device, self._span, self.reservation, num_spare=self._num_spare
+                )
         except ConfigurationError as error:
             raise WorkerBusy(f"others have taken memory since it was counted: {error}") from error
 
@@ -207,16 +218,21 @@ class OwnMemoryRank:
 
 
 def _pack(memory: StepMemory, command: Command) -> Step:
-    assert isinstance(command, Forward), "rank 0 alone computes logits"
-    command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
+    if isinstance(command, CaptureSteps):
+        return Step(encode_command(command), b"", b"", b"")
+    assert isinstance(command, Forward | Replay), "rank 0 alone computes logits"
+    if isinstance(command, Forward):
+        command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
     arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command))
     return Step(encode_command(command), *(array.tobytes() for array in arrays))
 
 
-def _unpack(memory: StepMemory, step: Step) -> Forward:
+def _unpack(memory: StepMemory, step: Step) -> Command:
     """Write a step to the rank's memory. Raises ValueError for one that its command does not describe."""
     command = decode_command(step.command)
-    if not isinstance(command, Forward):
+    if isinstance(command, CaptureSteps):
+        return command
+    if not isinstance(command, Forward | Replay):
         raise ValueError(f"{command} is no step")
     contents = (step.token_ids, step.positions, step.sequences)
     for (name, size, dtype), content in zip(_arrays(command), contents, strict=True):
@@ -227,7 +243,7 @@ def _unpack(memory: StepMemory, step: Step) -> Forward:
     return command
 
 
-def _arrays(command: Forward) -> list[tuple[str, int, type]]:
+def _arrays(command: Forward | Replay) -> list[tuple[str, int, type]]:
     """Name, size and type of the arrays of a step; see StepMemory and `shared.write_metadata`."""
     of_sequences = command.num_seqs * (command.max_blocks + 3) + 1
     return [

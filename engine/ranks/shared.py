@@ -9,9 +9,7 @@ reads the memory any more, and it sends the command to the next stage. The last 
 
 import mmap
 import os
-import struct
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -21,13 +19,16 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, chunks_of
+from engine.decode_graphs import StepShape
 from engine.kernels.cpu.adapters import shrunk_width
 from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
+from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Replay, Report
 from engine.runner_settings import RunnerSettings
+from engine.step_input import StepInput
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, Span
 
@@ -36,85 +37,6 @@ _DEPTH_MULTIPLE = 64
 """The columns of a product's left operand are padded to a multiple of it."""
 _OF_SLOT = frozenset({"residual", "token_ids", "positions", "sequences"})  # a step's, whichever stage computes it
 _ONCE = frozenset({"output_rows", "logits"})  # stage 0 alone computes logits
-
-
-@dataclass(frozen=True, slots=True)
-class Forward:
-    """The command to compute a stage's layers of the step in memory slot `slot`. The sizes give the shapes of the
-    metadata there; the rows with LoRA adapters are in `num_runs` runs. Later stages report the KV of `group_size`
-    layers at a time, or nothing if it is 0.
-    """
-
-    slot: int
-    group_size: int
-    num_tokens: int
-    num_seqs: int
-    max_blocks: int
-    num_decodes: int
-    num_runs: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Logits:
-    """The command to compute logits."""
-
-    num_rows: int
-
-
-@dataclass(frozen=True, slots=True)
-class PutAdapter:
-    """The command to read an adapter, by its number in the settings, into a slot of the model, for the commands that
-    follow. No step that has begun uses the slot.
-    """
-
-    slot: int
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """A report of a later stage to rank 0: the KV of `count` layers of the step in `slot` is written. If `count` is 0,
-    the last stage has finished the step.
-    """
-
-    slot: int
-    first: int = 0
-    count: int = 0
-
-
-Command = Forward | Logits | PutAdapter
-_KINDS: tuple[type[Command], ...] = (Forward, Logits, PutAdapter)
-_NUM_VALUES = 8
-_COMMAND = struct.Struct(f"<{_NUM_VALUES}q")  # kind, then the fields, padded with 0
-_REPORT = struct.Struct("<3q")
-
-
-def encode_command(command: Command) -> bytes:
-    values = (_KINDS.index(type(command)) + 1, *astuple(command))
-    return _COMMAND.pack(*values, *[0] * (_NUM_VALUES - len(values)))
-
-
-def decode_command(message: bytes) -> Command:
-    """Raises ValueError for a message that is not a command."""
-    if len(message) != _COMMAND.size:
-        raise ValueError(f"a command has {_COMMAND.size} bytes, not {len(message)}")
-    kind, *values = _COMMAND.unpack(message)
-    if not 1 <= kind <= len(_KINDS) or min(values) < 0:
-        raise ValueError(f"command {kind} of {values} is not known")
-    command = _KINDS[kind - 1](*values[: len(fields(_KINDS[kind - 1]))])
-    if isinstance(command, Forward):
-        runs, decodes, seqs = command.num_runs, command.num_decodes, command.num_seqs
-        if max(runs, decodes) > seqs or seqs > command.num_tokens:
-            raise ValueError(f"impossible command: {command}")
-    return command
-
-
-def encode_report(report: Report) -> bytes:
-    return _REPORT.pack(*astuple(report))
-
-
-def decode_report(message: bytes) -> Report:
-    return Report(*_REPORT.unpack(message))
 
 
 class StepMemory:
@@ -260,6 +182,17 @@ class SharedGroup:
     def begin_logits(self, num_rows: int) -> None:
         self._post(0, Logits(num_rows))
 
+    def begin_capture(self) -> None:
+        """In rank 0 of a single stage: let the others capture decode steps."""
+        self._post(0, CaptureSteps())
+
+    def begin_replay(self, step: StepInput, shape: StepShape) -> None:
+        """In rank 0 of a single stage: let the others replay this step."""
+        num_seqs, max_blocks = step.block_tables.shape
+        command = Replay(len(step.token_ids), num_seqs, max_blocks, *shape)
+        write_step(self.buffers, step, command)
+        self._post(0, command)
+
     def put_adapter(self, slot: int, number: int) -> None:
         """In rank 0: let all others read an adapter. The steps that begin from now on come after it, in every stage."""
         for stage in range(self.degrees.pipeline):
@@ -345,7 +278,41 @@ def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
     )
 
 
-def _views(memory: StageBuffers, command: Forward) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+def write_step(memory: StageBuffers, step: StepInput, command: Replay) -> None:
+    """Write a step that is replayed to the memory."""
+    memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens] = step.token_ids
+    tokens, (*sequences, _) = _views(memory, command)
+    of_tokens: list[NDArray[Any]] = [step.positions, step.rope_lengths, step.slots]
+    of_sequences: list[NDArray[Any]] = [
+        step.block_tables.ravel(),
+        step.context_lens,
+        step.prompt_lens,
+        step.query_starts,
+    ]
+    for view, array in zip([*tokens, *sequences], of_tokens + of_sequences, strict=True):
+        view[:] = array
+
+
+def read_step(memory: StageBuffers, command: Replay) -> StepInput:
+    """The step that rank 0 wrote; its arrays are views of the memory. Nothing says which rows are sampled."""
+    (positions, rope_lengths, slots), (tables, context_lens, prompt_lens, query_starts, _) = _views(memory, command)
+    none: NDArray[Any] = np.zeros(0, np.int64)
+    return StepInput(
+        num_decodes=0 if command.graph_queries > 1 else command.num_seqs,
+        token_ids=memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens],
+        positions=positions,
+        rope_lengths=rope_lengths,
+        slots=slots,
+        block_tables=tables.reshape(command.num_seqs, command.max_blocks),
+        context_lens=context_lens,
+        prompt_lens=prompt_lens,
+        query_starts=query_starts,
+        sample_rows=none,
+        copies=none.reshape(0, 2),
+    )
+
+
+def _views(memory: StageBuffers, command: Forward | Replay) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """The arrays of a step's metadata: of tokens (int64), and of sequences and runs (int32)."""
     num_tokens, num_seqs = command.num_tokens, command.num_seqs
     of_tokens = _split(memory.get("positions", 3 * num_tokens, np.int64), [num_tokens] * 3)

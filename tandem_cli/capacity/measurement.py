@@ -28,6 +28,7 @@ from engine.kernels.cpu.step import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
+from engine.settings import graph_sizes
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.deployment import BUNDLED_MODELS
@@ -125,7 +126,8 @@ class EngineSteps:
         )
         kv_tokens = (workload.max_batch + 1) * (workload.max_context_tokens + 2 * settings.block_size)
         max_batch_tokens = max(512, min(workload.prompt_tokens, _MAX_CHUNK_TOKENS) + workload.max_batch)
-        limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens)
+        graphs = graph_sizes(settings.cuda_graphs, workload.max_batch)
+        limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens, graph_sizes=graphs)
         with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
             self._host: EngineHost = load_engine_host(settings, limits, load=load_runner_with_ranks)
             self._cores = tuple(os.sched_getaffinity(0))

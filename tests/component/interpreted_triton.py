@@ -1,7 +1,9 @@
 """Triton kernels in Triton's interpreter, on CPU; run by test_triton_attention.py in a process of its own."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.attention import triton_paged
+from engine.attention import triton_kernels, triton_paged
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
@@ -23,7 +25,7 @@ from tests.component import arms, parity
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
 from tests.component.paged_attention import Case, attend, change_beside_others, random_inputs, require_near
 from tests.component.parity import check_parity
-from tests.component.test_decode_graphs import Traffic, load, require_same_steps
+from tests.component.test_decode_graphs import Traffic, load, require_same_kv, require_same_steps
 from tests.component.test_encoder_decoder import require_same, run_mixed
 from tests.component.test_forks import choices, run
 from tests.fakes.requests import make_request
@@ -101,6 +103,45 @@ def test_ends_of_blocks_and_splits(window: int | None, block_size: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_shapes(shape: AttentionShape, dtype: torch.dtype) -> None:
     require_near(Case(shape, [(0, 1), (269, 270), (3, 10), (250, 268)], window=40, dtype=dtype), CPU)
+
+
+MISTAKES = {
+    "a query sees the next token": ("<= position)", "<= position + 1)"),
+    "a window is wider by one": ("> position - WINDOW", ">= position - WINDOW"),
+    "heads at the stride of rows": ("head * query_head_stride\n    q = ", "head * query_stride\n    q = "),
+    "keys taken for values": ("_load_cached(k_at + values_at,", "_load_cached(k_at,"),
+    "places in a block of another size": ("key % BLOCK_SIZE", "key % 16"),
+    "tiles joined without their maxima": ("total * decay + tl.sum(weights, 1)", "total + tl.sum(weights, 1)"),
+    "splits joined without their maxima": ("tl.sum(weights[:, None] * sums, 0)", "tl.sum(sums, 0)"),
+    "the last split left out": ("end = 0, position // SPLIT + 1", "end = 0, tl.maximum(position // SPLIT, 1)"),
+    "values written beside their slot": ("tl.store(to + values_at, value", "tl.store(to + values_at + ROW, value"),
+}
+
+
+@pytest.mark.parametrize("mistake", ["", *MISTAKES])
+def test_a_mistake_in_a_kernel_would_be_found_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mistake: str
+) -> None:
+    """It is made in a copy of the kernels, whose file Triton reads."""
+    source = inspect.getsource(triton_kernels)
+    if mistake:
+        right, wrong = MISTAKES[mistake]
+        assert source.count(right) == 1
+        source = source.replace(right, wrong)
+    path = tmp_path / "kernels_with_a_mistake.py"
+    path.write_text(source)
+    spec = spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    kernels = module_from_spec(spec)
+    spec.loader.exec_module(kernels)
+    monkeypatch.setattr(triton_paged, "import_module", lambda name: kernels)
+    case = Case(GROUPED, [(599, 600), (10, 30)], block_size=32, window=300)
+    if not mistake:
+        require_near(case, CPU)
+        return
+    with pytest.raises(AssertionError, match="differs"):
+        require_near(case, CPU)
 
 
 @pytest.mark.parametrize("kv_dtype", [torch.float16, FP8])
@@ -225,6 +266,7 @@ def test_steps_with_drafts_are_the_same_with_and_without_graphs(checkpoint: Call
     capture, graphs = TapeCapture(), GraphSettings((1, 4), 300, max_drafts=2)
     plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
     require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.4), 60)
+    require_same_kv(plain.kv_cache.tensor, graphed.kv_cache.tensor)
     assert {len(graph.hidden) for graph in capture.graphs if graph.num_replays} == {1, 3, 4, 12}
 
 

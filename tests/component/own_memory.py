@@ -3,8 +3,10 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import torch
@@ -22,9 +24,12 @@ from tests.waiting import LIMIT_S
 
 
 class ThreadRanks:
-    """The ranks from 1 on. Implements engine.ranks.remote_messages.RemoteRanks."""
+    """The ranks from 1 on. Implements engine.ranks.remote_messages.RemoteRanks. `changes`: settings that they have and
+    the leader has not.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, **changes: Any) -> None:
+        self._changes = changes
         self.store = distributed.HashStore()
         self.caches: dict[int, KVCache] = {}
         self._threads: list[threading.Thread] = []
@@ -32,6 +37,7 @@ class ThreadRanks:
         self._reports: SimpleQueue[int] = SimpleQueue()
 
     def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
+        settings = replace(settings, **self._changes)
         for rank in range(1, settings.degrees.num_ranks):
             self._messages.append(SimpleQueue())
             self._threads.append(threading.Thread(target=self._serve, args=(settings, rank), daemon=True))
@@ -81,12 +87,12 @@ class ThreadRanks:
 
 @contextmanager
 def own_memory_runner(
-    model_dir: Path, degrees: Degrees, **changes: object
+    model_dir: Path, degrees: Degrees, ranks: ThreadRanks | None = None, **changes: object
 ) -> Iterator[tuple[ModelRunner, ThreadRanks]]:
     torch.set_num_threads(1)
     wanted = settings(
         model_dir, tensor_parallel=degrees.tensor, pipeline_parallel=degrees.pipeline, max_batch_tokens=256, **changes
     )
-    ranks = ThreadRanks()
+    ranks = ranks or ThreadRanks()
     with closing(load_remote_runner(wanted, ranks, on_lost=pytest.fail)) as runner:
         yield runner, ranks

@@ -20,9 +20,10 @@ from torch import distributed
 from engine.kv_memory import KVMemorySettings, KVReservation
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
+from engine.ranks.commands import Command, Report
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
-from engine.ranks.shared import Command, Report, SharedGroup, StepMemory
+from engine.ranks.shared import SharedGroup, StepMemory
 from engine.resolve import kv_layout, resolve
 from engine.sharded_kv_cache import ShardedKVCache
 from mesh.domain.kv import Degrees

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ from engine.weights import WeightsTarget, dummy_weights
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
 from tests.component.encoder_decoders import FORMS, build_encoder_decoder
-from tests.fakes.device import DEVICE, FakeCopies, HostReads, PeakBytes, no_waiting
+from tests.fakes.device import DEVICE, FakeCopies, HostReads, MixesDevices, PeakBytes, no_waiting
 from tests.fakes.requests import make_request
 
 BLOCK_SIZE = 4
@@ -73,6 +74,52 @@ def test_a_step_reads_from_the_gpu_once(
     total, tokens, logprobs = ((), (4,), (4,))
     assert copies.read == [[total, tokens, logprobs]]
     assert reads.count == (0 if experts is None else sum(experts.layers) * (1 + experts.num_experts))
+
+
+WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "reads a value": lambda x: x * x.sum().item(),
+    "reads a list": lambda x: x * x.sum(1).tolist()[0],
+    "has a shape by values": lambda x: x[(x > 0).any(1).nonzero()[:, 0]],
+    "sends a number": lambda x: x * torch.tensor(2.0, device=DEVICE),
+    "sends an array": lambda x: x + torch.ones(x.shape[-1], dtype=x.dtype).to(DEVICE),
+}
+
+
+@pytest.mark.parametrize("mistake", WRONG)
+def test_a_step_that_waits_would_be_found_out(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, mistake: str
+) -> None:
+    """In each of its layers, and not to be seen in what it computes."""
+    reads, run_layer = HostReads(), Decoder._run_layer
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
+    monkeypatch.setattr(Decoder, "_run_layer", lambda *about: WRONG[mistake](run_layer(*about)))
+    runner, found = load(checkpoint("llama"), "float32"), False
+    try:
+        with no_waiting(), reads:
+            runner.begin(batch())()
+    except MixesDevices:
+        found = True
+    assert found or reads.count
+
+
+@pytest.mark.parametrize("wasted", [40, 4000])
+def test_memory_that_is_not_counted_would_be_found_out(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, wasted: int
+) -> None:
+    """So many rows of a layer that live until its end."""
+    run_layer, used, step = Decoder._run_layer, PeakBytes(), prompts()
+
+    def wasteful(self: Decoder, index: int, residual: torch.Tensor, *about: Any) -> torch.Tensor:
+        kept = residual.new_empty(wasted * residual.shape[0], residual.shape[1])
+        result = run_layer(self, index, residual, *about)
+        return result.add_(kept[0])
+
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
+    monkeypatch.setattr(Decoder, "_run_layer", wasteful)
+    runner, config = load(checkpoint("llama"), "bfloat16"), load_decoder_config(checkpoint("llama"))
+    with HostReads(), used:
+        runner.begin(step)()
+    assert used.peak > activation_bytes(config, StepSize(step.num_tokens, 0), torch.bfloat16.itemsize)
 
 
 def prompts() -> ScheduledBatch:

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from bench.shapes import BUNDLED
+from engine.runner_settings import RunnerSettings
 from tandem_cli.capacity import measurement
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 from tandem_cli.capacity.roofline import Precision
@@ -17,6 +18,24 @@ def test_steps_of_the_engine_alone() -> None:
         assert steps.prompt_ms() > 0
         assert steps.decode_ms(1) > 0
         assert steps.decode_ms(3) > 0
+
+
+def test_steps_are_captured_where_there_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that times with and without graphs differ."""
+    asked: list[RunnerSettings] = []
+
+    class Asked(Exception):
+        pass
+
+    def load(settings: RunnerSettings, _: object) -> None:
+        asked.append(settings)
+        raise Asked
+
+    monkeypatch.setattr(measurement, "load_runner_with_ranks", load)
+    for enforce_eager in (False, True):
+        with pytest.raises(Asked):
+            EngineSteps(StepWorkload(BUNDLED, "none", max_batch=3, enforce_eager=enforce_eager))
+    assert [settings.graphs.sizes for settings in asked] == [(1, 2, 4), ()]
 
 
 def test_a_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

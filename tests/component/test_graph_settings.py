@@ -48,9 +48,9 @@ def test_wrong_sizes_are_refused(value: str) -> None:
     [
         ("llama", {}, None),
         ("llama", {"device": "cpu"}, "for cuda, not cpu"),
-        ("llama", {"enforce_eager": True}, "enforce_eager is set"),
         ("llama", {"graphs": NO_GRAPHS}, "cuda_graphs is 0"),
-        ("llama", {"tensor_parallel": 2}, "ranks"),
+        ("llama", {"tensor_parallel": 2}, None),
+        ("llama", {"pipeline_parallel": 2}, "from stage to stage"),
         ("mixtral", {}, "experts"),
         ("t5", {}, "encoder-decoder"),
     ],

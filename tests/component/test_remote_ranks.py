@@ -29,9 +29,10 @@ from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import remote
 from engine.ranks.collectives import NoteStore
+from engine.ranks.commands import Forward, encode_command
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner
 from engine.ranks.remote_messages import Step
-from engine.ranks.shared import Forward, StepMemory, encode_command
+from engine.ranks.shared import StepMemory
 from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
 from kvtransfer import (

@@ -10,7 +10,7 @@ A checked replay then runs the function again, as it would run without graphs. I
 * if the function reads other memory than at the capture: a buffer has moved, or was allocated anew.
 
 Operations that wait for the device, or bring host memory to it, cannot be captured. Memory that is allocated but not
-filled holds NaN. Launches of Triton kernels, in Triton's interpreter, are recorded by TapedKernels.
+filled holds NaN. TapedKernels record launches of Triton kernels in Triton's interpreter, TapedSums the sums of ranks.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
-from engine.decode_graphs import Captured
+from engine.decode_graphs import Captured, Run
 
 _REFUSED = {
     "aten::_local_scalar_dense": "reads a value on the host",
@@ -128,6 +128,27 @@ class _TapedKernel:
         return launch
 
 
+class TapedSums:
+    """A backend that sums over ranks. A graph repeats a sum on the address of the capture, together with theirs."""
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def allreduce(self, tensors: list[Tensor]) -> "TapedSums":
+        tape = _get_current_dispatch_mode()
+        with _disable_current_modes():
+            self._sum(*tensors)
+        if isinstance(tape, _Tape):
+            tape.add_launch(self._sum, tuple(tensors))
+        return self
+
+    def wait(self) -> None:
+        """Sums are done when `allreduce` returns."""
+
+    def _sum(self, tensor: Tensor) -> None:
+        self._backend.allreduce([tensor]).wait()
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
@@ -173,8 +194,8 @@ class TapeCapture:
         self._is_checked = is_checked
         self.graphs: list[TapeGraph] = []
 
-    def __call__(self, run: Callable[[], Tensor]) -> Captured:
-        run()  # as on a GPU
+    def __call__(self, run: Run, rehearse: Run | None = None) -> Captured:
+        (rehearse or run)()  # as on a GPU
         graph = TapeGraph(run, is_checked=self._is_checked)
         self.graphs.append(graph)
         return Captured(graph, graph.hidden)

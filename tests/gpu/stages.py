@@ -1,42 +1,39 @@
-"""The stages of `make test-gpu`. Each runs in a process of its own: python -m tests.gpu.stages NAME DEVICE SECONDS OUT
+"""The stages of `make test-gpu`. `tests.gpu.plan` runs each in a process of its own.
 
-A stage works for about SECONDS, writes its figures to OUT as JSON, and fails by an exception. On CPU it does the same
-with small shapes, and with Triton's interpreter, so that a mistake in it costs no time on a GPU.
+A stage works for about so many seconds, returns its figures, and fails by an exception. On CPU it does the same with
+small shapes, and with Triton's interpreter, so that a mistake in it costs no time on a GPU.
 """
 
 import asyncio
 import json
+import os
 import platform
-import random
+import signal
 import statistics
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from engine.kv_cache import KVCache
-from mesh.domain.kv import KVLayout, KVSpan, Span
-from mesh.interrupts import run_program
+from mesh.domain.kv import KVLayout
+from tests.gpu.chunks import arena_of, best_s, chunk_on, copying, gb_s
 
 if TYPE_CHECKING:
-    from kvtransfer.transports.shm import Arena
+    import tandem
+    from tests.e2e.mesh_process import MeshProcess
 
 Figures = dict[str, object]
 Item = TypeVar("Item")
 PARITY_FAMILIES = ("llama", "qwen2-window", "gemma2", "bloom", "mistral", "gpt2")
 _PACKAGES = ("torch", "triton", "flash-attn", "transformers", "numba", "grpcio")
-_REPEATS = 20
-_SLOW = {"cuda": (8192, 8192), "cpu": (64, 64)}  # a product of such matrices lets the device be late
+_CHUNK_BYTES = 8 << 20  # as workers send KV
+_NUM_STREAMED = 300  # tokens of a stream, so that none ends before all have begun
 
 
 def facts(device: torch.device, seconds: float) -> Figures:
@@ -106,7 +103,9 @@ def parity(device: torch.device, seconds: float) -> Figures:
 
 
 def mesh(device: torch.device, seconds: float) -> Figures:
-    """A prefill and a decode worker on one device answer what the bundled model knows."""
+    """A prefill worker and two decode workers on one device answer what the bundled model knows. When one of the latter
+    is killed in the middle of its streams, nobody can tell.
+    """
     with tempfile.TemporaryDirectory() as folder:
         return asyncio.run(_ask_mesh(device, Path(folder)))
 
@@ -117,7 +116,9 @@ async def _ask_mesh(device: torch.device, log_dir: Path) -> Figures:
     from tests.e2e.test_bundled_model import QUESTIONS
 
     begun_s = time.monotonic()
-    flags = ("--device", str(device), "--prefill", "1", "--decode", "1")
+    # In fp32: in 16 bits a prompt's kernels, which a replay needs, may choose another token than those of decode steps.
+    dtypes = ("--set", "prefill.dtype=float32", "--set", "decode.dtype=float32")
+    flags = ("--device", str(device), "--prefill", "1", "--decode", "2", *dtypes)
     started = mesh_process.mesh("tandem-small", log_dir, *flags)
     async with started as running, tandem.AsyncClient(running.address) as client:
         start_s, num_right, first_token_s = time.monotonic() - begun_s, 0, []
@@ -127,6 +128,7 @@ async def _ask_mesh(device: torch.device, log_dir: Path) -> Figures:
             first_token_s.append(time.monotonic() - asked_s)
             num_right += answer in result.text.lower()
         sent = sum(worker.transferred_bytes for worker in await client.workers() if worker.role == "prefill")
+        num_exact = await _kill_in_the_middle(running, client)
     if num_right < len(QUESTIONS) - 1 or not sent:
         raise AssertionError(f"{num_right} of {len(QUESTIONS)} answers are right, {sent} bytes of KV were sent")
     return {
@@ -134,50 +136,70 @@ async def _ask_mesh(device: torch.device, log_dir: Path) -> Figures:
         "KV sent, KB": sent // 1000,
         "start, s": round(start_s, 1),
         "shortest answer, ms": round(1000 * min(first_token_s)),
+        "streams exact after kill -9": num_exact,
     }
+
+
+async def _kill_in_the_middle(running: "MeshProcess", client: "tandem.AsyncClient") -> int:
+    """Kill a decode worker that streams. Returns the number of streams: all got the tokens that they get when nobody is
+    killed. Raises AssertionError.
+    """
+    from tests.e2e.in_middle import stream_and_hit
+
+    asked: dict[str, Any] = {"max_new_tokens": _NUM_STREAMED, "ignore_eos": True}
+    requests = [asked | {"token_ids": [*range(40 + 9 * i)], "temperature": 0.8 * (i % 2), "seed": i} for i in range(4)]
+    wanted = await asyncio.gather(*(client.generate(**request) for request in requests))
+    streams, pid = await stream_and_hit(client, requests, lambda: running.signal("decode_worker", signal.SIGKILL))
+    for number, (events, result) in enumerate(zip(streams, wanted, strict=True)):
+        tokens = [event.token for event in events]
+        if [token and token.id for token in tokens] != [token.id for token in result.tokens]:
+            raise AssertionError(f"stream {number} has other tokens after worker {pid} was killed")
+    return len(streams)
 
 
 def copies(device: torch.device, seconds: float) -> Figures:
     """KV blocks between the device and host memory, as transfers copy them; and the most that one copy can do."""
-    chunk = _chunk(device)
-    with _arena(2 * chunk.num_bytes) as arena:
+    chunk = chunk_on(device)
+    with arena_of(2 * chunk.num_bytes) as arena:
         unpin, places = chunk.cache.pin(arena.view(0, arena.num_bytes)), chunk.places(arena)
         is_pinned = torch.frombuffer(places[0], dtype=torch.uint8).is_pinned()
         for _ in _until(seconds / 3, range(30)):
             chunk.require_right_copies(places[0])
         figures: Figures = {"arena is pinned": is_pinned, "to the arena, GB/s": chunk.read_gb_s(places[0])}
-        with _copying(chunk, places) as copied:
+        with copying(chunk, places) as copied:
             time.sleep(seconds / 10)
         figures["by two threads, GB/s"] = copied.gb_s
         unpin()
         places.clear()
     payload = bytes(chunk.num_bytes)
     figures["to other memory, GB/s"] = chunk.read_gb_s(bytearray(chunk.num_bytes))
-    write_s = _best_s(device, lambda: chunk.cache.write_blocks(chunk.ids, chunk.span, payload))
-    figures["to device, GB/s"] = _gb_s(chunk.num_bytes, write_s)
+    write_s = best_s(device, lambda: chunk.cache.write_blocks(chunk.ids, chunk.span, payload))
+    figures["to device, GB/s"] = gb_s(chunk.num_bytes, write_s)
     if device.type == "cuda":
         on_device = torch.empty(chunk.num_bytes, dtype=torch.uint8, device=device)
         pinned = torch.empty(chunk.num_bytes, dtype=torch.uint8, pin_memory=True)
-        figures["one pinned copy to host, GB/s"] = _gb_s(
-            chunk.num_bytes, _best_s(device, lambda: pinned.copy_(on_device))
+        figures["one pinned copy to host, GB/s"] = gb_s(
+            chunk.num_bytes, best_s(device, lambda: pinned.copy_(on_device))
         )
     return figures
 
 
-@contextmanager
-def _arena(num_bytes: int) -> "Iterator[Arena]":
-    """A sender's shared memory. It belongs to an event loop."""
-    from kvtransfer.transports.shm import Arena
+def prefill_to_decode(device: torch.device, seconds: float) -> Figures:
+    """KV from the cache of one process to that of another on the same device, as a prefill worker sends it to a decode
+    worker: copied, checksummed, verified and committed.
+    """
+    from rich.table import Table
 
-    async def make() -> Arena:
-        return Arena("/dev/shm", num_bytes)
+    from bench.transfer import LAYOUT, TransferBenchPlan, measure_own
 
-    with asyncio.Runner() as runner:
-        arena = runner.run(make())
-        try:
-            yield arena
-        finally:
-            arena.close()
+    num_tokens, num_runs = (4096, 20) if device.type == "cuda" else (64, 1)
+    num_bytes = LAYOUT.num_blocks_for(num_tokens) * LAYOUT.block_bytes
+    figures: Figures = {"KV, MB": round(num_bytes / 1e6, 1)}
+    for transport in _until(seconds, ("shm", "grpc")):
+        wanted = TransferBenchPlan((transport,), (num_tokens,), num_runs, _CHUNK_BYTES, device=str(device))
+        [median_ms] = asyncio.run(measure_own(wanted, Table(*map(str, range(10))))).values()
+        figures[f"by {transport}, GB/s"] = gb_s(num_bytes, median_ms / 1e3)
+    return figures
 
 
 def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
@@ -187,9 +209,9 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
     from tandem_cli.deployment import BUNDLED_MODELS
 
     is_large = device.type == "cuda"
-    chunk, rates = _chunk(device), []
+    chunk, rates = chunk_on(device), []
     found: dict[str, list[float]] = {"alone": [], "beside copies": []}
-    with _arena(2 * chunk.num_bytes) as arena:
+    with arena_of(2 * chunk.num_bytes) as arena:
         with tempfile.TemporaryDirectory() as folder:
             model_dir = write_shape("0.5b", Path(folder)) if is_large else BUNDLED_MODELS / "tandem-small"
             batch, dtype = (32, "bfloat16") if is_large else (1, "float32")
@@ -198,7 +220,7 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
         unpin, places = chunk.cache.pin(arena.view(0, arena.num_bytes)), chunk.places(arena)
         for _ in _until(seconds / 2, range(10)):
             found["alone"].append(measured.decode_ms(batch))
-            with _copying(chunk, places) as copied:
+            with copying(chunk, places) as copied:
                 found["beside copies"].append(measured.decode_ms(batch))
             rates.append(copied.gb_s)
         unpin()
@@ -241,7 +263,6 @@ def steps(device: torch.device, seconds: float) -> Figures:
 def attention_times(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of one layer's attention by backend and block size: decodes, and a prompt."""
     from engine.attention.select import AttentionTarget, available_backends, select_backend
-    from mesh.domain.kv import KVLayout
     from tests.component.paged_attention import random_inputs
     from tests.gpu.cases import timed_cases
 
@@ -256,117 +277,21 @@ def attention_times(device: torch.device, seconds: float) -> Figures:
             backend = select_backend(shape, target, backend_name)
             arguments = (given.queries, given.keys, given.values, given.cache, case.window)
             # Masks are made once per step and kept in the metadata, as for the layers of a model.
-            best_s = _best_s(device, partial(backend.attend, *arguments, given.metadata))
-            figures[f"{name}, {backend_name}, blocks of {case.block_size}, ms"] = round(1e3 * best_s, 3)
+            seconds_each = best_s(device, partial(backend.attend, *arguments, given.metadata))
+            figures[f"{name}, {backend_name}, blocks of {case.block_size}, ms"] = round(1e3 * seconds_each, 3)
     return figures
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """As many blocks as a transfer copies at once, scattered, and their cache."""
-
-    cache: KVCache
-    ids: list[int]
-    span: KVSpan
-
-    @property
-    def num_bytes(self) -> int:
-        return self.cache.payload_bytes(len(self.ids), self.span)
-
-    def places(self, arena: "Arena") -> list[memoryview]:
-        """Two places in an arena."""
-        return [arena.view(start, self.num_bytes) for start in (0, self.num_bytes)]
-
-    def read_gb_s(self, out: bytearray | memoryview) -> float:
-        read = partial(self.cache.read_blocks, self.ids, self.span, out)
-        return _gb_s(self.num_bytes, _best_s(self.cache.tensor.device, read))
-
-    def require_right_copies(self, out: memoryview) -> None:
-        """Blocks that the device has yet to write go to the host; then into blocks that it has yet to clear."""
-        cache, device = self.cache, self.cache.tensor.device
-        ids, slow = torch.tensor(self.ids, device=device), torch.ones(_SLOW[device.type], device=device)
-        layers = self.span.layers
-        kv = torch.randn(layers.count, 2, len(self.ids), *cache.tensor.shape[3:], device=device).to(cache.tensor.dtype)
-        _wait_for(device)
-        slow @ slow
-        for layer in range(layers.first, layers.end):
-            cache.layer(layer).index_copy_(1, ids, kv[layer - layers.first])
-        cache.note_written(layers)
-        cache.read_blocks(self.ids, self.span, out)
-        if bytes(out) != kv.view(torch.uint8).cpu().numpy().tobytes():
-            raise AssertionError("blocks were read before they were written")
-        slow @ slow
-        others = [block + 1 for block in self.ids]
-        cache.clear_blocks(others)
-        cache.write_blocks(others, self.span, out)
-        if not torch.equal(cache.tensor[layers.first : layers.end, :, others], kv):
-            raise AssertionError("blocks were written before they were cleared")
-
-
-def _chunk(device: torch.device) -> _Chunk:
-    num_layers, num_ids = (32, 64) if device.type == "cuda" else (2, 4)
-    layout = KVLayout("m", num_layers, 8, 128, 16, "bfloat16")
-    ids = list(range(0, 4 * num_ids, 4))
-    random.Random(0).shuffle(ids)
-    return _Chunk(KVCache(layout, 4 * num_ids, device), ids, KVSpan(Span(0, 2), layout.whole.heads))
-
-
-@dataclass
-class _Copied:
-    gb_s: float = 0.0
-
-
-@contextmanager
-def _copying(chunk: _Chunk, places: list[memoryview]) -> Iterator[_Copied]:
-    """A thread for each place copies into it again and again. At the end: how much that was, per second."""
-    stop, begun_s, copied = threading.Event(), time.perf_counter(), _Copied()
-
-    def copy(place: memoryview) -> int:
-        num_bytes = 0
-        while not stop.is_set():
-            chunk.cache.read_blocks(chunk.ids, chunk.span, place)
-            num_bytes += len(place)
-        return num_bytes
-
-    with ThreadPoolExecutor(len(places)) as threads:
-        copying = [threads.submit(copy, place) for place in places]
-        try:
-            yield copied
-        finally:
-            stop.set()
-    copied.gb_s = _gb_s(sum(each.result() for each in copying), time.perf_counter() - begun_s)
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _copy_gb_s(device: torch.device) -> float:
     source = torch.ones(2**28 if device.type == "cuda" else 2**22, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    return _gb_s(2 * 4 * len(source), _best_s(device, lambda: target.copy_(source)))
+    return gb_s(2 * 4 * len(source), best_s(device, lambda: target.copy_(source)))
 
 
 def _bf16_tflops(device: torch.device) -> float:
     size = 8192 if device.type == "cuda" else 128
     left = torch.ones(size, size, dtype=torch.bfloat16, device=device)
-    return round(2 * size**3 / _best_s(device, lambda: left @ left) / 1e12, 1)
-
-
-def _best_s(device: torch.device, run: Callable[[], object]) -> float:
-    """The shortest time of several runs, each until the device has finished. The first compiles and is not counted."""
-    times_s = []
-    for _ in range(_REPEATS if device.type == "cuda" else 2):
-        begun_s = time.perf_counter()
-        run()
-        _wait_for(device)
-        times_s.append(time.perf_counter() - begun_s)
-    return min(times_s[1:])
-
-
-def _gb_s(num_bytes: int, seconds: float) -> float:
-    return round(num_bytes / seconds / 1e9, 1)
+    return round(2 * size**3 / best_s(device, lambda: left @ left) / 1e12, 1)
 
 
 def _until(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
@@ -378,15 +303,22 @@ def _until(seconds: float, items: Iterable[Item]) -> Iterator[Item]:
             return
 
 
-_IN_ORDER = (facts, attention, parity, mesh, copies, steps, copies_beside_steps, attention_times)
+_IN_ORDER = (
+    *(facts, attention, parity, mesh, copies, prefill_to_decode),
+    *(steps, copies_beside_steps, attention_times),
+)
 STAGES: dict[str, Callable[[torch.device, float], Figures]] = {stage.__name__: stage for stage in _IN_ORDER}
 
 
-def main() -> None:
-    name, device, seconds, out = sys.argv[1:]
+def run_stage(name: str, device: str, seconds: float, out: Path, said: Path) -> None:
+    """Run a stage in this process, which gets a process group of its own, so that its mesh ends with it. Writes its
+    figures to `out` as JSON, and what it says to `said`.
+    """
+    os.setsid()
+    with said.open("wb") as output:
+        for stream in (1, 2):
+            os.dup2(output.fileno(), stream)
+    if device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"
     torch.set_float32_matmul_precision("highest")  # what is compared to: containers of NVIDIA allow TF32
-    Path(out).write_text(json.dumps(STAGES[name](torch.device(device), float(seconds))))
-
-
-if __name__ == "__main__":
-    run_program(main)
+    out.write_text(json.dumps(STAGES[name](torch.device(device), seconds)))

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -15,13 +16,15 @@ from engine.decode_graphs import Capture, CudaCapture, DecodeBuffers, DecodeGrap
 from engine.kv_cache import KVCache
 from engine.kv_memory import gib
 from engine.memory import device_memory
-from engine.model import LayerGroups, Model
-from engine.models.decoder import Decoder
+from engine.model import LayerGroups
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.runner_settings import RunnerSettings
 from engine.step_memory import row_numbers
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
+
+if TYPE_CHECKING:
+    from engine.models.decoder import Decoder
 
 log = structlog.get_logger(__name__)
 
@@ -61,11 +64,11 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
     return activations + tables + len(shapes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes
 
 
-def load_graphs(settings: RunnerSettings, model: Model, cache: KVCache) -> DecodeGraphs | None:
+def load_graphs(settings: RunnerSettings, model: "Decoder", cache: KVCache) -> DecodeGraphs | None:
     """Capture the decode steps of a model that has one rank; None where they are not captured. The cache has a spare
     block. Raises ConfigurationError.
     """
-    if not isinstance(model, Decoder) or not can_capture(settings, model):
+    if not can_capture(settings, model):
         return None
     try:
         return capture_graphs(settings, model, cache, capture_for(cache.tensor.device))
@@ -75,7 +78,7 @@ def load_graphs(settings: RunnerSettings, model: Model, cache: KVCache) -> Decod
         ) from error
 
 
-def can_capture(settings: RunnerSettings, model: Decoder) -> bool:
+def can_capture(settings: RunnerSettings, model: "Decoder") -> bool:
     """False if `why_not_captured` has a reason. It is logged where other models would be captured."""
     reason = why_not_captured(settings, model)
     if reason is not None and torch.device(settings.device).type in _CAPTURES:
@@ -83,7 +86,7 @@ def can_capture(settings: RunnerSettings, model: Decoder) -> bool:
     return reason is None
 
 
-def why_not_captured(settings: RunnerSettings, model: Decoder) -> str | None:
+def why_not_captured(settings: RunnerSettings, model: "Decoder") -> str | None:
     """As `why_no_graphs`, once attention is known."""
     reason = why_no_graphs(settings, model.config)
     if reason is None and model.attention_backend not in _CAPTURED_ATTENTION:
@@ -95,7 +98,7 @@ def capture_for(device: torch.device) -> Capture:
     return _CAPTURES[device.type](device)
 
 
-def capture_graphs(settings: RunnerSettings, model: Decoder, cache: KVCache, capture: Capture) -> DecodeGraphs:
+def capture_graphs(settings: RunnerSettings, model: "Decoder", cache: KVCache, capture: Capture) -> DecodeGraphs:
     """Capture the model's decode steps; see DecodeGraphs. The cache has a spare block. Raises RuntimeError."""
     device, shapes, started_s = cache.tensor.device, graph_shapes(settings), time.monotonic()
     free_bytes = device_memory(device).free_bytes
@@ -118,7 +121,7 @@ def graph_shapes(settings: RunnerSettings) -> list[StepShape]:
     return step_shapes(settings.graphs.sizes, _max_drafts(settings))
 
 
-def _all_layers(model: Decoder, token_ids: Tensor, metadata: ForwardMetadata) -> Tensor:
+def _all_layers(model: "Decoder", token_ids: Tensor, metadata: ForwardMetadata) -> Tensor:
     num_layers = model.config.num_layers
     return model.run_layers(token_ids, metadata, LayerGroups(num_layers, num_layers))
 

@@ -67,7 +67,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)
         adapters = _adapter_slots(settings, model)
-        graphs = load_graphs(settings, model, cache)
+        graphs = load_graphs(settings, model, cache) if isinstance(model, Decoder) else None
     return assemble_runner(settings, model, cache, adapters=adapters, graphs=graphs)
 
 

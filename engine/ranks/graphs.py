@@ -19,14 +19,15 @@ import torch
 from engine.decode_graphs import Capture, Captured, DecodeGraphs, Run, StepShape
 from engine.kv_cache import KVCache
 from engine.load_graphs import capture_for, capture_graphs, graph_shapes, why_not_captured
-from engine.models.decoder import Decoder
-from engine.ranks.collectives import CollectiveGroup
 from engine.ranks.commands import Replay
 from engine.ranks.shared import read_step
 from engine.runner_settings import RunnerSettings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
+
+    from engine.models.decoder import Decoder
+    from engine.ranks.collectives import CollectiveGroup
 
 log = structlog.get_logger(__name__)
 
@@ -38,7 +39,7 @@ class RankGraphs:
     """The graphs of one rank. `store` is that by which the ranks have met; the cache has a spare block."""
 
     def __init__(
-        self, settings: RunnerSettings, decoder: Decoder, cache: KVCache, group: CollectiveGroup, store: "Store"
+        self, settings: RunnerSettings, decoder: "Decoder", cache: KVCache, group: "CollectiveGroup", store: "Store"
     ) -> None:
         self._settings = settings
         self._decoder = decoder

@@ -2,6 +2,7 @@
 
 from importlib import import_module
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,9 +15,26 @@ PAGE_TOKENS = 256
 MAX_HEAD_DIM = 256
 
 
-def flash_available() -> bool:
-    """True if flash-attn is installed. Does not import it."""
-    return find_spec("flash_attn") is not None
+_NEEDED = {
+    "flash_attn_with_kvcache": ("block_table", "window_size", "softcap", "alibi_slopes"),
+    "flash_attn_varlen_func": ("block_table", "window_size", "softcap", "alibi_slopes"),
+}
+"""Functions of the library and the arguments that they are called with. Releases before 2.6 lack some."""
+
+
+def why_no_flash_attn() -> str | None:
+    """The reason why the library cannot be used; None if it can. Imports it, if it is installed."""
+    if find_spec("flash_attn") is None:
+        return "flash-attn is not installed"
+    try:
+        library = import_module("flash_attn")
+    except (ImportError, OSError) as error:  # built for another torch or another CUDA
+        return f"flash-attn cannot be imported: {error}"
+    for name, needed in _NEEDED.items():
+        has = signature(getattr(library, name)).parameters if hasattr(library, name) else ()
+        if lacking := [each for each in needed if each not in has]:
+            return f"flash-attn {getattr(library, '__version__', '')} is too old: {name} takes no {', '.join(lacking)}"
+    return None
 
 
 class FlashAttention:

@@ -8,7 +8,7 @@ import torch
 from engine.attention import triton_paged
 from engine.attention.backend import AttentionBackend, AttentionShape
 from engine.attention.cpu import CpuAttention
-from engine.attention.flash import MAX_HEAD_DIM, PAGE_TOKENS, FlashAttention, flash_available
+from engine.attention.flash import MAX_HEAD_DIM, PAGE_TOKENS, FlashAttention, why_no_flash_attn
 from engine.attention.torch_sdpa import TorchAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.models.cpu_support import why_not_paged
@@ -87,8 +87,6 @@ def _why_not_flash(shape: AttentionShape, target: AttentionTarget) -> str | None
     layout = target.layout
     if target.device.type != "cuda":
         return f"it is for CUDA, not {target.device.type}"
-    if not flash_available():
-        return "flash-attn is not installed"
     if target.dtype not in (torch.float16, torch.bfloat16):
         return f"it computes in float16 and bfloat16, not {target.dtype}"
     if layout.dtype != str(target.dtype).removeprefix("torch."):
@@ -97,7 +95,7 @@ def _why_not_flash(shape: AttentionShape, target: AttentionTarget) -> str | None
         return f"heads of {shape.head_dim}, over {MAX_HEAD_DIM}"
     if layout.block_size % PAGE_TOKENS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {PAGE_TOKENS}"
-    return triton_paged.why_too_old(target.device)
+    return triton_paged.why_too_old(target.device) or why_no_flash_attn()
 
 
 def _why_not_triton(shape: AttentionShape, target: AttentionTarget) -> str | None:

@@ -265,7 +265,7 @@ def test_steps_with_drafts_are_the_same_with_and_without_graphs(checkpoint: Call
     """Captured for contexts of two splits."""
     capture, graphs = TapeCapture(), GraphSettings((1, 4), 300, max_drafts=2)
     plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
-    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.4), 60)
+    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.4, num_drafts=2), 60)
     require_same_kv(plain.kv_cache.tensor, graphed.kv_cache.tensor)
     assert {len(graph.hidden) for graph in capture.graphs if graph.num_replays} == {1, 3, 4, 12}
 

@@ -19,6 +19,20 @@ from prefill_worker.settings import PrefillSettings
 from worker.engine_host import model_settings
 
 SHAPE = AttentionShape(8, 2, 64)
+
+
+class FlashAttn2:
+    """The functions of flash-attn 2.8 that are called, as far as their arguments are looked at."""
+
+    __version__ = "2.8"
+
+    @staticmethod
+    def flash_attn_with_kvcache(q, k, v, block_table=None, window_size=(-1, -1), softcap=0.0, alibi_slopes=None): ...  # type: ignore[no-untyped-def]
+
+    @staticmethod
+    def flash_attn_varlen_func(q, k, v, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, block_table=None): ...  # type: ignore[no-untyped-def]
+
+
 Installed = Callable[..., None]
 
 
@@ -29,6 +43,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Installed:
     def install(*packages: str, capability: tuple[int, int] = (9, 0)) -> None:
         for module in (flash, triton_paged):
             monkeypatch.setattr(module, "find_spec", lambda name: True if name in packages else None)
+        monkeypatch.setattr(flash, "import_module", lambda name: FlashAttn2)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -98,6 +113,22 @@ def test_missing_packages_are_named(installed: Installed) -> None:
     for name, words in (("flash", "flash: flash-attn is not installed"), ("triton", "triton: Triton is not installed")):
         with pytest.raises(ConfigurationError, match=words):
             select_backend(SHAPE, target(256), name)
+
+
+def test_a_library_that_cannot_be_used_is_none(installed: Installed, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older(FlashAttn2):
+        __version__ = "2.5.5"
+        flash_attn_varlen_func = staticmethod(lambda q, k, v, window_size: None)
+
+    def broken(name: str) -> object:
+        raise ImportError("undefined symbol: _ZN3c104cuda")
+
+    installed("flash_attn", "triton")
+    for library, words in ((lambda name: Older, "2.5.5 is too old: .* block_table, softcap"), (broken, "_ZN3c104cuda")):
+        monkeypatch.setattr(flash, "import_module", library)
+        assert available_backends(SHAPE, target(256)) == ["triton", "torch"]
+        with pytest.raises(ConfigurationError, match=words):
+            select_backend(SHAPE, target(256), "flash")
 
 
 def test_the_choice_is_logged_with_its_reasons(installed: Installed) -> None:

@@ -66,11 +66,12 @@ def load(model_dir: Path, capture: TapeCapture | None, graphs: GraphSettings = G
 
 class Traffic:
     """Random steps over sequences that come and go. Two runners get the same steps; blocks are scattered and reused.
-    A sequence has drafts with a chance of `drafted`.
+    A sequence has `num_drafts` drafts with a chance of `drafted`.
     """
 
-    def __init__(self, seed: int, drafted: float = 0.03) -> None:
+    def __init__(self, seed: int, drafted: float = 0.03, num_drafts: int = 3) -> None:
         self._drafted = drafted
+        self._num_drafts = num_drafts
         self._rng = random.Random(seed)
         self._free = list(range(200))
         self._rng.shuffle(self._free)
@@ -99,7 +100,7 @@ class Traffic:
         if sequence.num_uncomputed_tokens > 1:
             return ScheduledSequence(sequence, start, self._rng.randint(1, sequence.num_uncomputed_tokens))
         space = sequence.request.max_total_tokens - sequence.num_tokens
-        drafts = tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(min(3, space - 1)))
+        drafts = tuple(self._rng.randrange(VOCAB_SIZE) for _ in range(min(self._num_drafts, space - 1)))
         if self._rng.random() > self._drafted:
             drafts = ()
         return ScheduledSequence(sequence, start, 1 + len(drafts), drafts)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention.flash import PAGE_TOKENS, flash_available
+from engine.attention.flash import PAGE_TOKENS, why_no_flash_attn
 from engine.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
@@ -15,7 +15,7 @@ from tests.component.parity import check_half_precision, check_parity, half_tole
 from tests.component.test_encoder_decoder import require_same, run_mixed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
-WITH_FLASH = pytest.mark.skipif(not flash_available(), reason="no flash-attn")
+WITH_FLASH = pytest.mark.skipif(why_no_flash_attn() is not None, reason=f"{why_no_flash_attn()}")
 BACKENDS = ["torch", "triton", pytest.param("flash", marks=WITH_FLASH)]
 
 

@@ -101,7 +101,8 @@ def show(profile: MeshProfile, table_rows: Sequence[Mapping[str, object]]) -> No
     console = Console(width=120)
     console.print(
         f"{profile.about}; while the other role computes, steps take {profile.prefill.stretch:g} (prefill) and "
-        f"{profile.decode.stretch:g} (decode) times as long"
+        f"{profile.decode.stretch:g} (decode) times as long; the rest of a first token "
+        f"{1000 * profile.overhead_s:.1f} ms, {profile.overhead_stretch:g} times as long while answers run"
     )
     console.print(table)
 

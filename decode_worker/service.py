@@ -18,6 +18,7 @@ If a sequence is aborted while its KV is in transfer, its blocks are freed only 
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
@@ -315,14 +316,12 @@ class DecodeService:
         worker has left would replay what it has not read.
         """
         await self._idle.wait()
-        reading = []
-        for session in self._sessions:
+        sessions = list(self._sessions)
+        for session in sessions:
             session.end()
-            reading.append(asyncio.create_task(session.all_read.wait()))
-        if reading:
-            _, unread = await asyncio.wait(reading, timeout=_READ_S)
-            for task in unread:
-                task.cancel()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_READ_S):
+                await asyncio.gather(*(session.all_read.wait() for session in sessions))
 
 
 def _reason_of(error: MeshError) -> SequenceFailure:

@@ -263,8 +263,10 @@ class RankedReceiver:
         parts.add_done_callback(mark_retrieved)
         aborted = asyncio.create_task(transfer.is_aborted.wait())
         either: list[asyncio.Future[Any]] = [parts, aborted]
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        aborted.cancel()
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            aborted.cancel()
         outcome: int | MeshError = TransferFailed("the transfer was aborted by its receiver")
         if not transfer.is_aborted.is_set():
             try:

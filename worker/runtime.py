@@ -131,12 +131,14 @@ class WorkerRuntime:
             self._wish_changed.clear()
             wish = asyncio.create_task(self._wish_changed.wait())
             next_role = self._next_role
-            if next_role is None:
-                await asyncio.wait([*ends, wish], return_when=asyncio.FIRST_COMPLETED)
-            else:
-                await self._drain(drained, (*ends, wish))
-            has_changed = wish.done() or self._next_role is not next_role
-            wish.cancel()
+            try:
+                if next_role is None:
+                    await asyncio.wait([*ends, wish], return_when=asyncio.FIRST_COMPLETED)
+                else:
+                    await self._drain(drained, (*ends, wish))
+                has_changed = wish.done() or self._next_role is not next_role
+            finally:
+                wish.cancel()
             if next_role is not None and not has_changed and not any(end.done() for end in ends):
                 return next_role
         return None

@@ -13,7 +13,7 @@ import statistics
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from itertools import pairwise
 
 import tandem
@@ -50,11 +50,28 @@ class StepLimits:
 
 @dataclass(frozen=True, slots=True)
 class _Prompt:
-    """Medians of prompts of one length, in seconds."""
+    """A prompt, or medians of several of one length: seconds of prefill, until the first token, and from there until
+    the KV had arrived.
+    """
 
     prefill_s: float
     first_token_s: float
     transfer_s: float
+
+    @property
+    def overhead_s(self) -> float:
+        return max(1e-6, self.first_token_s - self.prefill_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Stretches:
+    """How many times as long steps of prefill and of decode workers take while those of the other role compute, and
+    the rest of the time to a first token while decode workers do.
+    """
+
+    prefill: float
+    decode: float
+    overhead: float
 
 
 class MeshMeter:
@@ -91,14 +108,15 @@ class MeshMeter:
             decode_context_s=decode_context_s,
         )
         num_answers = len(decodes) * min(_ANSWERS_BESIDE, decodes[0].max_num_seqs)
-        prefill_stretch, decode_stretch = await self._stretches(pass_tokens, len(prefills), num_answers)
+        stretches = await self._stretches(pass_tokens, len(prefills), num_answers)
         of_all = list(prompts.values())
         return MeshProfile(
             f"measured: {self._model.name}, {len(prefills)} + {len(decodes)} workers on {decodes[0].device}",
-            self._worker(times, prefills[0], self._limits.prefill_tokens, prefill_stretch),
-            self._worker(times, decodes[0], self._limits.decode_tokens, decode_stretch),
-            overhead_s=max(0.0, statistics.median(prompt.first_token_s - prompt.prefill_s for prompt in of_all)),
+            self._worker(times, prefills[0], self._limits.prefill_tokens, stretches.prefill),
+            self._worker(times, decodes[0], self._limits.decode_tokens, stretches.decode),
+            overhead_s=statistics.median(prompt.overhead_s for prompt in of_all),
             transfer_s=statistics.median(prompt.transfer_s for prompt in of_all),
+            overhead_stretch=round(stretches.overhead, 3),
         )
 
     def _worker(self, times: StepTimes, worker: tandem.Worker, step_tokens: int, stretch: float) -> WorkerProfile:
@@ -112,28 +130,29 @@ class MeshMeter:
             round(stretch, 3),
         )
 
-    async def _stretches(self, num_tokens: int, num_prefills: int, num_answers: int) -> tuple[float, float]:
-        """How many times as long steps of prefill and of decode workers take while those of the other role compute."""
-        prefills: dict[str, list[float]] = {"alone": [], "beside": []}
+    async def _stretches(self, num_tokens: int, num_prefills: int, num_answers: int) -> _Stretches:
+        prompts: dict[str, list[_Prompt]] = {"alone": [], "beside": []}
         steps: dict[str, list[float]] = {"alone": [], "beside": []}
         for _ in range(_NUM_ROUNDS):
-            prefills["alone"] += (alone_s := await self._prefills(num_tokens, num_prefills))
+            prompts["alone"] += (alone := await self._prompts_together(num_tokens, num_prefills))
+            alone_s = [prompt.prefill_s for prompt in alone]
             async with self._answering(num_answers) as gaps:
                 gaps.clear()
                 await asyncio.sleep(max(_MIN_ALONE_S, sum(alone_s) / num_prefills))
                 steps["alone"] += gaps
                 gaps.clear()
-                prefills["beside"] += await self._prefills(num_tokens, num_prefills)
+                prompts["beside"] += await self._prompts_together(num_tokens, num_prefills)
                 steps["beside"] += gaps
-        return _ratio(prefills), _ratio(steps)
+        prefills = {when: [prompt.prefill_s for prompt in timed] for when, timed in prompts.items()}
+        overheads = {when: [prompt.overhead_s for prompt in timed] for when, timed in prompts.items()}
+        return _Stretches(_ratio(prefills), _ratio(steps), _ratio(overheads))
 
-    async def _prefills(self, num_tokens: int, num_prefills: int) -> list[float]:
-        """Seconds of prefill of several prompts, as many at a time as there are prefill workers."""
-        times = []
+    async def _prompts_together(self, num_tokens: int, num_prefills: int) -> list[_Prompt]:
+        """Several prompts, as many at a time as there are prefill workers."""
+        timed = []
         for _ in range(_PROMPTS_A_ROUND):
-            timed = await asyncio.gather(*(self._time_prompt(num_tokens) for _ in range(num_prefills)))
-            times += [prefill_s for prefill_s, *_ in timed]
-        return times
+            timed += await asyncio.gather(*(self._time_prompt(num_tokens) for _ in range(num_prefills)))
+        return timed
 
     @asynccontextmanager
     async def _answering(self, count: int) -> AsyncIterator[list[float]]:
@@ -165,11 +184,10 @@ class MeshMeter:
                     gaps.append(times[-1] - times[-2])
 
     async def _prompt(self, num_tokens: int) -> _Prompt:
-        timed = [await self._time_prompt(num_tokens) for _ in range(_REPEATS)]
+        timed = [astuple(await self._time_prompt(num_tokens)) for _ in range(_REPEATS)]
         return _Prompt(*(statistics.median(values) for values in zip(*timed, strict=True)))
 
-    async def _time_prompt(self, num_tokens: int) -> tuple[float, float, float]:
-        """Seconds of prefill, until the first token, and from there until the KV had arrived."""
+    async def _time_prompt(self, num_tokens: int) -> _Prompt:
         started_s, first_s, timing = time.perf_counter(), None, None
         async for event in self._stream(num_tokens, 2):
             first_s = first_s or time.perf_counter() - started_s
@@ -177,7 +195,7 @@ class MeshMeter:
         if timing is None or first_s is None:
             raise ConfigurationError("this router reports no timing: it is older than this command")
         phases = timing.phases_ms
-        return phases["prefill"] / 1000, first_s, phases["transfer"] / 1000
+        return _Prompt(phases["prefill"] / 1000, first_s, phases["transfer"] / 1000)
 
     async def _decode_steps(self, num_workers: int, max_num_seqs: int) -> tuple[Table, float]:
         """Seconds of a decode step by its sequences, without context, and for each token of context."""

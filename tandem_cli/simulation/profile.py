@@ -93,7 +93,8 @@ class WorkerProfile:
 class MeshProfile:
     """Workers of both roles, and what lies between them.
 
-    `overhead_s`: what a first token takes in an idle mesh besides computing. `transfer_s` and `transfer_token_s`: from
+    `overhead_s`: what a first token takes in an idle mesh besides computing, and `overhead_stretch` times as long while
+    all decode workers compute, where router and clients have the same cores. `transfer_s` and `transfer_token_s`: from
     the first token until the decode worker has all KV, for each transfer and for each token of the prompt's last chunk;
     the rest travels while the prompt is computed.
     """
@@ -104,6 +105,11 @@ class MeshProfile:
     overhead_s: float = 0.0
     transfer_s: float = 0.0
     transfer_token_s: float = 0.0
+    overhead_stretch: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.overhead_stretch < math.inf:
+            raise ConfigurationError(f"overhead_stretch must be >= 1, got {self.overhead_stretch}")
 
     def save(self, path: Path) -> None:
         """Write the profile as JSON."""

@@ -3,7 +3,8 @@
     router ─start─▶ decode: reserve ─reserved─▶ router ─run─▶ prefill: compute ─first token─▶ router
                                                                       └─ KV: transfer_s ─▶ decode: commit ─tokens─▶
 
-Each arrow takes `hop_s`. Choices are single: a trace has no requests with several.
+Each arrow takes `hop_s`, and the call of the prefill worker what messages take longer while decode workers compute.
+Choices are single: a trace has no requests with several.
 """
 
 import asyncio
@@ -113,7 +114,7 @@ class ModelledPrefill(ModelledWorker):
 
     async def run(self, request: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
         """Compute one prompt, then hand it over. Raises WorkerDraining or WorkerLost."""
-        await asyncio.sleep(self._hop_s)
+        await asyncio.sleep(self._hop_s + self._longer_s())
         if self.is_draining:
             raise WorkerDraining("the worker is draining")
         sequence = SequenceState(request, hand_over=True)
@@ -139,6 +140,11 @@ class ModelledPrefill(ModelledWorker):
         for first_token in self._prompts.values():
             if not first_token.done():
                 first_token.set_exception(WorkerLost("the prefill worker is lost"))
+
+    def _longer_s(self) -> float:
+        """What all messages on the way to a first token take longer now than in an idle mesh."""
+        stretch = (self._profile.overhead_stretch - 1) * self._neighbours.busy_share(WorkerRole.DECODE)
+        return self._profile.overhead_s * stretch
 
     def _transfer_s(self, sequence: SequenceState) -> float:
         """Seconds from the first token until all KV is there: that of earlier passes has gone before."""

@@ -52,6 +52,17 @@ def test_one_request_takes_what_its_parts_take() -> None:
     assert (record.num_tokens, record.outcome) == (11, Outcome.OK)
 
 
+def test_messages_take_longer_while_decode_workers_compute() -> None:
+    arrivals = [Arrival(0.0, 100, 200), Arrival(1.0, 100, 1)]  # the second while the first answer runs
+    first_tokens = [
+        [record.ttft_s for record in simulate(each, RouterSettings(model="simulated"), arrivals, (1, 1)).records]
+        for each in (PLAIN, replace(PLAIN, overhead_stretch=3.0))
+    ]
+    (alone_s, beside_s), (slowed_alone_s, slowed_beside_s) = first_tokens
+    assert slowed_alone_s == alone_s
+    assert slowed_beside_s == pytest.approx(beside_s + 2 * 0.005)
+
+
 def test_equal_arguments_have_equal_results() -> None:
     arrivals = trace.steady(6, 5, MIX, seed=3)
     once, again = (run(arrivals, 2, 2) for _ in range(2))

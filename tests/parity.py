@@ -100,18 +100,21 @@ ROWS: dict[str, Row] = {
 PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)
 NUM_NEW = 24
 INT8_TOLERANCE = 0.75
+MEAN_TOLERANCE = 0.2
+"""Of log-probs that differ because weights or activations are rounded."""
 _SMALL_STEPS = 64
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of one mesh: tokens that were not greedy choices, the largest difference of a log-prob, and whether KV
-    moved for all requests, none of them replayed.
+    """The result of one mesh: tokens that were not greedy choices, the largest and the mean difference of a log-prob,
+    and whether KV moved for all requests, none of them replayed.
     """
 
     num_tokens: int
     num_wrong: int
     largest: float
+    mean: float
     moved_kv: bool
 
     @property
@@ -132,13 +135,20 @@ def prompts(max_tokens: int) -> list[list[int]]:
 
 def compare(
     theirs: Scores, prompt: list[int], tokens: Sequence[tandem.Token] | Sequence[SampledToken]
-) -> tuple[int, float]:
-    """Tokens that are not transformers' choice after those before them, and the largest difference of a log-prob."""
+) -> tuple[int, torch.Tensor]:
+    """Tokens that are not transformers' choice after those before them, and the differences of log-probs."""
     ids = torch.tensor([token.id for token in tokens])
     scores = theirs(prompt, ids.tolist())
     ours = torch.tensor([token.logprob for token in tokens])
     differences = (ours - scores.gather(1, ids[:, None])[:, 0]).abs()
-    return int((scores.argmax(-1) != ids).sum()), float(differences.max())
+    return int((scores.argmax(-1) != ids).sum()), differences
+
+
+def outcome_of(found: Sequence[tuple[int, torch.Tensor]], *, moved_kv: bool) -> Outcome:
+    """The result of several prompts."""
+    differences = torch.cat([of_prompt for _, of_prompt in found])
+    num_wrong, largest = sum(wrong for wrong, _ in found), float(differences.max())
+    return Outcome(len(differences), num_wrong, largest, float(differences.mean()), moved_kv)
 
 
 async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
@@ -147,12 +157,7 @@ async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
         *(client.generate(token_ids=prompt, max_new_tokens=NUM_NEW, ignore_eos=True) for prompt in given)
     )
     found = [compare(theirs, prompt, result.tokens) for prompt, result in zip(given, results, strict=True)]
-    return Outcome(
-        num_tokens=sum(len(result.tokens) for result in results),
-        num_wrong=sum(wrong for wrong, _ in found),
-        largest=max(largest for _, largest in found),
-        moved_kv=_moved(results),
-    )
+    return outcome_of(found, moved_kv=_moved(results))
 
 
 @asynccontextmanager
@@ -249,7 +254,8 @@ async def run_all(families: Sequence[str], run_row: RunRow, columns: Sequence[tu
     refused = f"; {num_refused} not possible" if num_refused else ""
     sys.stdout.write(f"{num_run - num_wrong} of {num_run}: tokens equal, log-probs within {TOLERANCE}{refused}\n")
     if any(name == "w8a8" for name, _ in columns):
-        rounded = f"log-probs within {INT8_TOLERANCE} (bf16: 0.3; Gemma 1 and 2: 1.5, not w8a8), tokens may differ"
+        limits = f"{INT8_TOLERANCE} (bf16: 0.3; Gemma 1 and 2: 1.5, not w8a8), in the mean within {MEAN_TOLERANCE}"
+        rounded = f"log-probs within {limits}, tokens may differ"
         sys.stdout.write(f"{', '.join(_ROUNDED)}: {rounded}\n")
     return num_wrong
 
@@ -284,8 +290,7 @@ def check_ranks(settings: RunnerSettings, theirs: Scores) -> Outcome:
 def compare_runs(theirs: Scores, runs: Sequence[Run]) -> Outcome:
     """The result of `run_mixed`."""
     found = [compare(theirs, prompt, run.tokens) for prompt, run in zip(mixed_prompts(), runs, strict=True)]
-    num_tokens = sum(len(run.tokens) for run in runs)
-    return Outcome(num_tokens, sum(wrong for wrong, _ in found), max(largest for _, largest in found), moved_kv=False)
+    return outcome_of(found, moved_kv=False)
 
 
 async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
@@ -297,7 +302,8 @@ async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
     for form, width in _QUANTIZED:
         try:
             outcome = check_form(family, model_dir, form)
-            text, ok = str(outcome), outcome.largest <= tolerance_of(family, form)
+            text, (largest, mean) = str(outcome), tolerances_of(family, form)
+            ok = outcome.largest <= largest and outcome.mean <= mean
             ok = ok and (outcome.num_wrong == 0 or form in _ROUNDED)
         except ConfigurationError as refusal:
             text, ok = textwrap.shorten(f"no: {str(refusal).rpartition(': tensor ')[2]}", width - 2), True
@@ -322,17 +328,19 @@ def check_form(family: str, model_dir: Path, form: str) -> Outcome:
         return compare_runs(ROWS[family].reference(reference), runs)
 
 
-def tolerance_of(family: str, form: str) -> float:
-    """The most by which log-probs may differ.
+def tolerances_of(family: str, form: str) -> tuple[float, float]:
+    """The most by which a log-prob may differ, and all of them in the mean.
 
-    Random Gemma models differ by more than others when they are rounded: with several seeds, int8 and fp32 differ by
-    0.5 to 1 in the compiled decoder, and by 0.4 to 4 in the eager one.
+    Random models of Gemma 1 and 2, with biases and without, differ by more than others when they are rounded. With
+    several seeds a log-prob differs by up to 1 in the compiled decoder, and by up to 4 in the eager one, in the mean by
+    0.05 to 0.17. Mixtures whose experts change by rounding come near that, all others differ by up to 0.05 in the mean.
     """
     if form not in _ROUNDED:
-        return TOLERANCE
+        return TOLERANCE, TOLERANCE
+    is_gemma = family.removesuffix("-biases") in ("gemma", "gemma2")
     if form == "bf16":
-        return half_tolerance(family, "bfloat16")
-    return INT8_TOLERANCE * (2 if family in ("gemma", "gemma2") and form != "w8a8" else 1)
+        return half_tolerance(family, "bfloat16"), MEAN_TOLERANCE
+    return INT8_TOLERANCE * (2 if is_gemma and form != "w8a8" else 1), MEAN_TOLERANCE
 
 
 def main(argv: Sequence[str]) -> int:

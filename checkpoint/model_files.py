@@ -146,8 +146,18 @@ def _max_positions(config: Mapping[str, Any], path: Path, override: RopeOverride
     rope = override.apply(config).get("rope_parameters") or config.get("rope_scaling") or {}
     rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
-    original = rope.get("original_max_position_embeddings") or positions
-    return stretched_positions(str(kind), positions, original, float(rope.get("factor") or 1.0))
+    original, factor = rope_stretch(config, rope, str(kind), positions)
+    return stretched_positions(str(kind), positions, original, factor)
+
+
+def rope_stretch(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, positions: int) -> tuple[int, float]:
+    """The context length of the first training, and by how much `kind` stretches it. `positions` is
+    max_position_embeddings of config.json; `scaling` its entry for rotary positions.
+    """
+    key = "original_max_position_embeddings"
+    original = config.get(key) or scaling.get(key) or positions
+    stretch = positions / original if kind in ("yarn", "longrope") else 1.0
+    return original, float(scaling.get("factor") or stretch)
 
 
 def stretched_positions(kind: str, positions: int, original: int, factor: float) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, stretched_positions
+from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, rope_stretch, stretched_positions
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
@@ -70,19 +70,13 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
     if missing_keys:
         raise ConfigurationError(f"rope type {kind!r} needs {', '.join(missing_keys)} in config.json")
-    original = (
-        raw.get("original_max_position_embeddings")
-        or scaling.get("original_max_position_embeddings")
-        or max_position_embeddings
-    )
-    stretch = max_position_embeddings / original if kind in ("yarn", "longrope") else 1.0
-    factor = scaling.get("factor") or stretch
+    original, factor = rope_stretch(raw, scaling, kind, max_position_embeddings)
     return RopeConfig(
         kind=kind,
         theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
         dim=dim,
         original_positions=max_position_embeddings if kind == "dynamic" else original,
-        factor=float(factor),
+        factor=factor,
         low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
         high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
         attention_factor=scaling.get("attention_factor"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from checkpoint.model_files import read_model_facts, tokenizer_fingerprint
+from engine.models.model_config import parse_rope
 from mesh.domain.errors import ConfigurationError
 
 
@@ -50,6 +51,22 @@ def test_a_decoder_inside_a_multimodal_config(tmp_path: Path) -> None:
 def test_scaled_positions_reach_further(tmp_path: Path, rope: dict[str, object], longest: int) -> None:
     config = {"vocab_size": 9, "max_position_embeddings": 64, **rope}
     assert read_model_facts(write(tmp_path, config)).max_positions == longest
+
+
+@pytest.mark.parametrize(
+    ("outside", "rope", "longest"),
+    [
+        ({"original_max_position_embeddings": 8}, {"rope_type": "yarn", "factor": 4.0}, 32),
+        ({"original_max_position_embeddings": 8}, {"rope_type": "yarn", "factor": 8.0}, 64),
+        ({}, {"rope_type": "yarn", "original_max_position_embeddings": 8}, 32),
+    ],
+)
+def test_router_and_workers_find_the_length_of_the_first_training_in_the_same_places(
+    tmp_path: Path, outside: dict[str, object], rope: dict[str, object], longest: int
+) -> None:
+    config = {"vocab_size": 7, "eos_token_id": 1, "max_position_embeddings": 32, "rope_scaling": rope, **outside}
+    assert read_model_facts(write(tmp_path, config)).max_positions == longest
+    assert parse_rope(config, 32, 8).max_positions(32) == longest
 
 
 def test_an_encoder_decoder_begins_with_a_token_and_has_no_longest_length(tmp_path: Path) -> None:

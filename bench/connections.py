@@ -24,6 +24,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
+from bench.pinned import on_cores
 from mesh.interrupts import run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
@@ -71,10 +72,9 @@ async def measure(num_idle: int, num_dripping: int, num_requests: int, rounds: l
 async def _crowd(core: int, port: str, num_idle: int, num_dripping: int) -> AsyncIterator[None]:
     """Keep the crowd connected while the block runs."""
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.crowd", port, str(num_idle), str(num_dripping)),
+        *on_cores({core}, sys.executable, "-m", "bench.crowd", port, str(num_idle), str(num_dripping)),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
     assert process.stdin is not None
     assert process.stdout is not None

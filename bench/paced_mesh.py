@@ -10,6 +10,7 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
+from bench.pinned import on_cores
 from bench.shapes import BUNDLED
 from tandem_cli.load_test.endpoints import PACE_ENV
 
@@ -39,12 +40,10 @@ async def paced_mesh(
 async def service(core: int, module: str, *flags: str) -> AsyncIterator[tuple[int, Mapping[str, str]]]:
     """Run `python -m module` on one core. Yields its process id and its announcement "listening"."""
     process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", *module.split(), *flags),
+        *on_cores({core}, sys.executable, "-m", *module.split(), *flags),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.DEVNULL,
         env={PACE_ENV: _DEFAULT_PACE, **os.environ},
-        preexec_fn=lambda: os.sched_setaffinity(0, {core}),
     )
     assert process.stdout is not None
     try:

@@ -5,6 +5,7 @@ the program      `run_program`: the first signal raises, so that all that is ope
 the process ends Ctrl-C ends it at once
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sized
@@ -13,6 +14,7 @@ from types import FrameType
 from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_AGAIN_S = 0.01
 
 
 def end_imports_quietly() -> None:
@@ -65,9 +67,24 @@ def showing(results: Sized, show: Callable[[], object]) -> Iterator[None]:
     show()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise at a place that leaves no lock of `logging` taken: whoever ends would wait for it for ever."""
+    if _is_logging(frame):
+        from threading import Timer  # which logging has imported; programs that start fast have not
+
+        again = Timer(_AGAIN_S, os.kill, (os.getpid(), number))
+        again.daemon = True
+        again.start()
+        return
     for each in _SIGNALS:  # another one would interrupt the cleanup
         signal.signal(each, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _is_logging(frame: FrameType | None) -> bool:
+    """True if the frame, or one that has called it, is of the module `logging`."""
+    while frame is not None and frame.f_globals.get("__name__") != "logging":
+        frame = frame.f_back
+    return frame is not None

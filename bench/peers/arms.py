@@ -23,6 +23,7 @@ import tandem
 from bench.closed_loop import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
 from bench.peers.process import Command, PeerFailed, running
+from bench.pinned import on_cores
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
@@ -139,12 +140,12 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
     flags = [*TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
     flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
     model = str(checkpoint_of(setup.shape, setup.envs))
+    command = (sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", "--no-http", *flags)
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", "--no-http", *flags),
+            *on_cores(setup.cores, *command),
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
-            preexec_fn=lambda: os.sched_setaffinity(0, setup.cores),
         )
         assert process.stdout is not None
         try:

@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import json
-import os
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+
+from bench.pinned import on_cores
 
 _ROOT = Path(__file__).resolve().parents[2]  # where `bench` is found
 _SILENCE_S = 300.0
@@ -129,12 +130,11 @@ async def running(command: Command) -> AsyncIterator[PeerProcess]:
     """Start a runner, wait until it is ready, and stop it at the end."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *command.line,
+            *on_cores(command.cores, *command.line),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             cwd=_ROOT,
-            preexec_fn=lambda: os.sched_setaffinity(0, command.cores),
         )
         peer = PeerProcess(command.name, process, errors)
         try:

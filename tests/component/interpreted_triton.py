@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from triton.runtime.errors import InterpreterError
 
 from engine.attention import triton_kernels, triton_paged
 from engine.attention.backend import AttentionShape
@@ -140,7 +141,8 @@ def test_a_mistake_in_a_kernel_would_be_found_out(
     if not mistake:
         require_near(case, CPU)
         return
-    with pytest.raises(AssertionError, match="differs"):
+    # Some read what nobody has written, which may be no numbers: the interpreter stops at those.
+    with pytest.raises((AssertionError, InterpreterError), match=r"differs|invalid value"):
         require_near(case, CPU)
 
 

@@ -11,10 +11,10 @@ from tests.e2e.mesh_process import RESTART_S, mesh
 from tests.waiting import until_told
 
 STREAMS = [
-    {"prompt": f"{number} is a number that", "max_new_tokens": 1200 + 20 * number, "ignore_eos": True, "seed": number}
+    {"prompt": f"{number} is a number that", "max_new_tokens": 1900 + 20 * number, "ignore_eos": True, "seed": number}
     for number in range(4)
 ]
-"""They last for longer than `tandem switch` takes to start, also on a quick machine."""
+"""They last for longer than `tandem switch` takes to start, and a call beside them, also on a quick machine."""
 
 
 async def answers(client: tandem.AsyncClient, begun: asyncio.Event) -> list[list[int]]:

@@ -256,7 +256,7 @@ def _in_halves(numbers: Floats, heads: int) -> Floats:
 
 
 def _llama3_factors(scaling: Mapping[str, Any], theta: float, dim: int) -> list[float]:
-    """What Llama 3.1 divides each rotary frequency by; see transformers' modeling_rope_utils."""
+    """The numbers by which Llama 3.1 divides its rotary frequencies; see transformers' modeling_rope_utils."""
     original, factor = scaling["original_max_position_embeddings"], scaling["factor"]
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     factors = []

@@ -203,12 +203,12 @@ class CollectiveGroup:
 
     @property
     def steps(self) -> SharedGroup:
-        """What carries the steps."""
+        """The group in whose memory steps and commands are handed to the ranks."""
         return self._shared
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Leave sums out, so that this rank waits for no other. What it computes is of no use."""
+        """Leave sums out, so that this rank waits for no other, and its results are of no use."""
         self._is_alone = True
         try:
             yield

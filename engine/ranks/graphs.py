@@ -70,7 +70,7 @@ class RankGraphs:
         self._graphs.replay(step, StepShape(command.graph_seqs, command.graph_queries))
 
     def _plan(self) -> str:
-        """What this rank would capture, in words that are equal in ranks that fit each other."""
+        """The steps that this rank would capture, in words that are equal in ranks that fit each other."""
         settings, graphs = self._settings, self._settings.graphs
         if reason := why_not_captured(settings, self._decoder):
             return f"cannot: {reason}"
@@ -103,7 +103,7 @@ class RankGraphs:
         return capture(run, run_without_sums)
 
     def _exchange(self, topic: str, own: str) -> list[str]:
-        """What each rank has written on a topic, in their order. Returns when all have."""
+        """Exchange notes on a topic. Returns those of all ranks, in their order, when all have written theirs."""
         group = self._group
         self._store.set(_note(topic, group.rank), own.encode())  # type: ignore[arg-type]
         return [bytes(self._store.get(_note(topic, rank))).decode() for rank in range(group.degrees.num_ranks)]

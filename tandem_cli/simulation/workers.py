@@ -142,7 +142,7 @@ class ModelledPrefill(ModelledWorker):
                 first_token.set_exception(WorkerLost("the prefill worker is lost"))
 
     def _longer_s(self) -> float:
-        """What all messages on the way to a first token take longer now than in an idle mesh."""
+        """Seconds that the messages on the way to a first token take longer now than in an idle mesh."""
         stretch = (self._profile.overhead_stretch - 1) * self._neighbours.busy_share(WorkerRole.DECODE)
         return self._profile.overhead_s * stretch
 

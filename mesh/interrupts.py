@@ -76,8 +76,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         again.daemon = True
         again.start()
         return
-    for each in _SIGNALS:  # another one would interrupt the cleanup
-        signal.signal(each, signal.SIG_IGN)
+    for signal_number in _SIGNALS:  # another one would interrupt the cleanup
+        signal.signal(signal_number, signal.SIG_IGN)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)

@@ -173,7 +173,7 @@ class RankKV:
         self._outcome_of(transfer_id).set_exception(error)
 
     def _outcome_of(self, transfer_id: str) -> "asyncio.Future[int]":
-        return next(each.outcome for each in self._expected.values() if each.transfer_id == transfer_id)
+        return next(transfer.outcome for transfer in self._expected.values() if transfer.transfer_id == transfer_id)
 
     def _spawn(self, number: int, work: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         task = asyncio.create_task(self._run(number, work))

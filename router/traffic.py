@@ -203,9 +203,9 @@ def traffic_to_json(table: TrafficTable) -> str:
 def traffic_from_json(text: str) -> TrafficTable:
     """The inverse of `traffic_to_json`. Raises InvalidRequest."""
     try:
-        found = json.loads(text)
-        shares = {name: each["shares"] for name, each in found.items()}
-        return TrafficTable(shares, {name: each["set_at"] for name, each in found.items()})
+        entries = json.loads(text)
+        shares = {name: entry["shares"] for name, entry in entries.items()}
+        return TrafficTable(shares, {name: entry["set_at"] for name, entry in entries.items()})
     except (AttributeError, LookupError, TypeError, ValueError):
         raise InvalidRequest("its content is that of another version") from None
 
@@ -217,7 +217,9 @@ def session_key(prompt: Prompt | None, tenant: str) -> bytes:
     if isinstance(prompt, ChatPrompt):
         first_user = next((n for n, message in enumerate(prompt.messages) if message.role == "user"), 0)
         beginning = prompt.messages[: first_user + 1]
-        content = repr([(each.role, each.content, each.extra_json) for each in beginning]).encode(errors="replace")
+        content = repr([(message.role, message.content, message.extra_json) for message in beginning]).encode(
+            errors="replace"
+        )
     elif isinstance(prompt, TextPrompt):
         content = prompt.text.encode(errors="replace")
     else:

@@ -27,8 +27,10 @@ def with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Depl
     """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
     at the address that these ranks dial. Raises ConfigurationError.
     """
-    workers = [(each.role, deployment.resolve(each, environ)) for each in deployment.workers("127.0.0.1:1")]
-    hosts = {each.listen_for_ranks().host for role, each in workers if role == "prefill" and each.rank_listen}
+    workers = [(worker.role, deployment.resolve(worker, environ)) for worker in deployment.workers("127.0.0.1:1")]
+    hosts = {
+        settings.listen_for_ranks().host for role, settings in workers if role == "prefill" and settings.rank_listen
+    }
     if not (far := sorted(host for host in hosts if not is_loopback(host))):
         return deployment
     if far[0] in _ANY_ADDRESS:

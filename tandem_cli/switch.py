@@ -36,4 +36,4 @@ def run(args: argparse.Namespace) -> int:
 
 def _serves(client: tandem.Client, worker_id: str, role: str) -> bool:
     workers = client.workers(timeout=_TIMEOUT_S)
-    return any(each.worker_id == worker_id and each.role == role and each.serving for each in workers)
+    return any(worker.worker_id == worker_id and worker.role == role and worker.serving for worker in workers)

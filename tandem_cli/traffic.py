@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         raise tandem.ModelNotFound(f"{args.name!r} stands for no revisions")
     for name in [args.name] if args.name else sorted(traffic):
         total = sum(traffic[name].values())
-        by_share = sorted(traffic[name].items(), key=lambda each: (-each[1], each[0]))
+        by_share = sorted(traffic[name].items(), key=lambda item: (-item[1], item[0]))
         parts = (f"{model} {_percent(share / total)}" for model, share in by_share)
         print(strip_controls(f"{name}: {', '.join(parts)}"))
     return 0

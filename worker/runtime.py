@@ -59,7 +59,7 @@ class WorkerRuntime:
         self.server = Server(listen)
         address = join_host(settings.advertise_host or settings.host, self.server.port)
         # The leader's own KV has the address of the worker, which is known now.
-        endpoints = tuple(replace(each, address=each.address or address) for each in info.kv_endpoints)
+        endpoints = tuple(replace(endpoint, address=endpoint.address or address) for endpoint in info.kv_endpoints)
         self.info = replace(info, address=address, kv_endpoints=endpoints)
         self._agent = RegistryAgent(self.info, source, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)

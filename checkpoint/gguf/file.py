@@ -72,10 +72,10 @@ def open_gguf(path: Path) -> GgufFile:
 
 def _parts(path: Path) -> Iterator[Path]:
     """All files of the model, in order. Raises ConfigurationError."""
-    found = _PART.search(path.name)
+    part = _PART.search(path.name)
     names = [path.name]
-    if found:
-        stem, count = path.name[: found.start()], int(found[2])
+    if part:
+        stem, count = path.name[: part.start()], int(part[2])
         names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
     for name in names:
         if not path.with_name(name).is_file():

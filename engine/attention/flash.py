@@ -32,7 +32,7 @@ def why_no_flash_attn() -> str | None:
         return f"flash-attn cannot be imported: {error}"
     for name, needed in _NEEDED.items():
         has = signature(getattr(library, name)).parameters if hasattr(library, name) else ()
-        if lacking := [each for each in needed if each not in has]:
+        if lacking := [argument for argument in needed if argument not in has]:
             return f"flash-attn {getattr(library, '__version__', '')} is too old: {name} takes no {', '.join(lacking)}"
     return None
 

@@ -211,7 +211,7 @@ class CompiledDecoder:
         scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
         splits = self._buffers.splits(model.shape, batch)
         adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
-        attending = [Attending(acts.queries, model.shape, batch, each, splits, self._slopes) for each in scratch]
+        attending = [Attending(acts.queries, model.shape, batch, memory, splits, self._slopes) for memory in scratch]
         work = [
             Work(acts, operand, of_thread, cache, thread_adapted)
             for operand, of_thread, thread_adapted in zip(operands, attending, adapted, strict=False)
@@ -332,7 +332,7 @@ class CompiledDecoder:
         threads = self._thread_buffers[: self.threads.count]
         size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
         sums = [buffers.get("sums", size, np.uint8)[:size].view(sums_dtype) for buffers in threads]
-        return [Operand(a, factors, each, amx) for each in sums]
+        return [Operand(a, factors, row_sums, amx) for row_sums in sums]
 
 
 def _kind(config: ModelConfig) -> Kind:

@@ -69,7 +69,7 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
             f"tensor_parallel {size} does not fit {num_experts} experts: use {num_experts} or fewer"
         )
     stage, number = divmod(rank, size)
-    first_expert, end_expert = (num_experts * each // size for each in (number, number + 1))
+    first_expert, end_expert = (num_experts * position // size for position in (number, number + 1))
     return RankShare(
         rank,
         degrees,

@@ -212,7 +212,7 @@ class RankProcesses:
             report = self._pair(self._reports, stack)
             theirs = [self._pair(self._sockets, stack) for _ in range(1, self._degrees.num_ranks)]
             for rank, channel in enumerate(theirs, 1):
-                following = (self._sockets[each - 1].fileno() for each in _next_ranks(rank, self._degrees))
+                following = (self._sockets[next_rank - 1].fileno() for next_rank in _next_ranks(rank, self._degrees))
                 setup = replace(
                     leader,
                     rank=rank,

@@ -77,7 +77,7 @@ class RankSetup:
 def plain_settings(settings: RunnerSettings) -> dict[str, Any]:
     """The settings for JSON, without those of memory for KV, which are each process's own."""
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "kv_memory"}
-    adapters = [(each.name, str(each.folder), each.rank, each.digest) for each in settings.adapters]
+    adapters = [(adapter.name, str(adapter.folder), adapter.rank, adapter.digest) for adapter in settings.adapters]
     plain |= {"rope": asdict(settings.rope), "graphs": asdict(settings.graphs)}
     return plain | {"model_dir": str(settings.model_dir), "adapters": adapters}
 

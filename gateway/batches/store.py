@@ -70,9 +70,9 @@ class Shelf:
         self._files = folder / "files"
         self._batches = folder / "batches"
         self._lock = threading.Lock()
-        for each in (self._files, self._batches):
-            each.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for part in each.glob(f"*{PART}"):  # of a gateway that died
+        for subfolder in (self._files, self._batches):
+            subfolder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for part in subfolder.glob(f"*{PART}"):  # of a gateway that died
                 part.unlink()
 
     def bytes_left(self) -> int:

@@ -28,7 +28,7 @@ def worker_needs(deployment: Deployment, environ: Mapping[str, str], cluster_gpu
     """
     workers = deployment.workers("127.0.0.1:1")
     settings_by_name = {worker.name: deployment.resolve(worker, environ) for worker in workers}
-    num_on_gpu = sum(each.num_local_ranks for each in settings_by_name.values() if each.device != "cpu")
+    num_on_gpu = sum(settings.num_local_ranks for settings in settings_by_name.values() if settings.device != "cpu")
     auto_is_gpu = cluster_gpus >= num_on_gpu > 0
     return [_need(name, settings, auto_is_gpu=auto_is_gpu) for name, settings in settings_by_name.items()]
 

@@ -36,7 +36,7 @@ def test_every_stage_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_stage_that_fails_or_hangs_is_noted_and_the_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    stages = (plan.Stage("nonsense", 0, 60), plan.Stage("facts", 0, 0.01), plan.Stage("copies", 0, 60))
+    stages = (plan.Stage("nonsense", 0, 60), plan.Stage("attention", 0, 0.01), plan.Stage("copies", 0, 60))
     monkeypatch.setattr(plan, "PLAN", stages)
     results = tmp_path / "results.json"
     arguments = ["--device", "cpu", "--results", str(results)]
@@ -45,10 +45,10 @@ def test_a_stage_that_fails_or_hangs_is_noted_and_the_others_run(
     assert [outcome["status"] for outcome in found.values()] == ["failed", "killed after 0.01 s", "passed"]
     assert "KeyError: 'nonsense'" in found["nonsense"]["error"]
     # The next run does what is missing.
-    monkeypatch.setattr(plan, "PLAN", (plan.Stage("facts", 0, 60), stages[2]))
+    monkeypatch.setattr(plan, "PLAN", (plan.Stage("attention", 0, 60), stages[2]))
     capfd.readouterr()
     plan.main(arguments)
-    assert [line.split(":")[0] for line in capfd.readouterr().out.splitlines()] == ["facts"]
+    assert [line.split(":")[0] for line in capfd.readouterr().out.splitlines()] == ["attention"]
 
 
 def test_results_of_other_code_or_machines_are_not_kept(tmp_path: Path) -> None:

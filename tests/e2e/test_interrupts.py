@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
@@ -106,18 +107,21 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
     try:
         await asyncio.wait([told], timeout=after_s)
         for number in signals:
-            if process.returncode is None:
-                os.killpg(process.pid, number)
+            _signal_group(process, number)
         out, err = await asyncio.wait_for(asyncio.shield(told), _LIMIT_S)
     finally:
-        if process.returncode is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            await told
+        _signal_group(process, signal.SIGKILL)
+        await told
     await until(lambda: not _marked(mark), state=lambda: _marked(mark))
     assert process.returncode is not None
     # PyTorch keeps a cache of its own.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     return Ended(process.returncode, out.decode(), err.decode())
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    with suppress(ProcessLookupError):  # it has ended, which asyncio may tell later
+        os.killpg(process.pid, number)
 
 
 def _heed_ctrl_c() -> None:

@@ -65,13 +65,25 @@ async def test_roles_change_and_change_back_while_streams_run_also_when_a_worker
 
 
 async def check_killed_while_it_changes(client: tandem.AsyncClient, undisturbed: list[list[int]]) -> None:
-    """The worker is started again in its first role."""
-    begun = asyncio.Event()
-    streams = asyncio.create_task(answers(client, begun))
-    await begun.wait()
-    pid = (await worker(client, "decode-1")).pid
-    await client.switch_role("decode-1", "prefill")  # the command takes longer to start and to end
-    await until_told(lambda: worker(client, "decode-1"), lambda now: now.state == "draining")
+    """The worker is started again in its first role. Its streams may move at once: then the change is over before one
+    can look, and is tried again.
+    """
+    for _ in range(20):
+        begun = asyncio.Event()
+        streams = asyncio.create_task(answers(client, begun))
+        await begun.wait()
+        pid = (await worker(client, "decode-1")).pid
+        await client.switch_role("decode-1", "prefill")  # the command takes longer to start and to end
+        now = await until_told(
+            lambda: worker(client, "decode-1"), lambda now: now.state == "draining" or now.role == "prefill"
+        )
+        if now.state == "draining":
+            break
+        await client.switch_role("decode-1", "decode")
+        assert await streams == undisturbed
+        await until_told(lambda: worker(client, "decode-1"), lambda now: now.role == "decode" and now.serving)
+    else:
+        raise AssertionError("20 changes were over before one could look")
     assert not streams.done()
     os.kill(pid, signal.SIGKILL)
     assert await streams == undisturbed

@@ -331,16 +331,16 @@ def check_form(family: str, model_dir: Path, form: str) -> Outcome:
 def tolerances_of(family: str, form: str) -> tuple[float, float]:
     """The most by which a log-prob may differ, and all of them in the mean.
 
-    Random models of Gemma 1 and 2, with biases and without, differ by more than others when they are rounded. With
-    several seeds a log-prob differs by up to 1 in the compiled decoder, and by up to 4 in the eager one, in the mean by
-    0.05 to 0.17. Mixtures whose experts change by rounding come near that, all others differ by up to 0.05 in the mean.
+    Random models of Gemma 1 and 2 differ by more than others when they are rounded. With several seeds a log-prob
+    differs by up to 1 in the compiled decoder, and by up to 4 in the eager one, in the mean by 0.05 to 0.17. Those with
+    biases do as well, and have no more room than other families: gemma2-biases in w4a16-32-order is beyond it. Mixtures
+    whose experts change by rounding differ by up to 0.15 in the mean, all others by up to 0.05.
     """
     if form not in _ROUNDED:
         return TOLERANCE, TOLERANCE
-    is_gemma = family.removesuffix("-biases") in ("gemma", "gemma2")
     if form == "bf16":
         return half_tolerance(family, "bfloat16"), MEAN_TOLERANCE
-    return INT8_TOLERANCE * (2 if is_gemma and form != "w8a8" else 1), MEAN_TOLERANCE
+    return INT8_TOLERANCE * (2 if family in ("gemma", "gemma2") and form != "w8a8" else 1), MEAN_TOLERANCE
 
 
 def main(argv: Sequence[str]) -> int:

@@ -103,8 +103,8 @@ class GgufModel:
     def config(self) -> dict[str, Any]:
         """The contents of config.json. Raises ConfigurationError."""
         architecture, tensors = self._architecture, self._file.tensors
-        heads = int(self._require("attention.head_count"))
-        hidden = int(self._require("embedding_length"))
+        heads = self._count("attention.head_count")
+        hidden = self._count("embedding_length")
         head_dim = int(self._get("attention.key_length") or self._get("rope.dimension_count") or hidden // heads)
         config: dict[str, Any] = {
             "architectures": [architecture.class_name],
@@ -112,13 +112,13 @@ class GgufModel:
             "dtype": self.dtype,
             "vocab_size": int(self._tensor("token_embd.weight").shape[1]),
             "hidden_size": hidden,
-            "intermediate_size": int(self._require("feed_forward_length")),
-            "num_hidden_layers": int(self._require("block_count")),
+            "intermediate_size": self._count("feed_forward_length"),
+            "num_hidden_layers": self._count("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": int(self._get("attention.head_count_kv") or heads),
             "head_dim": head_dim,
             "hidden_act": architecture.activation,
-            "max_position_embeddings": int(self._require("context_length")),
+            "max_position_embeddings": self._count("context_length"),
             "rms_norm_eps": _decimal(self._require("attention.layer_norm_rms_epsilon")),
             "rope_theta": _decimal(self._get("rope.freq_base") or 10_000.0),
             "tie_word_embeddings": "output.weight" not in tensors,
@@ -157,7 +157,7 @@ class GgufModel:
             return numbers - np.float32(self._architecture.norm_offset)
         module = target.rpartition(".")[0]
         if self._architecture.rotates_neighbours and module.endswith(_ROTATED):
-            heads = int(self._require("attention.head_count"))
+            heads = self._count("attention.head_count")
             if module.endswith("k_proj"):
                 heads = int(self._get("attention.head_count_kv") or heads)
             return _in_halves(numbers, heads)
@@ -179,7 +179,7 @@ class GgufModel:
             original = self._get("rope.scaling.original_context_length")
             return {
                 "sliding_window": int(window) if window else None,
-                "original_max_position_embeddings": int(original or self._require("context_length")),
+                "original_max_position_embeddings": int(original or self._count("context_length")),
                 "pad_token_id": None,  # transformers' default is an id of Phi's own vocabulary
             }
         if self._prefix in ("gemma2", "gemma3"):
@@ -235,6 +235,12 @@ class GgufModel:
                 raise ConfigurationError(f"{self._file.path}: layers that differ in {key} are not read")
             value = value[0]
         return value
+
+    def _count(self, key: str) -> int:
+        count = int(self._require(key))
+        if count < 1:
+            raise ConfigurationError(f"{self._file.path} says {self._prefix}.{key} {count}, which must be at least 1")
+        return count
 
     def _tensor(self, name: str) -> Any:
         if name not in self._file.tensors:

@@ -195,6 +195,15 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
         convert_gguf(path, tmp_path / "out", None)
 
 
+def test_a_count_of_nothing_is_named(tmp_path: Path) -> None:
+    path = write_gguf(write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "model.gguf")
+    content, key = path.read_bytes(), b"llama.attention.head_count"
+    at = content.index(key) + len(key) + 4  # after the type of the value
+    path.write_bytes(content[:at] + bytes(4) + content[at + 4 :])
+    with pytest.raises(ConfigurationError, match=r"says llama\.attention\.head_count 0, which must be at least 1"):
+        convert_gguf(path, tmp_path / "out", None)
+
+
 def test_numbers_are_those_of_the_package(tmp_path: Path) -> None:
     model_dir = write_model(MODELS["llama"](), tmp_path / "model")
     file = open_gguf(write_gguf(model_dir, tmp_path / "model.gguf", "Q8_0"))

@@ -1,7 +1,6 @@
 """`python -m router`: constructs the parts of a router and starts and stops them in order."""
 
 import asyncio
-import gc
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -210,7 +209,6 @@ async def serve(settings: RouterSettings) -> None:
     sys.setswitchinterval(_SWITCH_S)
     router = RouterProcess(settings)
     _warn_of_open_keys(settings)
-    gc.freeze()  # long-lived objects: garbage collection need not scan them with the interpreter lock held
     async with serving_metrics(router.metrics.registry, settings), watching_loop(router.metrics.registry):
         await router.start()
         announce("listening", address=router.public.address, registry_address=router.coordination.address)

@@ -29,6 +29,7 @@ from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 _NUM_HOPS = 5
 """Messages, one after the other, from a client's request to its first token: the request, start, reserved, the call to
 the prefill worker, the token."""
+_TOLD_CHANGE = 1 / 16  # of the share of engines that compute: hundreds of engines are not told of each other's steps
 _MAX_STEP_STRETCH = 2.0  # the default of decode workers (DecodeSettings); a test compares them
 
 
@@ -41,20 +42,32 @@ class Neighbours:
     """The engines of both roles that there are, and those that compute now."""
 
     def __init__(self) -> None:
-        self._num_engines: Counter[WorkerRole] = Counter()
+        self._engines: dict[WorkerRole, list[ModelledEngine]] = {role: [] for role in WorkerRole}
         self._num_busy: Counter[WorkerRole] = Counter()
+        self._told_share: dict[WorkerRole, float] = dict.fromkeys(WorkerRole, 0.0)
 
-    def count(self, role: WorkerRole, change: int) -> None:
-        """An engine of this role has come (1) or left (-1)."""
-        self._num_engines[role] += change
+    def join(self, role: WorkerRole, engine: ModelledEngine) -> None:
+        """An engine of this role has come."""
+        self._engines[role].append(engine)
+
+    def leave(self, role: WorkerRole, engine: ModelledEngine) -> None:
+        """An engine of this role, which rests, has left."""
+        self._engines[role].remove(engine)
 
     def on_busy(self, role: WorkerRole, is_busy: bool) -> None:
-        """An engine of this role begins to compute, or rests."""
+        """An engine of this role begins to compute, or rests. Those of the other one then go on at another pace."""
         self._num_busy[role] += 1 if is_busy else -1
+        share = self.busy_share(role)
+        if abs(share - self._told_share[role]) >= _TOLD_CHANGE:
+            self._told_share[role] = share
+            for other in WorkerRole:
+                if other is not role:
+                    for engine in self._engines[other]:
+                        engine.keep_pace()
 
     def busy_share(self, role: WorkerRole) -> float:
         """The share of this role's engines that compute."""
-        return self._num_busy[role] / max(1, self._num_engines[role])
+        return self._num_busy[role] / max(1, len(self._engines[role]))
 
 
 class ModelledWorker:
@@ -75,7 +88,7 @@ class ModelledWorker:
             on_busy=partial(neighbours.on_busy, info.role),
         )
         self._neighbours = neighbours
-        neighbours.count(info.role, 1)
+        neighbours.join(info.role, self.engine)
         self._hop_s = hop_s(profile)
         self._loop = asyncio.get_running_loop()
 
@@ -92,7 +105,7 @@ class ModelledWorker:
     def lose(self) -> None:
         """End everything that is here, with WorkerLost."""
         self.engine.stop()
-        self._neighbours.count(self.info.role, -1)
+        self._neighbours.leave(self.info.role, self.engine)
 
     def _on_step(self, done: StepsDone) -> None:
         raise NotImplementedError

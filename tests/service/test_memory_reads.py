@@ -173,6 +173,23 @@ async def test_payloads_outside_of_the_arena_are_refused(pair: Pair) -> None:
     source.close()
 
 
+async def test_a_sender_that_is_reached_anew_outlives_what_there_was_of_it(pair: Pair) -> None:
+    """As after a failed read, when transfers that began before it are still ending."""
+    offer, senders = await offered(pair), receiving(pair).senders
+    former = await receiving(pair).connect(offer)
+    sender = senders.get(offer.arena)
+    assert former is not None
+    assert sender is not None
+    senders.retire(sender)
+    later = await receiving(pair).connect(offer)
+    assert later is not None
+    former.close()
+    await soon(lambda: not [name for name in pair_threads() if name.endswith("free")])
+    async with later.arrived(Payload(arena_offset=HEADER_BYTES), 10) as payload:
+        assert len(payload.inline) == 10
+    later.close()
+
+
 async def test_another_transport_takes_over_where_the_memory_cannot_be_read(name: str, tmp_path: Path) -> None:
     pair = Pair(tmp_path, name, trust_fabric=True)
     pair.settings = replace(pair.settings, transports=(name, "grpc"))

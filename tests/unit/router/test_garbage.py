@@ -59,7 +59,7 @@ async def test_cycles_of_old_objects_are_collected(monkeypatch: pytest.MonkeyPat
 
 
 async def test_a_collection_that_takes_long_is_not_soon_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a clock on which it takes a tenth of a second: after the first one there is a rest of 100 s."""
+    """As on a clock on which it takes a tenth of a second: after the first one there is a rest of 20 s."""
     times_s = iter(number / 10 for number in range(1000))
     monkeypatch.setattr(garbage, "_MIN_REST_S", 0.0)
     monkeypatch.setattr("router.garbage.time.thread_time", lambda: next(times_s))

@@ -3,7 +3,8 @@
     router ─start─▶ decode: reserve ─reserved─▶ router ─run─▶ prefill: compute ─first token─▶ router
                                                                       └─ KV: transfer_s ─▶ decode: commit ─tokens─▶
 
-Each arrow takes `hop_s`, and the call of the prefill worker what messages take longer while decode workers compute.
+Each arrow takes `hop_s`, and longer while engines compute, which have the cores of those that send and receive: the
+call of the prefill worker what all messages up to there take longer, and the first token what its own does.
 Choices are single: a trace has no requests with several.
 """
 
@@ -84,6 +85,7 @@ class ModelledWorker:
             token,
             self._on_step,
             max_step_stretch=self.max_step_stretch,
+            prompt_stretch=profile.prefill.stretch,  # a decode worker's prompts lose the lent cores as others do
             neighbours=partial(neighbours.busy_share, self.other_role),
             on_busy=partial(neighbours.on_busy, info.role),
         )
@@ -127,7 +129,7 @@ class ModelledPrefill(ModelledWorker):
 
     async def run(self, request: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
         """Compute one prompt, then hand it over. Raises WorkerDraining or WorkerLost."""
-        await asyncio.sleep(self._hop_s + self._longer_s())
+        await asyncio.sleep(self._hop_s + self._longer_s(_NUM_HOPS - 1))
         if self.is_draining:
             raise WorkerDraining("the worker is draining")
         sequence = SequenceState(request, hand_over=True)
@@ -138,7 +140,7 @@ class ModelledPrefill(ModelledWorker):
             output = await first_token
             yield PrefillStarted(self._loop.time() - added_s)
             computed_s = self._loop.time()
-            await asyncio.sleep(self._hop_s)
+            await asyncio.sleep(self._hop_s + self._longer_s(1))
             yield output
             if output.finish_reason is None:
                 await asyncio.sleep(max(0.0, computed_s + self._transfer_s(sequence) - self._loop.time()))
@@ -154,10 +156,11 @@ class ModelledPrefill(ModelledWorker):
             if not first_token.done():
                 first_token.set_exception(WorkerLost("the prefill worker is lost"))
 
-    def _longer_s(self) -> float:
-        """Seconds that the messages on the way to a first token take longer now than in an idle mesh."""
-        stretch = (self._profile.overhead_stretch - 1) * self._neighbours.busy_share(WorkerRole.DECODE)
-        return self._profile.overhead_s * stretch
+    def _longer_s(self, num_hops: int) -> float:
+        """Seconds that so many messages take longer now than in an idle mesh. The profile says it for decode workers
+        that compute; prefill workers take the same cores."""
+        busy_share = max(self._neighbours.busy_share(role) for role in WorkerRole)
+        return num_hops * self._hop_s * (self._profile.overhead_stretch - 1) * busy_share
 
     def _transfer_s(self, sequence: SequenceState) -> float:
         """Seconds from the first token until all KV is there: that of earlier passes has gone before."""

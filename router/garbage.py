@@ -1,9 +1,8 @@
 """Garbage collection of a router: young objects as always, all of them at once rarely.
 
-CPython looks at all objects whenever those that have lived for a while have grown by a quarter. With 20,000 open
+CPython looks at all objects whenever those that have lived for a while have grown by a quarter. With 10,000 open
 streams that takes more than a second, in which the event loop stands still, and comes again and again while streams
-come and go. What it looks for, reference cycles, is left by streams that are cancelled (about 100 objects each), and
-may wait.
+come and go. The reference cycles that it finds come from cancelled streams, about 100 objects each, and may wait.
 """
 
 import asyncio

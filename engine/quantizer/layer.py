@@ -16,10 +16,10 @@ from engine.models.layer import run_layer, take_layer
 from engine.models.linear import FloatOps
 from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rope_of_layer
+from engine.quantizer.grids import RoundRows
 
 Observe = Callable[[str, Tensor], None]
 """Receives the name of a matrix and its inputs [tokens, inputs]."""
-RoundRows = Callable[[Tensor], Tensor]
 
 _PACK_TOKENS = 1024
 """Prompts go through a layer together, because threads mostly wait for each other in operations on few tokens."""

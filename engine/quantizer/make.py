@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 
 import torch
@@ -24,12 +25,13 @@ from engine.finite import is_finite
 from engine.models.decoder import Embedding, Output
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
-from engine.models.read_config import load_decoder_config
+from engine.models.read_config import load_config
 from engine.models.rope import ropes_of
 from engine.quantized_formats.config import read_quantization
-from engine.quantized_formats.matrix import QuantizedMatrix, count_groups
+from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.compressed import describe, stored_tensors
-from engine.quantizer.layer import FloatLayer, PackedPrompts, RoundRows, pack_prompts
+from engine.quantizer.grids import RoundRows
+from engine.quantizer.layer import FloatLayer, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
 from engine.quantizer.schemes import Scheme
 from engine.quantizer.shards import ShardWriter
@@ -41,6 +43,7 @@ from mesh.domain.errors import ConfigurationError
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _BEFORE_LAYERS = ("embed", "positions", "embed_norm", "embed_norm_bias", "project_in")
+_GROUP_SIZES = (128, 64, 32, 16)
 _PLACES_AT_ONCE = 128
 """Places whose logits are in memory."""
 
@@ -81,7 +84,12 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
         raise ConfigurationError(
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
-    config = load_decoder_config(folder)
+    config = load_config(folder)
+    if not isinstance(config, ModelConfig):
+        raise ConfigurationError(
+            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
+            "serves it in int8"
+        )
     stored = dict(open_checkpoint(folder))
     in_order = sorted(parameter_specs(config), key=_when_needed)
     factors = {spec.name: spec.factor for spec in in_order}
@@ -110,16 +118,16 @@ def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
     """
     if scheme.factors is not None:
         folding_order(checkpoint.config)
-    for spec in checkpoint.specs:
-        if _is_quantized(spec):
-            try:
-                count_groups(scheme.weights, spec.shape[1])
-            except ConfigurationError:
-                name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
-                raise ConfigurationError(
-                    f"groups of {scheme.weights.block_inputs} do not divide the {spec.shape[1]} inputs of {name}: "
-                    "choose another --group-size, such as 64 or 32"
-                ) from None
+    quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
+    group_size, divisor = scheme.weights.block_inputs, gcd(*(spec.shape[1] for spec in quantized))
+    for spec in quantized:
+        if group_size and spec.shape[1] % group_size:
+            name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
+            fitting = " or ".join(str(size) for size in _GROUP_SIZES if divisor % size == 0)
+            raise ConfigurationError(
+                f"groups of {group_size} do not divide the {spec.shape[1]} inputs of {name}: choose another "
+                f"--group-size, such as {fitting or divisor}, which divides the inputs of all matrices"
+            )
 
 
 def _is_quantized(spec: ParameterSpec) -> bool:

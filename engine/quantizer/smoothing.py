@@ -13,7 +13,6 @@ from torch import Tensor
 from engine.models.linear import Norm
 from engine.models.model_config import ModelConfig
 from engine.quantizer.layer import FloatLayer
-from engine.quantizer.statistics import InputStatistics
 from mesh.domain.errors import ConfigurationError
 
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
@@ -22,13 +21,6 @@ _WHY_NOT = {
     "post": "no norm is before the matrices",
 }
 """Kinds of layers (engine.models.model_config.BLOCKS) whose norms cannot take factors."""
-_TINY = 1e-5
-
-
-def smoothquant_factors(weight: Tensor, statistics: InputStatistics, alpha: float) -> Tensor:
-    """SmoothQuant (Xiao et al. 2023), equation 4: the larger `alpha`, the more is moved to the weights: [inputs]."""
-    inputs, weights = statistics.largest.clamp(min=_TINY), weight.abs().amax(0).clamp(min=_TINY)
-    return (inputs**alpha / weights ** (1 - alpha)).clamp(min=_TINY)
 
 
 def folding_order(config: ModelConfig) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ from tests.as_a_process import exit_status_of
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
 from tests.component.driving import Driver
+from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity
 from tests.component.quantized import describe, quantized_modules, write_counted_checkpoint
 from tests.fakes.requests import make_request
@@ -334,7 +335,8 @@ def test_an_interrupted_run_leaves_nothing(
         (
             "llama",
             ["--scheme=w4a16"],
-            "groups of 128 do not divide the 64 inputs of model.layers.0.self_attn.q_proj: choose",
+            "groups of 128 do not divide the 64 inputs of model.layers.0.self_attn.q_proj: choose another "
+            "--group-size, such as 32 or 16, which divides the inputs of all matrices",
         ),
         ("llama", ["--scheme=gptq", "--group-size=64"], "do not divide the 96 inputs of model.layers.0.mlp.down_proj"),
         ("llama", ["--scheme=w4a16", "--group-size=0"], "--group-size must be > 0, got 0"),
@@ -368,6 +370,12 @@ def test_wrong_wishes_are_refused(
     assert main(["quantize", folder, str(tmp_path / "out"), f"--data={data}", *flags]) == 2
     assert words in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
+
+
+def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:
+    model_dir = build_encoder_decoder("t5", tmp_path / "t5")
+    with pytest.raises(ConfigurationError, match=r"T5ForConditionalGeneration cannot be quantised.*--quantize int8"):
+        open_float_checkpoint(model_dir)
 
 
 def test_a_folder_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -198,7 +198,9 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], config: Mapping[st
         raise ConfigurationError(f"module {module}: lora_A {a.shape} and lora_B {b.shape} have different ranks")
     stated_rank = _of_module(module, config, "rank_pattern", config.get("r"))
     if rank != stated_rank:
-        raise ConfigurationError(f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}")
+        raise ConfigurationError(
+            f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}: one is from another adapter"
+        )
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r}, not a number")

@@ -98,10 +98,10 @@ class _FloatLinears:
     no layer, so that a layer is freed as soon as it is done with.
     """
 
-    def __init__(self, index: int, factors: Mapping[str, float]) -> None:
+    def __init__(self, index: int, product_factors: Mapping[str, float]) -> None:
         self.made: dict[str, FloatLinear] = {}
         self._prefix = f"layers.{index}."
-        self._factors = factors
+        self._factors = product_factors
 
     def make_linear(self, name: str, parameters: LinearParameters) -> FloatLinear:
         short = name.removeprefix(self._prefix)
@@ -113,16 +113,18 @@ class _FloatLinears:
 
 
 class FloatLayer:
-    """Layer `index` in fp32, whose matrices are those of the file; `factors` of their products are by the names of
-    parameters. Takes its parameters. Raises ConfigurationError.
+    """Layer `index` in fp32, whose matrices are those of the file; `product_factors` are by the names of parameters.
+    Takes its parameters. Raises ConfigurationError.
 
     `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down.
     engine/models/parameters.py says which rows of a matrix are which. `changed`: norms and biases that are no longer
     those of the file, as the file has them but for the order of rows.
     """
 
-    def __init__(self, parameters: Parameters, index: int, config: ModelConfig, factors: Mapping[str, float]) -> None:
-        linears = _FloatLinears(index, factors)
+    def __init__(
+        self, parameters: Parameters, index: int, config: ModelConfig, product_factors: Mapping[str, float]
+    ) -> None:
+        linears = _FloatLinears(index, product_factors)
         self.config = config
         self.index = index
         self.layer = take_layer(parameters, index, config, None, linears)

@@ -54,8 +54,8 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class FloatCheckpoint:
-    """A checkpoint that can be quantised. `specs` are in the order in which they are read, those of layers without
-    their factors, so that matrices are those of the file; `dtype` is that of the matrices.
+    """A checkpoint that can be quantised. `specs` are in the order in which they are read, without the factors of
+    matrices, so that these are those of the file; `product_factors` has them by name. `dtype` is that of the matrices.
     """
 
     folder: Path
@@ -63,7 +63,7 @@ class FloatCheckpoint:
     specs: list[ParameterSpec]
     stored: dict[str, StoredTensor]
     dtype: torch.dtype
-    factors: Mapping[str, float]
+    product_factors: Mapping[str, float]
 
     @property
     def num_bytes(self) -> int:
@@ -92,14 +92,14 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
         )
     stored = dict(open_checkpoint(folder))
     in_order = sorted(parameter_specs(config), key=_when_needed)
-    factors = {spec.name: spec.factor for spec in in_order}
+    product_factors = {spec.name: spec.factor for spec in in_order}
     specs = [replace(spec, factor=1.0) for spec in in_order]
     dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
     if not dtypes <= set(_DTYPES):
         raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
     first = next(spec for spec in specs if spec.is_matrix)
     dtype = _DTYPES[stored[name].dtype] if (name := _names(first, stored)[0]) in stored else torch.float32
-    return FloatCheckpoint(folder, config, specs, stored, dtype, factors)
+    return FloatCheckpoint(folder, config, specs, stored, dtype, product_factors)
 
 
 def _when_needed(spec: ParameterSpec) -> int:
@@ -207,7 +207,7 @@ class _Maker:
 
     def make_layer(self, index: int) -> None:
         """Quantise and write a layer, and take all prompts through it."""
-        layer = FloatLayer(self._parameters, index, self._checkpoint.config, self._checkpoint.factors)
+        layer = FloatLayer(self._parameters, index, self._checkpoint.config, self._checkpoint.product_factors)
         self._base = self._through(layer, self._held_out, self._base)
         matrices = self._quantize(layer)
         self._write(layer, matrices)
@@ -245,9 +245,12 @@ class _Maker:
         if self._scheme.factors is not None:
             vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
             dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
-            for name in folding_order(layer.config):
-                factors = self._scheme.factors(layer.linears[name].weight, statistics[name], partial(tie, layer, name))
-                statistics[name].divide(fold(layer, name, factors, dtypes))
+            for names in folding_order(layer.config):
+                weight = torch.cat([layer.linears[name].weight for name in names])
+                factors = self._scheme.factors(weight, statistics[names[0]], partial(tie, layer, names[0]))
+                folded = fold(layer, names, factors, dtypes)
+                for name in names:
+                    statistics[name].divide(folded)
         rounded: dict[str, QuantizedMatrix] = {}
         for name, linear in layer.linears.items():
             try:

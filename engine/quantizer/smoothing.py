@@ -1,8 +1,8 @@
 """Moves factors of input channels from activations to weights, without changing what the layer computes.
 
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
-by them. Norms feed qkv and gate_up; the values of qkv feed o, and the second half of gate_up feeds down. A plain MLP's
-up feeds down through its activation, which factors pass only if it is ReLU.
+by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
+gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU.
 """
 
 from collections.abc import Mapping
@@ -16,26 +16,26 @@ from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError
 
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
-_WHY_NOT = {
-    "parallel-shared": "one norm feeds attention and MLP",
-    "post": "no norm is before the matrices",
-}
-"""Kinds of layers (engine.models.model_config.BLOCKS) whose norms cannot take factors."""
 
 
-def folding_order(config: ModelConfig) -> tuple[str, ...]:
-    """The matrices whose inputs can have factors: rows of qkv and gate_up are divided before factors for their inputs
-    are sought. Raises ConfigurationError if a norm of the model cannot take factors.
+def folding_order(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """The matrices whose inputs can have factors; those with the same inputs together. Rows of qkv and gate_up are
+    divided before factors for their inputs are sought. Raises ConfigurationError if a norm cannot take factors.
     """
-    reason = _WHY_NOT.get(config.block) if config.experts is None else "a norm feeds all experts and their router"
+    reason = None
+    if config.experts is not None:
+        reason = "a norm feeds all experts and their router"
+    elif config.block == "post":
+        reason = "no norm is before the matrices"
     if reason is not None:
         raise ConfigurationError(
             f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: {reason}. Take "
             "another scheme"
         )
-    if config.gated:
-        return ("o", "down", "qkv", "gate_up")
-    return ("o", "down", "qkv", "up") if config.activation == "relu" else ("o", "qkv", "up")
+    up = "gate_up" if config.gated else "up"
+    from_matrices = (("o",), ("down",)) if config.gated or config.activation == "relu" else (("o",),)
+    from_norms = (("qkv", up),) if config.block == "parallel-shared" else (("qkv",), (up,))
+    return (*from_matrices, *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
@@ -46,22 +46,24 @@ def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
     return by_value.amax(1, keepdim=True).expand_as(by_value).flatten()
 
 
-def fold(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-    """Multiply matrix `name` by tied factors along its inputs, and divide what is before it.
+def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """Multiply matrices that have the same inputs by tied factors along these, and divide what is before them.
 
     A norm is rounded to the type in which it is stored, `dtypes` by its name; the matrix takes what that changes.
     Returns the factors that were folded.
     """
-    if name in _NORM_BEFORE:
-        factors = _divide_norm(layer, _NORM_BEFORE[name], factors, dtypes)
+    if names[0] in _NORM_BEFORE:
+        factors = _divide_norm(layer, _NORM_BEFORE[names[0]], factors, dtypes)
     else:
-        before = layer.linears["qkv" if name == "o" else "gate_up" if layer.config.gated else "up"]
-        per_row = _by_value(layer, factors) if name == "o" else factors
+        is_o = names == ("o",)
+        before = layer.linears["qkv" if is_o else "gate_up" if layer.config.gated else "up"]
+        per_row = _by_value(layer, factors) if is_o else factors
         before.weight[-len(per_row) :].div_(per_row[:, None])
         if before.bias is not None:
             before.bias[-len(per_row) :].div_(per_row)
             layer.changed[f"{before.name}_bias"] = before.bias
-    layer.linears[name].weight.mul_(factors)
+    for name in names:
+        layer.linears[name].weight.mul_(factors)
     return factors
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.tensors import open_checkpoint
 from demo_model.questions import conversation
 from engine.load_runner import load_model_runner
+from engine.models.model_config import BLOCKS
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import ropes_of
 from engine.quantizer.gptq import round_by_errors
@@ -100,7 +101,7 @@ def perplexity(model_dir: Path, prompts: list[dict[str, list[int]]]) -> float:
         ("opt", "awq"),
         ("opt-350m", "gptq"),
         ("bloom", "awq"),
-        ("falcon-7b", "gptq"),
+        ("falcon-7b", "awq"),
         ("falcon-40b", "awq"),
         ("falcon-rw", "w4a16"),
         ("phi", "gptq"),
@@ -171,14 +172,15 @@ def test_smoothquant_tames_outliers(quantize: Quantize, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["llama-biases", "opt", "gpt2", "falcon-40b", "gemma2-biases", "granite", "starcoder2"]
+    "family",
+    ["llama-biases", "opt", "gpt2", "falcon-7b", "falcon-40b", "gemma2-biases", "granite", "phi", "starcoder2"],
 )
 def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family: str) -> None:
-    """In Llama's two query heads share a value; all but Falcon's and Granite's have biases."""
+    """In Llama's two query heads share a value; in Falcon 7B and Phi one norm feeds attention and MLP."""
     opened = open_float_checkpoint(checkpoint(family))
     config = opened.config
     parameters = load_weights(opened.folder, opened.specs, WeightsTarget(CPU, torch.float32))
-    layer = FloatLayer(parameters, 0, config, opened.factors)
+    layer = FloatLayer(parameters, 0, config, opened.product_factors)
     ropes = ropes_of(config, CPU, torch.float32)
     [pack] = pack_prompts([range(9), range(30)])
     residual = torch.randn(39, config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -186,15 +188,17 @@ def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family
     dtypes = {"input_norm": torch.float16, "post_norm": torch.bfloat16}
     dtypes |= {"input_norm_bias": torch.float32, "post_norm_bias": torch.float32}
     generator = torch.Generator().manual_seed(2)
-    for name in folding_order(config):
-        weight = layer.linears[name].weight.clone()
-        factors = tie(layer, name, torch.rand(weight.shape[1], generator=generator) * 4 + 0.1)
-        folded = fold(layer, name, factors, dtypes)
+    for names in folding_order(config):
+        weights = {name: layer.linears[name].weight.clone() for name in names}
+        num_inputs = weights[names[0]].shape[1]
+        factors = tie(layer, names[0], torch.rand(num_inputs, generator=generator) * 4 + 0.1)
+        folded = fold(layer, names, factors, dtypes)
         assert torch.allclose(folded, factors, rtol=0.01, atol=0.02), "norms are rounded"
-        assert torch.equal(layer.linears[name].weight, weight * folded)
-        assert torch.allclose(layer.forward(residual, pack, ropes), before, rtol=1e-4, atol=5e-4), name
-    for norm in ("input_norm", "post_norm"):
-        assert torch.equal(layer.changed[norm], layer.changed[norm].to(dtypes[norm]).float())
+        assert all(torch.equal(layer.linears[name].weight, weight * folded) for name, weight in weights.items())
+        assert torch.allclose(layer.forward(residual, pack, ropes), before, rtol=1e-4, atol=5e-4), names
+    for norm in BLOCKS[config.block]:
+        if norm in dtypes:  # others follow a product
+            assert torch.equal(layer.changed[norm], layer.changed[norm].to(dtypes[norm]).float())
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *OTHER_FAMILIES])
@@ -244,13 +248,12 @@ def test_what_is_made_says_what_its_numbers_say_in_transformers(
     check_parity(twin, load_model_runner(settings(tmp_path / "fp8", dtype="float32")))
 
 
-def test_calibration_needs_a_norm_for_each_product(
+def test_factors_need_a_norm_of_their_own(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
     reasons = {
-        "phi": "one norm feeds attention and MLP",
         "opt-350m": "no norm is before the matrices",
         "qwen3-moe": "a norm feeds all experts and their router",
     }

@@ -142,6 +142,8 @@ def require_unchanged(adapter: AdapterFiles) -> None:
 
 
 def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> AdapterFiles:
+    if not folder.is_dir():
+        raise ConfigurationError(f"there is no folder {folder}")
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             hint = f"; run tandem convert {folder} OUT" if (folder / "adapter_model.bin").exists() else ""

@@ -13,7 +13,7 @@ from rich.table import Table
 from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
 from engine.quantizer import IN_GROUPS
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
 from engine.quantizer.quality import Quality
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
@@ -30,7 +30,7 @@ def quantize_model(args: argparse.Namespace) -> int:
     require_absent(args.out)
     checkpoint = open_float_checkpoint(find_model(ModelSource(args.model)))
     scheme = _scheme(args, checkpoint)
-    require_groups(checkpoint, scheme)
+    require_fit(checkpoint, scheme)
     config = checkpoint.config
     prompts = read_prompts(
         args.data,

@@ -20,7 +20,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.deployment import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import FittingTable, wide_console
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -55,7 +55,7 @@ def quantize_model(args: argparse.Namespace) -> int:
         facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": num_bytes}
         sys.stdout.write(json.dumps(facts | asdict(quality), indent=2) + "\n")
     else:
-        wide_console().print(_table(quality, checkpoint.num_bytes, num_bytes))
+        wide_console().print(FittingTable(_table(quality, checkpoint.num_bytes, num_bytes)))
         sys.stdout.write(
             f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
         )

@@ -117,8 +117,9 @@ class CompletionChunks:
 
 async def list_models(exchange: Exchange) -> Response:
     models = await exchange.client.models(timeout=exchange.settings.request_timeout_s)
-    names = [(name, model) for model in models for name in (model.name, *model.adapters)]
-    return JSONResponse({"object": "list", "data": [_model_json(name, model) for name, model in names]})
+    data = [_model_json(name, model) for model in models for name in (model.name, *model.adapters)]
+    pages = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {"first_id": None, "last_id": None}
+    return JSONResponse({"object": "list", "data": data, "has_more": False, **pages})
 
 
 async def get_model(exchange: Exchange) -> Response:
@@ -130,13 +131,20 @@ async def get_model(exchange: Exchange) -> Response:
 
 
 def _model_json(name: str, model: Model) -> Json:
-    """A model, or one of its adapters, whose `parent` it is."""
+    """A model, or one of its adapters, whose `parent` it is, for clients of OpenAI and of Anthropic. The start of the
+    epoch says that nobody knows when it was made.
+    """
     return {
         "id": name,
         "object": "model",
+        "type": "model",
+        "display_name": name,
         "created": 0,
+        "created_at": "1970-01-01T00:00:00Z",
+        "lifecycle": "active",
         "owned_by": "tandem",
         "root": model.name,
         "parent": None if name == model.name else model.name,
         "max_model_len": model.max_total_tokens,
+        "max_input_tokens": model.max_input_tokens,
     }

@@ -31,7 +31,7 @@ from redis.asyncio import Redis
 from mesh.domain.errors import Overloaded
 from mesh.domain.request import mint_id
 from mesh.redis_connection import FAILURES, cause_of, open_redis
-from mesh.retry import require_not_cancelled
+from mesh.tasks import require_not_cancelled
 from router.admission.limiter import Permit
 from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant

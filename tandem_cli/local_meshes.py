@@ -29,7 +29,7 @@ from mesh.settings import suggestion
 from mesh.whole_file import write_whole
 from tandem_cli.parser import Command, CommandParser
 from tandem_cli.service_log import read_log_line
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import FittingTable, wide_console
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 _STOP_POLL_S = 0.1
@@ -54,7 +54,7 @@ def _list(args: argparse.Namespace) -> int:
             _describe_time(time.time() - mesh.since_s),
         )
         table.add_row(str(mesh.pid), *map(Text, cells), Text(mesh.log_dir))
-    wide_console().print(table)
+    wide_console().print(FittingTable(table))
     return 0
 
 

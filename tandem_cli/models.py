@@ -8,7 +8,7 @@ from rich.text import Text
 import tandem
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import Command, CommandParser
-from tandem_cli.terminal import strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
 _TIMEOUT_S = 10.0
 
@@ -30,7 +30,7 @@ def _list_models(args: argparse.Namespace) -> int:
             str(model.vocab_size),
             "yes" if model.has_chat_template else "no",
         )
-    wide_console().print(table)
+    wide_console().print(FittingTable(table))
     return 0
 
 

@@ -15,7 +15,7 @@ from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.quantized_formats.config import read_quantization
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
@@ -172,7 +172,7 @@ def _fitting_scheme(name: str, checkpoint: FloatCheckpoint) -> Scheme:
     for group_size in _GROUP_SIZES:
         scheme = make_scheme(name, group_size=group_size, alpha=DEFAULT_ALPHA, dtype=checkpoint.dtype)
         try:
-            require_groups(checkpoint, scheme)
+            require_fit(checkpoint, scheme)
         except ConfigurationError:
             if group_size == _GROUP_SIZES[-1]:
                 raise

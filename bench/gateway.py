@@ -28,7 +28,7 @@ from rich.table import Table
 import tandem
 from bench.paced_mesh import paced_mesh, service
 from mesh.interrupts import run_program, showing
-from mesh.together import together
+from mesh.tasks import together
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.paced import delay_s

@@ -5,8 +5,8 @@
 A checkpoint in fp32 with random weights is written, and partitioned. Then each of the two is loaded in a process of its
 own, in turns: cold, after the system was asked to drop the files from its page cache, and warm. Seconds are those of
 loading, without the start of Python and its imports; private memory is what a second worker would take again. At the
-end two workers of the partition run at once: the second says which pages of the weights it shares with nobody, after a
-step that has read them all, and whether its logits are those of the checkpoint, to the bit. Needs disk and page cache
+end two workers of the partition run at once. After a step, which reads all weights, the second says which of their
+pages it shares with nobody, and whether its logits are those of the checkpoint, to the bit. Needs disk and page cache
 of twice the model's size.
 """
 

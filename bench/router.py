@@ -150,8 +150,8 @@ def show_scaling(runs: list[list[RouterRun]], replicas: list[int]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class MeshRun:
-    """CPU time of one simulated mesh: until all workers were proven, for each request, for one placement, and for one
-    worker's heartbeat, of which two come in a second."""
+    """CPU time of one simulated mesh. `start_s` ends when all workers were proven. A worker sends two heartbeats a
+    second."""
 
     start_s: float
     request_ms: float

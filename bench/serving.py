@@ -32,7 +32,7 @@ from mesh.interrupts import run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from worker.engine_host import load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 _ENGINE = "engine"
 

@@ -2,10 +2,16 @@
 
     python -m bench.sessions [--shape 135m] [--quantize int8] [--sessions 20] [--turns 4] [--in-memory 0.1]
 
-Sessions take turns: each sends all that was said so far and a new question, and gets an answer. By the time it comes
-again, the others have taken its memory: all KV of `--in-memory` of the sessions fits. The same is done by a mesh
-without a disk, by one with it (`kv_disk`), by one whose memory is large enough, and by one where as many sessions as
-fit beside another say that their KV has high priority: those are shown apart. Turns after the first are counted.
+Sessions take turns: each sends all that was said so far and a new question, and gets an answer. Memory holds the KV of
+the share `--in-memory` of the sessions. When a session comes again, the others have taken its memory. Four meshes do
+the same:
+
+    without a disk
+    with a disk (`kv_disk`)
+    with enough memory
+    with hints: as many sessions as fit beside another give their KV high priority, and are shown apart
+
+Turns after the first are counted.
 """
 
 import argparse

@@ -33,7 +33,7 @@ from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
 from worker.engine_host import load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 _BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
 _ARMS = ("none", "ngram", "draft")

@@ -9,9 +9,8 @@ from engine.settings import graph_sizes
 from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
-from worker.limits import EngineLimits
 from worker.metrics import DecodeMetrics
-from worker.role import EngineParts, Role, RoleServices
+from worker.role import EngineLimits, EngineParts, Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 

@@ -22,8 +22,7 @@ from gateway.exchange import Endpoint
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
-from gateway.openai.completions import completions, get_model, list_models
-from gateway.openai.embeddings import embeddings
+from gateway.openai.completions import completions, embeddings, get_model, list_models
 from gateway.openai.tokens import detokenize
 from gateway.responses.endpoint import create_response
 from gateway.tgi import endpoints as tgi

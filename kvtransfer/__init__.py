@@ -32,18 +32,18 @@ push_call.py               the gRPC call `Push` and its connections
 The decode worker's side:
 
 receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
-transfer_checks.py         ExpectedTransfer, and the checks of a transfer's messages (no I/O)
-assembly.py                a transfer that comes in several flows (no I/O)
+incoming_transfer.py       ExpectedTransfer, the checks of a transfer's messages, and its flows (no I/O)
 
 Both:
 
 messages.py, chunks.py     messages as values and as bytes; how KV is cut into chunks and checksummed
 store.py                   the interface of the KV cache that both sides use
 ranks.py                   KV that lies in other processes of the worker
-settings.py, tasks.py      limits and leases; asyncio helpers
+settings.py                limits and leases
 transports/                payload paths; base.py is the interface for another one
 """
 
+from kvtransfer.incoming_transfer import ExpectedTransfer
 from kvtransfer.messages import SERVICE_NAME
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.ranks import Outgoing, RankedReceiver, RankedSender
@@ -51,7 +51,6 @@ from kvtransfer.receiver import KVReceiver, KvTransferServicer, ReceiverCallback
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
-from kvtransfer.transfer_checks import ExpectedTransfer
 
 __all__ = [
     "SERVICE_NAME",

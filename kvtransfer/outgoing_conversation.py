@@ -33,11 +33,11 @@ from kvtransfer.messages import (
 from kvtransfer.push_call import ChannelPool, PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
-from kvtransfer.tasks import run_to_end, task_group
 from kvtransfer.transports.base import SendPath, SendTransport, Slot
 from mesh.domain.errors import LayoutMismatch, TransferFailed
 from mesh.domain.kv import KVSpan
 from mesh.rpc.credentials import Metadata
+from mesh.tasks import run_to_end, task_group
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,15 +14,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from kvtransfer.incoming_transfer import ExpectedTransfer
 from kvtransfer.outgoing_conversation import TransferResult, TransferSpec
 from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
-from kvtransfer.tasks import mark_retrieved
-from kvtransfer.transfer_checks import ExpectedTransfer
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.host import is_loopback
 from mesh.domain.kv import Flow, KVSpan, Span, flows
 from mesh.domain.worker import KVEndpoint
+from mesh.tasks import mark_retrieved
 from mesh.v1 import rank_pb2
 from mesh.wire import span_to_proto
 from tandem.v1.sampling_pb2 import SampledToken

@@ -5,7 +5,7 @@ Life of a transfer here:
     expect()      registers reserved blocks; chunks of this transfer id and attempt may be written into them
     push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
                   for it, writes and verifies it on a thread, acknowledges it; checks commit. If the sender's KV lies in
-                  several processes, there are as many conversations, see assembly.py
+                  several processes, there are as many conversations, see incoming_transfer.py
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -24,7 +24,7 @@ from functools import partial
 import grpc
 import structlog
 
-from kvtransfer.assembly import Assembly
+from kvtransfer.incoming_transfer import Assembly, ExpectedTransfer, TransferChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
@@ -42,11 +42,10 @@ from kvtransfer.messages import (
 )
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
-from kvtransfer.tasks import mark_retrieved, run_to_end, task_group
-from kvtransfer.transfer_checks import ExpectedTransfer, TransferChecks
 from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
+from mesh.tasks import mark_retrieved, run_to_end, task_group
 
 log = structlog.get_logger(__name__)
 

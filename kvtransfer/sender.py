@@ -21,13 +21,13 @@ from kvtransfer.outgoing_conversation import OutgoingConversation, SenderResourc
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
-from kvtransfer.tasks import mark_retrieved
 from kvtransfer.transports import open_send_transports
 from kvtransfer.transports.base import SendTransport
 from mesh.domain.errors import ConfigurationError, MeshError, ReceiverLost, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import MAX_MESSAGE_BYTES
+from mesh.tasks import mark_retrieved
 
 log = structlog.get_logger(__name__)
 

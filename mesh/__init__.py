@@ -9,5 +9,6 @@ process.py               start, signals and stop of a service process; secrets f
 fork_server/             a process that has imported the services' modules and forks the services
 logs.py, line_writer.py  logs
 metrics.py, tracing.py   Prometheus metrics and OpenTelemetry traces
-retry.py                 delays between attempts, and cancellation of asyncio tasks
+tasks.py                 asyncio: delays between attempts, cancellation, tasks that fail as one
+whole_file.py            files that are replaced as a whole
 """

@@ -4,27 +4,33 @@ With a single router, workers register through a gRPC stream instead (worker/age
 
 Connections have short timeouts, no hidden retries, bounded backoff and few log lines. Messages are signed
 (mesh/sealed_messages.py).
+
+In a Redis Cluster all keys of a mesh have one hash tag, so they lie in one slot, on one server. A connection asks the
+servers of the URL which of them has that slot, and goes there: as with sentinels, nothing else of the mesh knows of the
+cluster. Messages reach subscribers at any server. A server that no longer has the slot says so; the connection ends
+then, and the next one asks again.
 """
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, cast
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 import structlog
-from redis.asyncio import Redis
-from redis.asyncio.connection import parse_url
+from redis.asyncio import ConnectionPool, Redis
+from redis.asyncio.connection import Connection, SSLConnection, parse_url
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import MasterNotFoundError, Sentinel, SentinelConnectionPool
 from redis.backoff import NoBackoff
-from redis.exceptions import RedisError
+from redis.crc import key_slot
+from redis.exceptions import AskError, ClusterDownError, ReadOnlyError, RedisError
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
-from mesh.redis_cluster import TAG, is_clustered, open_slot
-from mesh.retry import Backoff, require_not_cancelled
 from mesh.rpc.credentials import MeshKey
+from mesh.tasks import Backoff, require_not_cancelled
 
 log = structlog.get_logger(__name__)
 
@@ -49,6 +55,12 @@ _BY_CLUSTER = {f"{scheme}+cluster": scheme for scheme in _PLAIN}
 _TIMEOUT_S = 1.0
 _FIRST_BACKOFF_S = 0.1
 _MAX_BACKOFF_S = 1.0
+TAG = "{tandem}"
+_SLOT = key_slot(TAG.encode())
+_PORT = 6379
+_NOT_HERE = (AskError, ClusterDownError, ReadOnlyError)
+"""Answers of servers that do not have the slot, or not for writing. MOVED is an AskError, too."""
+Address = tuple[str, int]
 
 
 def require_registry(url: str, key: MeshKey | None) -> MeshKey:
@@ -154,3 +166,69 @@ def record_key(worker_id: str) -> str:
 def ask_channel(worker_id: str) -> str:
     """The channel on which routers request a snapshot from the worker, or refuse it."""
     return f"{PREFIX}asks:{worker_id}"
+
+
+class _ToSlot(Connection):
+    """A connection to the server that has the slot now. `servers`: those of the URL, some of which may be away."""
+
+    def __init__(self, *, servers: Sequence[Address], asking: dict[str, Any], **options: Any) -> None:
+        super().__init__(**options)
+        self._servers = servers
+        self._asking = asking
+
+    async def connect(self) -> None:
+        if not self.is_connected:
+            self.host, self.port = await _owner(self._servers, self._asking)
+        await super().connect()  # type: ignore[no-untyped-call]
+
+    async def read_response(self, *args: Any, **options: Any) -> Any:
+        try:
+            return await super().read_response(*args, **options)
+        except _NOT_HERE as error:
+            await self.disconnect()
+            raise RedisConnectionError("the cluster has moved the slot of the mesh") from error
+
+
+class _ToSlotWithTls(_ToSlot, SSLConnection):
+    """The same over TLS."""
+
+
+async def _owner(servers: Sequence[Address], options: dict[str, Any]) -> Address:
+    """Ask the servers one by one. Raises RedisError or OSError if none of them knows."""
+    failure: Exception = RedisConnectionError("no server of the cluster has the slot of the mesh")
+    for host, port in servers:
+        try:
+            async with Redis(host=host, port=port, **options) as redis:
+                ranges = await redis.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
+        except (RedisError, OSError, TimeoutError) as error:
+            failure = error
+            continue
+        for first, last, (owner, owner_port, *_), *_ in ranges:
+            if first <= _SLOT <= last:
+                name = owner.decode() if isinstance(owner, bytes) else owner
+                return name or host, int(owner_port)  # a server that does not know its own address
+    raise failure
+
+
+def open_slot(url: SplitResult, options: dict[str, Any], *, tls: bool) -> Redis:
+    """Return a client for USER:PASSWORD@HOST:PORT,HOST:PORT; user, password and TLS are those of all servers. Raises
+    ValueError."""
+    login, at, addresses = url.netloc.rpartition("@")
+    servers = []
+    known: dict[str, Any] = {}
+    for address in addresses.split(","):
+        plain = url._replace(scheme="rediss" if tls else "redis", netloc=f"{login}{at}{address}")
+        known = dict(parse_url(urlunsplit(plain)))
+        servers.append((known.pop("host", ""), int(known.pop("port", _PORT))))
+    if known.pop("db", 0) or not all(host for host, _ in servers):
+        raise ValueError("a cluster has database 0 only, or a host is missing")
+    known.pop("connection_class", None)
+    known = {**options, **known}
+    asking = {**known, "ssl": True} if tls else known
+    pool = ConnectionPool(_ToSlotWithTls if tls else _ToSlot, servers=servers, asking=asking, **known)
+    return Redis.from_pool(pool)
+
+
+def is_clustered(redis: Redis) -> bool:
+    """Whether this client belongs to a cluster."""
+    return issubclass(redis.connection_pool.connection_class, _ToSlot)

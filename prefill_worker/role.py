@@ -8,9 +8,8 @@ from mesh.v1 import prefill_pb2_grpc
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
-from worker.limits import EngineLimits
 from worker.metrics import PrefillMetrics
-from worker.role import EngineParts, Role, RoleServices
+from worker.role import EngineLimits, EngineParts, Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 

@@ -15,6 +15,7 @@ Later replays draw on one budget per model and wait for it rather than fail, so 
 """
 
 import asyncio
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -32,13 +33,12 @@ from mesh.domain.errors import (
 )
 from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.retry import backoff_s
+from mesh.tasks import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
 from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
 from router.choice import Choice, WaitingFork
-from router.conversation_homes import ConversationHomes
 from router.journal import Journal
 from router.served_model import ServedModel
 from router.settings import RouterSettings
@@ -52,6 +52,7 @@ _FIRST_BACKOFF_S = 0.05
 _MAX_BACKOFF_S = 1.0
 # After this many failures in a row the decode worker prefills itself: the network between workers may be down.
 _PREFILL_LOCALLY_AFTER = 3
+_MAX_CONVERSATIONS = 65_536
 
 
 class FailureHistory:
@@ -324,3 +325,26 @@ def _fork_of(request: SequenceSpec) -> Fork:
 def _note_placed(timeline: Timeline, placement: Placement) -> None:
     timeline.mark("placed")
     timeline.note_workers(placement.prefill.worker_id if placement.prefill else "", placement.decode.worker_id)
+
+
+class ConversationHomes:
+    """The decode worker that each conversation used last, for the latest ones of one model at this router."""
+
+    def __init__(self, max_conversations: int = _MAX_CONVERSATIONS) -> None:
+        self._max_conversations = max_conversations
+        self._incarnations: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def find(self, request: SequenceSpec) -> str:
+        """The incarnation of the worker; empty if the request belongs to no conversation, or to a new one."""
+        return self._incarnations.get(_conversation_of(request), "")
+
+    def note(self, request: SequenceSpec, incarnation: str) -> None:
+        if request.cache_hints.session_id:
+            self._incarnations[_conversation_of(request)] = incarnation
+            self._incarnations.move_to_end(_conversation_of(request))
+            if len(self._incarnations) > self._max_conversations:
+                self._incarnations.popitem(last=False)
+
+
+def _conversation_of(request: SequenceSpec) -> tuple[str, str]:
+    return request.cache_namespace, request.cache_hints.session_id

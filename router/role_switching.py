@@ -27,8 +27,8 @@ _LOOK_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class SwitchLimits:
-    """How long advice stands before it is followed, how long no worker has come or gone before, and how much of the
-    workers that stay may be in use.
+    """Advice is followed after it has stood for `after_s`, if no worker has come or gone for `pause_s`, and if at most
+    the share `max_used` of the workers that stay is in use.
     """
 
     after_s: float = 30.0

@@ -7,7 +7,7 @@ never wait for long ones.
 """
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +15,10 @@ from typing import TypeVar
 
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
-from mesh.domain.errors import InvalidRequest, LayoutMismatch
+from mesh.domain.errors import ConfigurationError, InvalidRequest, LayoutMismatch
 from mesh.domain.request import SequenceSpec, Structure
 from mesh.domain.worker import WorkerInfo
+from router.settings import RouterSettings, require_input_below_total
 from router.text.chat import (
     ChatPrompt,
     ChatTemplate,
@@ -28,6 +29,7 @@ from router.text.chat import (
 from router.text.fair_slots import FairSlots
 from router.text.template_process import TemplateProcess
 from router.text.tokenizer import TextToken, Tokenizer
+from router.validation import Limits
 
 T = TypeVar("T")
 # Encoding texts up to this length is cheaper than handing them to a thread, and short enough for the event loop.
@@ -36,6 +38,8 @@ _SHORT_TOKENS = 256
 # Longer texts take tens of milliseconds or more.
 _LONG_CHARS = 64 << 10
 _LONG_TOKENS = 16 << 10
+# Used when neither the model, nor the settings, nor a worker sets a limit.
+_UNLIMITED_TOKENS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,3 +241,41 @@ class PromptEncoder:
                 f"the prompt has {len(text)} characters, and at most {max_chars} fit into the {max_tokens} tokens "
                 "(max_input_length) that are allowed"
             )
+
+
+class LimitPolicy:
+    """Derives limits from settings, model and workers. Raises ConfigurationError if settings and model conflict."""
+
+    def __init__(self, settings: RouterSettings, facts: ModelFacts) -> None:
+        positions = facts.max_positions
+        setting = settings.max_total_tokens
+        if setting is not None and positions is not None and setting > positions:
+            raise ConfigurationError(
+                f"max_total_tokens must be <= the model's longest sequence, got {setting} and {positions}"
+            )
+        self._max_total = setting or positions or _UNLIMITED_TOKENS
+        # The start token of an encoder-decoder model's decoder takes a position that clients do not see.
+        self._num_hidden = 0 if facts.decoder_start_token_id is None else 1
+        self._max_input = settings.max_input_length or self._max_total - 1
+        require_input_below_total(self._max_input, self._max_total)
+
+    def resolve(self, decode_capacities: Collection[int]) -> Limits:
+        """Return the limits with decode workers that can hold sequences of these lengths; without any, those by
+        settings and model only.
+        """
+        smallest, largest = (
+            min(self._max_total, pick(decode_capacities, default=_UNLIMITED_TOKENS) - self._num_hidden)
+            for pick in (min, max)
+        )
+        return Limits(min(self._max_input, largest - 1), largest, smallest)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """A served model and its current limits. `ready`: there are workers to serve it."""
+
+    model: ServedModel
+    limits: Limits
+    ready: bool
+    max_concurrent_requests: int
+    adapters: tuple[str, ...] = ()

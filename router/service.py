@@ -29,8 +29,7 @@ from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, 
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
-from router.limits import LimitPolicy, ModelInfo
-from router.served_model import EncodedPrompt, ModelText
+from router.served_model import EncodedPrompt, LimitPolicy, ModelInfo, ModelText
 from router.settings import RouterSettings
 from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
@@ -323,7 +322,7 @@ class ModelServices:
         return answer
 
     def _with_revision(self, params: GenerateParams, name: str) -> GenerateParams:
-        """The parameters with the model that is to answer, if `name`, which they mean, stands for several."""
+        """Choose the model that answers, if `name` stands for several revisions."""
         if not self._traffic.revisions(name):
             return params  # without the hash of a prompt that may be long
         model = self._traffic.choose(name, session_key(params.prompt, params.tenant.name))

@@ -3,7 +3,6 @@
 Nothing is started here. `prepare_models` downloads models, once, before any service starts.
 """
 
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,8 +14,16 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import Cores
 from mesh.settings import Resolved, load_settings
 from router.settings import RouterSettings
-from tandem_cli.cores import CoreAssignment, assign_cores, format_cores
-from tandem_cli.devices import num_gpus, num_sharing, spread, worker_devices
+from tandem_cli.hardware import (
+    CoreAssignment,
+    assign_cores,
+    assign_gpus,
+    available_cores,
+    format_cores,
+    num_gpus,
+    num_sharing,
+    worker_devices,
+)
 from tandem_cli.low_code_values import flag
 from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
@@ -159,8 +166,8 @@ class Deployment:
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
     def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "Deployment":
-        """The same deployment, in which a worker of several ranks has as many times the cores of a worker with one, if
-        there are enough in `available`.
+        """The same deployment, with cores for each rank: a worker of N ranks gets N times the cores of a worker with
+        one rank, if `available` has enough.
 
         Raises ConfigurationError as `resolve` does.
         """
@@ -183,14 +190,14 @@ class Deployment:
         return replace(self, models=tuple(models))
 
     def on_devices(self, environ: Mapping[str, str]) -> "Deployment":
-        """The same deployment, in which workers that ask for any GPU have one each as far as there are enough, and
-        workers on one device share its KV memory equally, unless their settings say otherwise.
+        """The same deployment, with GPUs for the workers that ask for any, as far as there are enough. Workers on one
+        device share its KV memory equally, unless their settings say otherwise.
 
         Raises ConfigurationError as `resolve` does.
         """
         workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
         asked = {name: (settings.device, settings.num_local_ranks) for name, settings in workers.items()}
-        chosen = spread(asked, num_gpus(environ))
+        chosen = assign_gpus(asked, num_gpus(environ))
         devices = {name: worker_devices(chosen.get(name, asked[name][0]), asked[name][1]) for name in workers}
         values: dict[str, dict[str, object]] = {name: {"device": device} for name, device in chosen.items()}
         for name, settings in workers.items():
@@ -325,13 +332,6 @@ def join_models(models: Sequence[str]) -> str:
     if len(models) > 1 and not all(split_models(model)[0][0] for model in models):
         raise ConfigurationError(f"several models need names, as in --model NAME=MODEL, got {' and '.join(models)}")
     return ",".join(models)
-
-
-def available_cores() -> Sequence[int]:
-    """Cores that this process may use; all cores where the system has no affinity."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return range(os.cpu_count() or 1)
 
 
 def _sources(settings: UpSettings) -> dict[str, ModelSource]:

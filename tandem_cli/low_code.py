@@ -5,10 +5,14 @@ serving.properties ─▶ OPTION_* and SERVING_* ─▶ variables of TGI and Sag
     ─▶ flags of `tandem up`, under its own flags and TANDEM_* variables
 
 This module reads the keys, resolves them, checks for contradictions, and explains the origin of each setting.
+
+The serving.properties that `tandem optimize` writes are read by `tandem up FOLDER` without being told. Files of anybody
+else are read with --serving-properties only: they may name a handler, whose code would run.
 """
 
+import argparse
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -23,6 +27,22 @@ _SERVING = "SERVING_"
 _SPECIAL_NAMES = {"OPTION_ENTRYPOINT": "option.entryPoint", "OPTION_ENGINE": "engine"}
 # LMI's job_queue_size. It sets both, because waiting requests count as concurrent here.
 _LMI_DEFAULTS = {"max_concurrent_requests": "1000", "max_queued_requests": "1000"}
+RolesOf = Mapping[str, Iterable[str]]
+"""The roles that have each setting, by the name of the setting."""
+WRITTEN_BY = "# Written by tandem optimize: tandem up reads it where it lies."
+_WRITTEN_KEYS = frozenset(
+    {
+        "option.model_id",
+        "option.quantize",
+        "option.dtype",
+        "option.prefill_workers",
+        "option.decode_workers",
+        "option.colocated",
+        "option.tensor_parallel_degree",
+        "option.speculative_config",
+        "option.speculative_draft_model",
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +58,6 @@ class Entry:
     def label(self) -> str:
         """The key with its origin, for messages."""
         return self.key if self.key == self.origin else f"{self.key} ({self.origin})"
-
-
-RolesOf = Mapping[str, Iterable[str]]
-"""The roles that have each setting, by the name of the setting."""
 
 
 @dataclass
@@ -276,3 +292,32 @@ def _require_agreement(entries: list[Entry]) -> Entry:
                 "set one of them"
             )
     return entries[0]
+
+
+def find_written(models: Sequence[str]) -> Path | None:
+    """The file in the folder of the only model, if `tandem optimize` wrote it. Raises ConfigurationError for keys that
+    it does not write.
+    """
+    if len(models) != 1 or "=" in models[0]:
+        return None
+    path = Path(models[0]) / "serving.properties"
+    if not path.is_file():
+        return None
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if not lines or lines[0] != WRITTEN_BY:
+        return None
+    for line in lines[1:]:
+        key = line.partition("=")[0].strip()
+        if key and key not in _WRITTEN_KEYS:
+            raise ConfigurationError(
+                f"{path} has {key}, which tandem optimize does not write: give --serving-properties"
+            )
+    return path
+
+
+def use_written(args: argparse.Namespace, low_code: LowCode) -> None:
+    """Serve as was measured: without LMI's defaults, and the model that the file names, if it names one."""
+    low_code.router_defaults.clear()
+    if "model" in low_code.of("up"):
+        args.models = []
+        vars(args).pop("model", None)

@@ -1,4 +1,4 @@
-"""Entry point of the `tandem` command. Each subcommand is the module of its name, imported when it is chosen.
+"""Entry point of the `tandem` command. Each subcommand has a module, which is imported when it is chosen.
 
 `tandem generate` therefore starts without the engine that `tandem plan` measures, and `tandem --help` imports no
 command. This module itself imports neither the SDK nor rich, which take longer than `--help` may.
@@ -8,13 +8,13 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
-from typing import Any, Protocol, cast
+from typing import Any
 
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import suggestion
-from tandem_cli.parser import CommandParser, complete, shows_all
+from tandem_cli.parser import Command, CommandParser, complete, shows_all
 
 GROUPS = {
     "serve": {
@@ -57,7 +57,14 @@ GROUPS = {
 
 COMMANDS = {name: about for commands in GROUPS.values() for name, about in commands.items()}
 
-_MODULES = {"serve": "up"}
+_MODULES = {
+    "serve": "up",
+    **dict.fromkeys(("ps", "stop", "logs"), "local_meshes"),
+    **dict.fromkeys(("drain", "undrain", "switch"), "workers"),
+    "traffic": "models",
+}
+"""The modules of the commands that do not have one of their name."""
+
 
 _ADVICE = {
     "ConnectionFailed": "start a mesh with: tandem up; those that run here: tandem ps",
@@ -68,15 +75,6 @@ _ADVICE = {
     "InternalError": "see: tandem logs",
 }
 """What a user can do about errors of the SDK, by the name of the error."""
-
-
-class Command(Protocol):
-    """The interface of a subcommand's module."""
-
-    def add_arguments(self, parser: CommandParser) -> None: ...
-
-    def run(self, args: argparse.Namespace) -> int:
-        """Run the command; returns the exit status."""
 
 
 class _Version(argparse.Action):
@@ -112,7 +110,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     for name, about in COMMANDS.items():
         subparser = subparsers.add_parser(name, description=about, help=about, show_all=shows_all(words))
         if name == chosen:
-            command = cast(Command, import_module(f"tandem_cli.{_MODULES.get(name, name)}"))
+            command = _load(name)
             command.add_arguments(subparser)
             subparser.set_defaults(run=command.run)
     complete(parser)
@@ -125,6 +123,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if chosen is None:
         parser.error("a command is missing")
     return args
+
+
+def _load(name: str) -> Command:
+    """The subcommand, from its module: one of the module's COMMANDS, or else the module's own two functions."""
+    module = import_module(f"tandem_cli.{_MODULES.get(name, name)}")
+    commands: Mapping[str, Command] = getattr(module, "COMMANDS", {})
+    return commands[name] if commands else Command(module.add_arguments, module.run)
 
 
 def _list_commands() -> str:

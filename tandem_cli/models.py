@@ -1,22 +1,25 @@
-"""`tandem models`: lists the served models."""
+"""`tandem models` and `tandem traffic`: the served models, and the shares of requests that revisions of a model get."""
 
 import argparse
 
 from rich.table import Table
 from rich.text import Text
 
+import tandem
 from tandem_cli.connection import add_connection_arguments, open_client
-from tandem_cli.parser import CommandParser
+from tandem_cli.parser import Command, CommandParser
 from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
+_TIMEOUT_S = 10.0
 
-def add_arguments(parser: CommandParser) -> None:
+
+def _add_models_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
 
 
-def run(args: argparse.Namespace) -> int:
+def _list_models(args: argparse.Namespace) -> int:
     with open_client(args) as client:
-        models = client.models(timeout=10)
+        models = client.models(timeout=_TIMEOUT_S)
     table = Table("model", "ready", "input tokens", "total tokens", "vocabulary", "chat", box=None, pad_edge=False)
     for model in models:
         table.add_row(
@@ -29,3 +32,65 @@ def run(args: argparse.Namespace) -> int:
         )
     wide_console().print(FittingTable(table))
     return 0
+
+
+def _add_traffic_arguments(parser: CommandParser) -> None:
+    about = "the name that clients ask for; without one, all shares are shown"
+    parser.add_argument("name", nargs="?", default="", metavar="NAME", help=about)
+    about = "share of a served model, in proportion to the sum; models that are not named get none"
+    parser.add_argument("shares", nargs="*", metavar="MODEL=SHARE", help=about)
+    add_connection_arguments(parser)
+
+
+def _share_out(args: argparse.Namespace) -> int:
+    """Set the shares of one name, then print those of all names. Raises TandemError."""
+    shares = dict(map(_share, args.shares))
+    with open_client(args) as client:
+        if shares:
+            client.set_traffic(args.name, shares, timeout=_TIMEOUT_S)
+        traffic = client.mesh(timeout=_TIMEOUT_S).traffic
+    if args.name and args.name not in traffic:
+        raise tandem.ModelNotFound(f"{args.name!r} stands for no revisions")
+    for name in [args.name] if args.name else sorted(traffic):
+        total = sum(traffic[name].values())
+        by_share = sorted(traffic[name].items(), key=lambda item: (-item[1], item[0]))
+        parts = (f"{model} {_percent(share / total)}" for model, share in by_share)
+        print(strip_controls(f"{name}: {', '.join(parts)}"))
+    return 0
+
+
+def traffic_table(mesh: tandem.Mesh) -> Table:
+    """A row for each revision: its share, and the share of recent requests that it began."""
+    table = Table("traffic", "revision", "share", "routed", "requests", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in sorted(mesh.traffic):
+        shares, routed = mesh.traffic[name], mesh.routed.get(name, tandem.RoutedRequests({}, 0.0))
+        total, num_routed = sum(shares.values()), sum(routed.requests.values())
+        for model in sorted({*shares, *routed.requests}, key=lambda model: (-shares.get(model, 0.0), model)):
+            count = routed.requests.get(model, 0)
+            table.add_row(
+                Text(strip_controls(name)),
+                Text(strip_controls(model)),
+                _percent(shares.get(model, 0.0) / total),
+                _percent(count / num_routed) if num_routed else "",
+                f"{count} in {routed.span_s:.0f} s",
+            )
+    return table
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.4g} %"
+
+
+def _share(text: str) -> tuple[str, float]:
+    """Raises InvalidRequest."""
+    model, _, share = text.rpartition("=")
+    try:
+        return model, float(share)
+    except ValueError:
+        raise tandem.InvalidRequest(f"shares are given as MODEL=SHARE, such as v2=10, got {text!r}") from None
+
+
+COMMANDS = {
+    "models": Command(_add_models_arguments, _list_models),
+    "traffic": Command(_add_traffic_arguments, _share_out),
+}

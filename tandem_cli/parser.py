@@ -2,15 +2,22 @@
 
 import argparse
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import Field
 from itertools import zip_longest
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from mesh.settings import BARE, flag_name, flag_options, is_bool, suggestion
 
 _COMPLETION = "_ARGCOMPLETE"
 """The variable that a shell sets to complete a command line."""
+
+
+class Command(NamedTuple):
+    """A subcommand: it declares its arguments, then runs with their values and returns the exit status."""
+
+    add_arguments: Callable[["CommandParser"], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 class CommandParser(argparse.ArgumentParser):

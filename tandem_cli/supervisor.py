@@ -19,12 +19,12 @@ from typing import Any, TypeAlias
 
 from mesh.domain.errors import ConfigurationError
 from mesh.process import adopt_orphans
-from mesh.retry import Backoff
+from mesh.tasks import Backoff
 from tandem import TandemError
-from tandem_cli.cores import format_cores
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
-from tandem_cli.launcher import ChildEvent, Launcher, RunningService
+from tandem_cli.hardware import format_cores
+from tandem_cli.launcher import Launcher, RunningService, ServiceEvent
 from tandem_cli.scaling import Change, Scaling
 
 _CONFIGURATION_STATUS = 2
@@ -64,7 +64,7 @@ class _RestartDue:
     service: Service
 
 
-_Event: TypeAlias = ChildEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue | Change
+_Event: TypeAlias = ServiceEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue | Change
 
 
 class Supervisor:
@@ -149,7 +149,7 @@ class Supervisor:
         not_ready = set(self._children)
         while not_ready:
             event = await self._next_while_starting(not_ready)
-            if not isinstance(event, ChildEvent):
+            if not isinstance(event, ServiceEvent):
                 continue
             name = event.child.service.name
             if event.kind == "loading":
@@ -206,7 +206,7 @@ class Supervisor:
         event = await self._next()
         if isinstance(event, _StartTimedOut):
             raise MeshFailed(self._describe_timeout(waiting_for))
-        if isinstance(event, ChildEvent) and event.kind == "exited":
+        if isinstance(event, ServiceEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
                 raise ConfigurationError(child.tail[-1])
@@ -222,7 +222,7 @@ class Supervisor:
                     await self._respawn(event.service)
             elif isinstance(event, Change):
                 await self._change(event)
-            elif isinstance(event, ChildEvent):
+            elif isinstance(event, ServiceEvent):
                 self._on_child_event(event)
 
     @contextlib.asynccontextmanager
@@ -257,7 +257,7 @@ class Supervisor:
             self._leaving[leaving] = child
             leaving.add_done_callback(self._leaving.pop)
 
-    def _on_child_event(self, event: ChildEvent) -> None:
+    def _on_child_event(self, event: ServiceEvent) -> None:
         child = event.child
         name = child.service.name
         if self._children.get(name) is not child:  # it was removed

@@ -29,16 +29,14 @@ from mesh.rpc.server import require_free
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
-from tandem_cli.child import Launch, Programs
-from tandem_cli.deployment import Deployment, Overrides, available_cores, find_draft, join_models, prepare_models
-from tandem_cli.derived import with_decode_host, with_switchable
+from tandem_cli.deployment import Deployment, Overrides, find_draft, join_models, prepare_models
 from tandem_cli.display import Display
-from tandem_cli.download_limit import limited_download
-from tandem_cli.launcher import Launcher, with_checkout
-from tandem_cli.low_code import LowCode, read_low_code
+from tandem_cli.hardware import available_cores
+from tandem_cli.launcher import Launcher, LocalLauncher, Programs, with_checkout
+from tandem_cli.local_meshes import RunningMesh, registered
+from tandem_cli.low_code import LowCode, find_written, read_low_code, use_written
 from tandem_cli.parser import CommandParser
-from tandem_cli.partitioned import with_partition
-from tandem_cli.running import RunningMesh, registered
+from tandem_cli.preparation import limited_download, with_decode_host, with_partition, with_switchable
 from tandem_cli.scaling import Scaling
 from tandem_cli.service_log import make_log_folder
 from tandem_cli.supervisor import MeshFailed, Supervisor
@@ -56,7 +54,6 @@ from tandem_cli.up_settings import (
     split_by_role,
     split_secrets,
 )
-from tandem_cli.written_properties import find_written, use_written
 
 _REDIS_S = 5.0
 
@@ -129,7 +126,7 @@ def _serve(
     *,
     programs: Programs,
     environ: Mapping[str, str],
-    launcher: Callable[[Launch], Launcher] = lambda local: local,
+    launcher: Callable[[LocalLauncher], Launcher] = lambda local: local,
     scaling: Scaling | None = None,
 ) -> int:
     with steady_output():
@@ -144,8 +141,8 @@ def _serve(
                     registration.ready(address, http_address)
                     _announce_ready(address, http_address)
 
-                launch = Launch(programs, environ, log_dir, fork_server)
-                supervisor = Supervisor(deployment, launcher(launch), display, trial, scaling)
+                local = LocalLauncher(programs, environ, log_dir, fork_server)
+                supervisor = Supervisor(deployment, launcher(local), display, trial, scaling)
                 asyncio.run(supervisor.run(on_ready))
         except MeshFailed as error:
             sys.stderr.write(f"tandem: {error}\n")

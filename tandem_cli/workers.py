@@ -1,4 +1,4 @@
-"""`tandem workers`: shows the workers, their state and their load, and the traffic of revisions."""
+"""`tandem workers`, `drain`, `undrain` and `switch`: shows the workers of a mesh, and changes what they do."""
 
 import argparse
 import json
@@ -15,9 +15,9 @@ from rich.text import Text
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_client
-from tandem_cli.parser import CommandParser
+from tandem_cli.models import traffic_table
+from tandem_cli.parser import Command, CommandParser
 from tandem_cli.terminal import FittingTable, escape_json_controls, strip_controls, wide_console
-from tandem_cli.traffic import traffic_table
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
 _TIMEOUT_S = 10.0
@@ -30,6 +30,7 @@ _STATE_STYLES = {
     "lost": "red",
     "stopped": "dim",
 }
+_SWITCH_POLL_S = 0.3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class MeshSnapshot:
     mesh: tandem.Mesh
 
 
-def add_arguments(parser: CommandParser) -> None:
+def _add_workers_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--watch", action="store_true", help="refresh the table until Ctrl-C")
     parser.add_argument("--interval", type=float, default=1.0, metavar="SECONDS", help="time between updates (1)")
@@ -48,7 +49,7 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("--json", action="store_true", help=about)
 
 
-def run(args: argparse.Namespace) -> int:
+def _show(args: argparse.Namespace) -> int:
     """Print the tables or JSON, once or until interrupted."""
     if not 0 <= args.interval <= _MAX_INTERVAL_S:
         raise ConfigurationError(f"--interval must be in [0, {_MAX_INTERVAL_S}], got {args.interval:g}")
@@ -159,3 +160,59 @@ def _watch(snapshots: Iterator[MeshSnapshot]) -> None:
         for now in snapshots:
             live.update(render(now, before), refresh=True)
             before = now
+
+
+def _add_names(parser: CommandParser) -> None:
+    parser.add_argument("workers", nargs="+", metavar="WORKER", help="names of workers, as `tandem workers` shows them")
+    add_connection_arguments(parser)
+
+
+def _drain(args: argparse.Namespace) -> int:
+    """Drain the workers. They finish their sequences; `tandem undrain` takes them back."""
+    with open_client(args) as client:
+        for worker in args.workers:
+            client.drain(worker, timeout=_TIMEOUT_S)
+    return 0
+
+
+def _undrain(args: argparse.Namespace) -> int:
+    with open_client(args) as client:
+        for worker in args.workers:
+            client.undrain(worker, timeout=_TIMEOUT_S)
+    return 0
+
+
+def _add_switch_arguments(parser: CommandParser) -> None:
+    parser.add_argument("worker", metavar="WORKER", help="name of a worker, as `tandem workers` shows it")
+    about = "the role to serve in from now on; the role that it has takes a switch back that is under way"
+    parser.add_argument("role", choices=("prefill", "decode"), help=about)
+    about = "seconds to wait until it serves in this role; 0: do not wait (300)"
+    parser.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help=about)
+    add_connection_arguments(parser)
+
+
+def _switch(args: argparse.Namespace) -> int:
+    """Ask the worker, and wait until the router sends it requests in its role. Raises TandemError."""
+    with open_client(args) as client:
+        client.switch_role(args.worker, args.role, timeout=_TIMEOUT_S)
+        deadline_s = time.monotonic() + args.wait
+        while args.wait and not _serves(client, args.worker, args.role):
+            if time.monotonic() > deadline_s:
+                raise tandem.DeadlineExceeded(
+                    f"{args.worker} does not serve as {args.role} after {args.wait:g} s; see: tandem workers"
+                )
+            time.sleep(_SWITCH_POLL_S)
+    return 0
+
+
+def _serves(client: tandem.Client, worker_id: str, role: str) -> bool:
+    workers = client.workers(timeout=_TIMEOUT_S)
+    return any(worker.worker_id == worker_id and worker.role == role and worker.serving for worker in workers)
+
+
+COMMANDS = {
+    "workers": Command(_add_workers_arguments, _show),
+    "drain": Command(_add_names, _drain),
+    "undrain": Command(_add_names, _undrain),
+    "switch": Command(_add_switch_arguments, _switch),
+}

@@ -6,6 +6,6 @@ runtime.py                listen, register, serve, drain, stop; reports of the e
 agent.py, redis_agent.py  registration and heartbeats, with one router or through Redis; the Worker gRPC service
 settings.py               settings of both kinds of worker
 metrics.py                figures of the engine (both roles), of sent KV (prefill) and of started sequences (decode)
-tracing.py                spans of both roles
+role.py                   a role: its limits on the engine, and the services over it
 ranks/                    what a worker with several ranks does beside its engine
 """

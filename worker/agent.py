@@ -16,10 +16,10 @@ import structlog
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.retry import Backoff, is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import error_from_rpc
+from mesh.tasks import Backoff, is_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -51,11 +51,11 @@ from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
-from worker.limits import EngineLimits
 from worker.load_watch import LoadProgress, limited, peak_memory
 from worker.ranks.link import RankLink
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
+from worker.role import EngineLimits
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)

@@ -26,9 +26,9 @@ from mesh.redis_connection import (
     require_registry,
     stay_connected,
 )
-from mesh.retry import require_not_cancelled
 from mesh.rpc.credentials import MeshKey
 from mesh.sealed_messages import RecordSeal, Refused
+from mesh.tasks import require_not_cancelled
 from mesh.v1 import worker_pb2
 from worker.agent import RegistryAgent
 

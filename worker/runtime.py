@@ -4,9 +4,9 @@ Stop order: health becomes NOT_SERVING and new work is refused; an immediate hea
 finishes, or `drain_grace_s` ends; a last heartbeat says farewell; the server stops; the caller of `serve` stops the
 engine, or gives it another role.
 
-The engine's thread cannot detect by itself that it is stuck in a step (a wedged driver, a deadlock, a machine that
-swaps), so the event loop checks how long the thread has been in its current step or command. The limit grows with the
-step's number of tokens, because a large prompt chunk takes long without being stuck.
+A wedged driver, a deadlock or a machine that swaps may stop the engine's thread in the middle of a step. The event loop
+therefore checks how long the thread has been in its current step or command. The limit grows with the step's number of
+tokens, because a large prompt chunk takes long without being stuck.
 """
 
 import asyncio

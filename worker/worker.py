@@ -5,8 +5,8 @@ roles goes from one to the other.
                         ▲                                                  │
                         └── another role, with the same engine and KV ─────┘
 
-Each role has a server, a registration and an incarnation of its own, so that for the rest of the mesh a worker that
-changes its role is one that leaves and another one that joins under the same name. Model and prefix cache stay.
+Each role has a server, a registration and an incarnation of its own. When a worker changes its role, the rest of the
+mesh sees one worker leave and another one join under the same name. Model and prefix cache stay.
 """
 
 import asyncio
@@ -22,9 +22,8 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
 from mesh.rpc.server import require_free
 from worker.engine_host import LoadRunner, download_and_load_host
-from worker.limits import widest
 from worker.ranks.link import set_up_kv
-from worker.role import EngineParts, Role, RoleServices
+from worker.role import EngineParts, Role, RoleServices, widest
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 

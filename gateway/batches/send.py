@@ -12,7 +12,7 @@ from typing import Protocol
 import httpx2
 
 from gateway.batches.files import BatchRefused, BatchRequest
-from mesh.together import together
+from mesh.tasks import together
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
 _LATER = (408, 429, 502, 503, 504, 529)

@@ -26,7 +26,7 @@ from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.process import handing_over, run_for_life
-from mesh.retry import backoff_s
+from mesh.tasks import backoff_s
 
 log = structlog.get_logger(__name__)
 

@@ -7,8 +7,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.messages import Deltas, build_message
-from gateway.openai.reading import Reading, plan_chat
+from gateway.openai.reading import Deltas, Reading, build_message, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
 from gateway.openai.response_parts import (
     Envelope,

@@ -1,4 +1,4 @@
-"""POST /v1/completions, and GET /v1/models."""
+"""POST /v1/completions, GET /v1/models, and POST /v1/embeddings: refused, because workers compute no embeddings."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -6,9 +6,9 @@ from dataclasses import replace
 from starlette.responses import JSONResponse, Response
 
 from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
-from gateway.errors import Problem, openai_error_body
+from gateway.errors import InvalidField, Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.parameters import completion_arguments
+from gateway.openai.parameters import completion_arguments, model_of
 from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
 from gateway.openai.response_parts import (
     CompletionLogprobs,
@@ -21,7 +21,7 @@ from gateway.openai.response_parts import (
     visible_tokens,
     without_stop_tokens,
 )
-from gateway.schema import Json
+from gateway.schema import AnyJson, Body, Json, Name
 from tandem import Choice, FinishReason, Model, Token, TokenEvent
 
 
@@ -148,3 +148,19 @@ def _model_json(name: str, model: Model) -> Json:
         "max_model_len": model.max_total_tokens,
         "max_input_tokens": model.max_input_tokens,
     }
+
+
+class EmbeddingsBody(Body):
+    model: Name = ""
+    input: AnyJson
+
+
+async def embeddings(exchange: Exchange) -> Response:
+    """Raise the error that tells a wrong model name from a model that cannot do it."""
+    body = await exchange.parse(EmbeddingsBody)
+    model = await exchange.client.model(model_of(body.model) or "", timeout=exchange.settings.request_timeout_s)
+    message = (
+        f"The model '{model.name}' does not support embeddings: it generates text. "
+        "Send 'input' to a service that serves an embedding model."
+    )
+    raise InvalidField(message, field="model", code="unsupported_model")

@@ -217,7 +217,7 @@ class ToolCallParser:
         self._buffer = ""
 
     def _find_named(self, text: str) -> "_NamedCall | None":
-        """Return the call that the text begins, without a name if none, or None if only more text can tell."""
+        """Return the call with which the text begins, nameless if none begins; None if only more text can tell."""
         is_open = False
         for name in self._names if self._style.named and text else ():
             if text.startswith(name):

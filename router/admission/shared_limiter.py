@@ -30,7 +30,7 @@ from redis.asyncio import Redis
 
 from mesh.domain.errors import Overloaded
 from mesh.redis_connection import FAILURES, cause_of, open_redis
-from mesh.retry import require_not_cancelled
+from mesh.tasks import require_not_cancelled
 from router.admission.limiter import Permit
 from router.admission.permit_leases import LeaseTimes, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant

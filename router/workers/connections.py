@@ -12,10 +12,10 @@ from google.protobuf.message import Message
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.retry import is_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
+from mesh.tasks import is_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers.membership import WorkerTable
 

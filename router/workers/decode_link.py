@@ -33,7 +33,7 @@ from mesh.domain.errors import (
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.retry import backoff_s
+from mesh.tasks import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Caller, Channels, responses_of
 from router.workers.membership import WorkerTable, WorkerView

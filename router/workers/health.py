@@ -24,7 +24,7 @@ from enum import IntEnum
 
 from mesh.domain.errors import LeaseExpired, ReceiverLost, Replayable, TransferCorrupt, TransferFailed, WorkerLost
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.retry import backoff_s
+from mesh.tasks import backoff_s
 from router.admission.placement import Placement
 
 _FIRST_BACKOFF_S = 0.5

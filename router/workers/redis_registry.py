@@ -41,10 +41,10 @@ from mesh.redis_connection import (
     require_registry,
     stay_connected,
 )
-from mesh.retry import is_cancelled, require_not_cancelled
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.sealed_messages import FreshnessGuard, RecordSeal, Refused, WorkerMessage, signature_of
+from mesh.tasks import is_cancelled, require_not_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter, SharedPermits

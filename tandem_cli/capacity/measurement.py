@@ -33,7 +33,7 @@ from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
 from tandem_cli.deployment import BUNDLED_MODELS
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache

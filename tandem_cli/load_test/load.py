@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import tandem
-from mesh.together import together
+from mesh.tasks import together
 from tandem_cli.load_test.figures import (
     ARRIVED,
     BEGUN,

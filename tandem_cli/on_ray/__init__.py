@@ -1,9 +1,8 @@
 """`tandem up --on ray`: workers on the nodes of a Ray cluster. Router and gateway run where the command runs.
 
-    needs.py          what each worker needs, from its settings and its model
     resources.py      what each worker asks Ray for, and whether the cluster has it
     cluster.py        the connection to Ray: nodes, placement groups, actors
-    launch.py         the supervisor's Launcher: a placement group and an actor for each worker, and what they report
+    launch.py         what each worker needs; the supervisor's Launcher: a placement group and an actor for each
     handover.py       a worker's settings, as its node gets them
     node.py           the actor: runs the worker as its child process
     bound_to_actor.py the first thing that process does: it will die with the actor

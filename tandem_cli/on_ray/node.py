@@ -20,8 +20,7 @@ from typing import Any
 import ray.util
 
 from mesh.process import adopt_orphans
-from tandem_cli.child import Child, Launch
-from tandem_cli.launcher import ChildEvent, with_checkout
+from tandem_cli.launcher import Child, LocalLauncher, ServiceEvent, with_checkout
 from tandem_cli.on_ray.handover import Handover
 from tandem_cli.up_settings import ROLES
 
@@ -49,7 +48,7 @@ class _LoggingChild(Child):
 
     def _on_log(self, line: bytes) -> None:
         sys.stderr.write(line.decode(errors="replace"))
-        self._on_event(ChildEvent(self, LOG_LINE, {"line": line}))
+        self._on_event(ServiceEvent(self, LOG_LINE, {"line": line}))
 
 
 class WorkerActor:
@@ -92,10 +91,10 @@ class WorkerActor:
         programs = {role: (*bound, module) for role, (module, _) in ROLES.items()}
         adopt_orphans()
         self._started_s = time.monotonic()
-        launch = Launch(programs, environ, Path(tempfile.gettempdir()))
-        return await _LoggingChild.start(service, launch, on_event=self._on_event, on_warning=self._on_warning)
+        launcher = LocalLauncher(programs, environ, Path(tempfile.gettempdir()))
+        return await _LoggingChild.start(service, launcher, on_event=self._on_event, on_warning=self._on_warning)
 
-    def _on_event(self, event: ChildEvent) -> None:
+    def _on_event(self, event: ServiceEvent) -> None:
         self._events.append((event.kind, dict(event.fields)))
         self._has_news.set()
         if event.kind == "exited" and not self._is_stopping:

@@ -1,8 +1,8 @@
 """The rules by which a candidate is chosen: limits, order, Pareto front. Pure.
 
-Speeds are compared round by round, so that a machine that is slower for a while slows both, and by the median, so that
-one bad round decides nothing. Rounds that other processes disturbed count only where too few others are left.
-`undecided` says whose rounds do not tell yet if they are within EQUAL of the fastest.
+Speeds are compared round by round, because a machine that is slower for a while slows both. The median of the rounds
+counts, so one bad round decides nothing. Rounds that other processes disturbed count only where too few others are
+left. `undecided` says whose rounds do not tell yet if they are within EQUAL of the fastest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,8 +54,8 @@ class PrecisionQuality:
 
 @dataclass(slots=True)
 class Result:
-    """The state of a candidate: the figures of its rounds by their numbers, why it failed, and how many of the
-    answers that it was asked for differ from those of the precision's first candidate.
+    """The state of a candidate: the figures of its rounds by their numbers, and why it failed. `num_changed`: answers
+    that differ from those of the precision's first candidate.
     """
 
     candidate: Candidate
@@ -180,8 +180,8 @@ def thriftiest(results: Sequence[Result]) -> list[Result]:
 
 
 def undecided(results: Sequence[Result], before: int) -> list[Result]:
-    """Of results that can be chosen, those whose rounds before this one leave open if they are within EQUAL of the
-    fastest, together with that one; empty if none does. Ratios of speeds are taken as log-normal (Student's t).
+    """The fastest result, and those that may be within EQUAL of it by the rounds before this one. Empty if that is open
+    for none. `results` can be chosen. Ratios of speeds are taken as log-normal (Student's t).
     """
     if len(results) < 2:
         return []

@@ -21,7 +21,6 @@ from tandem_cli.deployment import find_model
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
 from tandem_cli.optimization.candidates import STORED, Candidate
-from tandem_cli.optimization.checkpoints import Checkpoints
 from tandem_cli.optimization.choice import Result, choose
 from tandem_cli.optimization.progress import ShownProgress
 from tandem_cli.optimization.questions import Question, digest_of, load_judge, read_questions
@@ -40,7 +39,7 @@ from tandem_cli.optimization.result import (
     summary,
 )
 from tandem_cli.optimization.search import Search, State
-from tandem_cli.optimization.subject import Subject
+from tandem_cli.optimization.subject import Checkpoints, Subject
 from tandem_cli.optimization.trial import CandidateTrial
 from tandem_cli.plan import quiet_logs
 from tandem_cli.terminal import FittingTable, wide_console

@@ -17,6 +17,7 @@ from typing import Any
 from javaproperties import join_key_value
 
 from tandem_cli.load_test.figures import price_per_million
+from tandem_cli.low_code import WRITTEN_BY
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.choice import (
     GAP,
@@ -34,7 +35,6 @@ from tandem_cli.optimization.choice import (
 )
 from tandem_cli.optimization.plot import Panel, Point, draw
 from tandem_cli.optimization.recipe import Recipe
-from tandem_cli.written_properties import WRITTEN_BY
 
 PROPERTIES = "serving.properties"
 _OPTIONS = {

@@ -1,8 +1,14 @@
-"""Serves one candidate with `tandem up` in a child process, loads it with questions, and keeps its answers."""
+"""Serves one candidate with `tandem up` in a child process, loads it with questions, and keeps its answers.
 
+Meanwhile the use of the cores by other processes is counted.
+"""
+
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+
+import psutil
 
 import tandem
 from tandem_cli.load_test.endpoints import memory_of, own_mesh
@@ -10,7 +16,6 @@ from tandem_cli.load_test.figures import Outcome, RunFailed, Slo, figures
 from tandem_cli.load_test.jobs import Job
 from tandem_cli.load_test.load import LoadGenerator, mesh_target
 from tandem_cli.optimization.choice import OTHER_LOAD
-from tandem_cli.optimization.other_load import OtherLoad
 
 _NUM_WARM_UP = 2
 
@@ -73,3 +78,35 @@ async def serve(
             memory = [memory_of(worker.pid) or 0 for worker in await client.workers()]
     measured = figures(run, Slo()) | {"load_s": load_s, "memory_bytes": float(sum(memory)), OTHER_LOAD: other_load}
     return Served(measured, list(answers.values())[: len(jobs)])
+
+
+class OtherLoad:
+    """Counts from its construction on what other processes than this one and its descendants use of its cores. Time
+    that a host gives to other virtual machines counts, too.
+    """
+
+    def __init__(self) -> None:
+        self._cores = sorted(os.sched_getaffinity(0))
+        self._begun_s, self._busy_s, self._own_s = time.monotonic(), self._all_busy_s(), _own_s()
+
+    def share(self) -> float:
+        """The others' part of the time of all cores so far, from 0 to 1."""
+        others_s = (self._all_busy_s() - self._busy_s) - (_own_s() - self._own_s)
+        whole_s = (time.monotonic() - self._begun_s) * len(self._cores)
+        return min(1.0, max(0.0, others_s / whole_s))
+
+    def _all_busy_s(self) -> float:
+        by_core = psutil.cpu_times(percpu=True)
+        times = [by_core[core] for core in self._cores if core < len(by_core)]
+        return sum(each.user + each.nice + each.system + each.irq + each.softirq + each.steal for each in times)
+
+
+def _own_s() -> float:
+    own, total_s = psutil.Process(), 0.0
+    for process in (own, *own.children(recursive=True)):
+        try:
+            used = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total_s += used.user + used.system
+    return total_s

@@ -1,4 +1,7 @@
-"""The model to serve, on this machine: its base precision, and the candidates that can run."""
+"""The model to serve, on this machine: its base precision, the candidates that can run, and its quantised checkpoints.
+
+A checkpoint is made when the first candidate needs it, in a folder of OUT.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +15,8 @@ from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.quantized_formats.config import read_quantization
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
+from engine.quantizer.schemes import Scheme, make_scheme
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
@@ -19,13 +24,29 @@ from tandem_cli.calibration import PromptEncoder
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.deployment import find_model
 from tandem_cli.load_test.report import num_cores
-from tandem_cli.optimization.candidates import BASE, COMPUTED, STORED, Candidate, combine, usual_layouts
-from tandem_cli.optimization.pruning import Demand, Machine, memory_needed, prune, require_some, why_not_here
+from tandem_cli.optimization.candidates import (
+    BASE,
+    COMPUTED,
+    STORED,
+    Candidate,
+    Demand,
+    Machine,
+    combine,
+    memory_needed,
+    prune,
+    require_some,
+    usual_layouts,
+    why_not_here,
+)
 from tandem_cli.optimization.questions import Question
 from tandem_cli.optimization.recipe import Recipe
+from tandem_cli.quantize import DEFAULT_ALPHA
 
 _LEAST_CALIBRATION = 32
 _AUTO_PRECISIONS = ("int8", "int4", "smoothquant", "awq", "gptq")
+_GROUP_SIZES = (128, 64, 32)
+_MAX_CALIBRATION = 256
+_MAX_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,3 +132,50 @@ class Subject:
                 except ConfigurationError as error:
                     reasons[precision] = str(error)
         return reasons
+
+
+class Checkpoints:
+    """Makes checkpoints of one model in a folder, calibrated with prompts as token ids."""
+
+    def __init__(self, model_dir: Path, prompts: Sequence[Sequence[int]], folder: Path) -> None:
+        self._model_dir = model_dir
+        self._prompts = [prompt[:_MAX_TOKENS] for prompt in prompts if len(prompt) > 1][:_MAX_CALIBRATION]
+        self._folder = folder
+
+    def require(self, scheme: str) -> None:
+        """Raise ConfigurationError if the scheme cannot be made of the model."""
+        if not self._prompts:
+            raise ConfigurationError("no prompt has two tokens, so there is nothing to calibrate with")
+        checkpoint = open_float_checkpoint(self._model_dir)
+        _fitting_scheme(scheme, checkpoint)
+
+    def make(self, scheme: str, on_progress: Callable[[float], None] = lambda share: None) -> Path:
+        """The folder of a checkpoint, which is made unless it is there. Raises ConfigurationError."""
+        out = self._folder / scheme
+        if out.is_dir():
+            return out
+        checkpoint = open_float_checkpoint(self._model_dir)
+        config = checkpoint.config
+        quantize_checkpoint(
+            checkpoint,
+            out,
+            _fitting_scheme(scheme, checkpoint),
+            [prompt[: config.max_model_len] for prompt in self._prompts],
+            self._prompts[:1],  # quality is measured elsewhere
+            lambda done: on_progress(done / config.num_layers),
+        )
+        return out
+
+
+def _fitting_scheme(name: str, checkpoint: FloatCheckpoint) -> Scheme:
+    """The scheme with the largest groups that divide all matrices. Raises ConfigurationError."""
+    for group_size in _GROUP_SIZES:
+        scheme = make_scheme(name, group_size=group_size, alpha=DEFAULT_ALPHA, dtype=checkpoint.dtype)
+        try:
+            require_fit(checkpoint, scheme)
+        except ConfigurationError:
+            if group_size == _GROUP_SIZES[-1]:
+                raise
+        else:
+            return scheme
+    raise AssertionError("the last size has returned or raised")

@@ -1,29 +1,48 @@
 """Measures candidates for real: makes their checkpoints, compiles what they need, serves and loads them, and judges
 their answers.
+
+The quality of a precision is how far it is from the base: next-token distributions of both, as workers compute them, on
+the user's questions and their references, or the base's own answers where there are none.
 """
 
 import asyncio
+import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import torch
 
 from engine.compiled_code import compile_code
 from engine.load_runner import load_model_runner
-from engine.quantizer.quality import Quality
+from engine.model_runner import ModelRunner
+from engine.quantizer.quality import Quality, QualityMeter
+from engine.runner_settings import RunnerSettings
+from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, flags_of
-from tandem_cli.optimization.checkpoints import Checkpoints
+from mesh.domain.request import SamplingParams, SequenceSpec
+from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, Demand, flags_of
 from tandem_cli.optimization.choice import PrecisionQuality
 from tandem_cli.optimization.progress import ShownProgress
-from tandem_cli.optimization.pruning import Demand
-from tandem_cli.optimization.quality import Judged, compare, runner_settings
 from tandem_cli.optimization.questions import Judge, Question
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.search import State, needs_all_answers
 from tandem_cli.optimization.serving import Answer, Served, serve
-from tandem_cli.optimization.subject import Subject
+from tandem_cli.optimization.subject import Checkpoints, Subject
 
 _NUM_BLOCKS = 4
+_PLACES_AT_ONCE = 128
+_MAX_TOKENS = 1024
+"""Tokens of a question and its answer; what is longer is cut."""
+_MAX_PROMPTS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A question and its answer as token ids; tokens from `first` on are the answer's."""
+
+    token_ids: tuple[int, ...]
+    first: int
 
 
 @dataclass(slots=True)
@@ -98,7 +117,7 @@ class CandidateTrial:
             return None
         judged = self._judged(base_answers)
         base = runner_settings(self.subject.folder, {})
-        return compare(base, runner_settings(self.folder(precision), candidate.settings("")), judged)
+        return compare_distributions(base, runner_settings(self.folder(precision), candidate.settings("")), judged)
 
     def _judged(self, base_answers: Sequence[Answer]) -> list[Judged]:
         """The questions with their references; with the base's own answers if there are no references at all."""
@@ -109,3 +128,46 @@ class CandidateTrial:
         if not judged:
             raise ConfigurationError("the base answered nothing to any question, so there is nothing to judge by")
         return judged
+
+
+def compare_distributions(base: RunnerSettings, other: RunnerSettings, judged: Sequence[Judged]) -> Quality:
+    """Load both models, and compare them on the first prompts. Raises ConfigurationError."""
+    chosen = [cut for cut in map(_cut, judged[:_MAX_PROMPTS]) if len(cut.token_ids) > cut.first]
+    longest = max(len(sample.token_ids) for sample in chosen)
+    models = [_load_model(settings, longest) for settings in dict.fromkeys((base, other))]
+    runners = models if len(models) == 2 else models * 2
+    meter = QualityMeter()
+    for sample in chosen:
+        prompt = _sequence(sample.token_ids, runners[0].kv_cache.layout.block_size)
+        for start in range(sample.first - 1, len(sample.token_ids) - 1, _PLACES_AT_ONCE):
+            rows = range(start, min(start + _PLACES_AT_ONCE, len(sample.token_ids) - 1))
+            following = torch.tensor(sample.token_ids[rows.start + 1 : rows.stop + 1])
+            base_logits, other_logits = (runner.prompt_logits(prompt, rows).cpu().clone() for runner in runners)
+            meter.add(following, base_logits, other_logits)
+    del models, runners
+    gc.collect()  # two models, before meshes are started
+    return meter.quality(len(chosen))
+
+
+def runner_settings(model_dir: Path, settings: dict[str, str], num_blocks: int | None = None) -> RunnerSettings:
+    """The settings of a runner with the arithmetic of a candidate, whose settings are those of `tandem up`."""
+    dtype, quantize = settings.get("dtype", "auto"), settings.get("quantize", "none")
+    return RunnerSettings(model_dir, "auto", dtype=dtype, quantize=quantize, num_blocks=num_blocks)
+
+
+def _cut(judged: Judged) -> Judged:
+    """Keep the answer, and as much before it as fits."""
+    answer = judged.token_ids[judged.first :][: _MAX_TOKENS // 2]
+    prompt = judged.token_ids[: judged.first][-(_MAX_TOKENS - len(answer)) :]
+    return Judged((*prompt, *answer), len(prompt))
+
+
+def _load_model(settings: RunnerSettings, num_tokens: int) -> ModelRunner:
+    return load_model_runner(replace(settings, num_blocks=num_tokens // settings.block_size + 2))
+
+
+def _sequence(token_ids: tuple[int, ...], block_size: int) -> SequenceState:
+    sampling = SamplingParams(max_new_tokens=1, seed=0)
+    sequence = SequenceState(SequenceSpec("quality", 0, token_ids, len(token_ids), sampling))
+    sequence.block_table = list(range(len(token_ids) // block_size + 1))
+    return sequence

@@ -20,7 +20,7 @@ import httpx2
 import psutil
 from redis.exceptions import RedisError
 
-from mesh.retry import require_not_cancelled
+from mesh.tasks import require_not_cancelled
 from tests.chaos.cluster import Cluster
 from tests.chaos.faults import Fault, Kill, KillRouter, disturb, mix
 from tests.chaos.history import Disturbance, History, is_about_ending, judge

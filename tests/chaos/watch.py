@@ -15,7 +15,7 @@ from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
 import tandem
-from mesh.retry import require_not_cancelled
+from mesh.tasks import require_not_cancelled
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import Disturbance, History
 from tests.fakes.redis_server import num_leased

@@ -27,7 +27,7 @@ from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from worker.engine_host import load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

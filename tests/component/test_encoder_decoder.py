@@ -17,7 +17,7 @@ from engine.models.read_config import load_config, load_decoder_config
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import WorkerRole
-from router.limits import LimitPolicy
+from router.served_model import LimitPolicy
 from router.settings import RouterSettings
 from router.workers.membership import capacity_tokens
 from tests.component.arms import ARMS, settings
@@ -29,7 +29,7 @@ from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from tests.made_once import made_once
 from worker.engine_host import load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 TOLERANCE = 1e-4
 NUM_NEW = 40

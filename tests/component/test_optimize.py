@@ -15,11 +15,10 @@ from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
 from tandem_cli.optimization.candidates import BASE
-from tandem_cli.optimization.checkpoints import Checkpoints
-from tandem_cli.optimization.quality import Judged, compare, runner_settings
 from tandem_cli.optimization.questions import Question, read_questions
 from tandem_cli.optimization.recipe import Recipe
-from tandem_cli.optimization.subject import Subject
+from tandem_cli.optimization.subject import Checkpoints, Subject
+from tandem_cli.optimization.trial import Judged, compare_distributions, runner_settings
 from tests.component.arms import settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import expect, load_reference, prompts
@@ -48,7 +47,7 @@ def test_perplexity_is_that_of_the_answers(checkpoint: Checkpoint) -> None:
     """Places before the answer do not count; a model beside itself is the same."""
     model_dir = checkpoint("llama")
     judged = [Judged(tuple(prompt), len(prompt) - 4) for prompt in prompts()]
-    quality = compare(base(model_dir), base(model_dir), judged)
+    quality = compare_distributions(base(model_dir), base(model_dir), judged)
     reference, total = load_reference(model_dir), 0.0
     for prompt in prompts():
         logprobs = expect(reference, prompt, 1).logprobs
@@ -63,7 +62,7 @@ def test_int4_is_further_from_the_base_than_int8(checkpoint: Checkpoint) -> None
     judged = [Judged(tuple(prompt), 1) for prompt in prompts()]
 
     def beside(quantize: str) -> Quality:
-        return compare(base(model_dir), runner_settings(model_dir, {"quantize": quantize}), judged)
+        return compare_distributions(base(model_dir), runner_settings(model_dir, {"quantize": quantize}), judged)
 
     int8, int4 = beside("int8"), beside("int4")
     assert 0 < int8.mean_kl < int4.mean_kl

@@ -37,9 +37,9 @@ from tests.evidence import Evidence
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
 from worker.engine_host import EngineHost, download_and_load_host, load_runner_with_ranks
-from worker.limits import EngineLimits
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
+from worker.role import EngineLimits
 
 LOAD_S = 6 * LIMIT_S  # several processes that import torch, on a busy machine
 END_S = 1.0

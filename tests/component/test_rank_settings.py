@@ -19,7 +19,7 @@ from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from worker.engine_host import HostedRunner, load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

@@ -20,7 +20,7 @@ from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts
 from tests.defects import Repaired
 from worker.engine_host import load_engine_host
-from worker.limits import EngineLimits
+from worker.role import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 

@@ -14,8 +14,7 @@ import httpx2
 import pytest
 
 from tests.compose.engine import READY_S, ROOT, docker, free_port
-from tests.fakes.hub_server import HubServer
-from tests.fakes.s3_server import S3Server
+from tests.fakes.file_servers import HubServer, S3Server
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1200)]
 

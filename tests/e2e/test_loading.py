@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.fakes.s3_server import S3Server
+from tests.fakes.file_servers import S3Server
 
 
 async def test_a_worker_downloads_its_model_and_ends_when_loading_takes_too_long(

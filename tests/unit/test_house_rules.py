@@ -1,4 +1,6 @@
-"""Rules of the house that no other tool checks: sizes, unsafe deserialisers, documents that name real files."""
+"""Rules of the house that no other tool checks: sizes, unsafe deserialisers, documents that name real files, and a
+test for every defect of tests/defects.toml.
+"""
 
 import ast
 import re
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.defects import ROWS
 from tests.evidence import Evidence
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -25,6 +28,7 @@ FORBIDDEN_IMPORTS = {"pickle", "cPickle", "dill", "marshal", "shelve", "joblib",
 FORBIDDEN_CALLS = {"eval", "exec", "torch.load", "torch.save", "numpy.load", "np.load", "yaml.load"}
 
 EXCEPTIONS = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["tandem"]["size-exceptions"]
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def sources() -> list[Path]:
@@ -113,3 +117,14 @@ def test_documents_name_real_files(document: str) -> None:
     named |= {path.parent / name for name in re.findall(r"\]\(([\w./-]+)(?:#[\w-]+)?\)", text)}
     assert named, "the pattern finds nothing"
     assert {file for file in named if not file.exists()} == set()
+
+
+def test_every_defect_is_shown_or_kept() -> None:
+    shown = {
+        defect
+        for path in TESTS.rglob("test_*.py")
+        if "repaired(" in (text := path.read_text())
+        for defect in re.findall(r'"([DMFS]\d+)"', text)
+    }
+    kept = {defect for defect, row in ROWS.items() if "kept" in row}
+    assert ROWS.keys() - shown - kept == set()

@@ -29,8 +29,7 @@ from mesh.rpc.status import status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from worker.ranks.link import RankLink, host_of, own_address
 from worker.ranks.local import LocalRanks
-from worker.ranks.protocol import versions
-from worker.ranks.server import bind_server
+from worker.ranks.server import bind_server, versions
 
 log = structlog.get_logger(__name__)
 

@@ -1,4 +1,7 @@
-"""The gRPC server into which ranks dial. Its calls run on threads, see listener.py."""
+"""The gRPC server into which ranks dial, and the facts on which a worker and its ranks on other machines must agree.
+
+Calls run on threads, see listener.py.
+"""
 
 import threading
 from collections.abc import Callable
@@ -6,11 +9,18 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import grpc
+import torch
 
+import tandem
 from mesh.domain.host import join_host
+from mesh.domain.worker import PROTOCOL_VERSION
 from mesh.rpc.server import MAX_MESSAGE_BYTES, Listen, require_listenable
 from mesh.v1 import rank_pb2_grpc
-from worker.ranks.protocol import RANK_KEEPALIVE_MS
+
+RANK_KEEPALIVE_MS = 8_000
+"""A machine that vanishes is noticed within 1.5 times this time. Shorter than in the rest of the mesh: all ranks wait
+for the one that is lost.
+"""
 
 
 def bind_server(listen: Listen, servicer: rank_pb2_grpc.RanksServicer, *, max_calls: int) -> tuple[grpc.Server, int]:
@@ -53,3 +63,8 @@ class _DaemonThreads(Executor):
 
         threading.Thread(target=run, name="rank-call", daemon=True).start()
         return future
+
+
+def versions() -> str:
+    """The versions that must be equal in all ranks. They divide the model by the same code, and gloo has no version."""
+    return f"tandem {tandem.__version__}, protocol {PROTOCOL_VERSION}, torch {torch.__version__.partition('+')[0]}"

@@ -1,7 +1,7 @@
 """State and CPU time of a worker's ranks, as Linux tells them.
 
-A rank that is stopped, or that waits for a core, makes all others wait in the middle of a step, so from within no rank
-can tell which one is late.
+If one rank is stopped, or waits for a core, all others wait in the middle of a step. From within, no rank can tell
+which one is late.
 """
 
 import asyncio

@@ -9,8 +9,8 @@ import pytest
 
 from tests.defects import Repaired
 from tests.fakes.router_workers import expected_tokens
+from tests.service.conftest import Mesh
 from tests.service.gateway.http import gateway_at
-from tests.service.router.conftest import Mesh
 
 PROMPT = [65, 66, 67]
 MAX_TOKENS = 3

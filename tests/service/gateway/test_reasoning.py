@@ -10,8 +10,8 @@ import pytest
 from tests.defects import Repaired
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.sdk_router import Script
+from tests.service.conftest import Mesh
 from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
-from tests.service.router.conftest import Mesh
 
 MESSAGES: Any = [{"role": "user", "content": "2 + 3?"}]
 STORY = "<think>\nTwo and three.\n</think>\n\nIt is 5."

@@ -10,8 +10,7 @@ from redis.asyncio import Redis
 from redis.crc import key_slot
 from structlog.testing import capture_logs
 
-from mesh.redis_cluster import TAG
-from mesh.redis_connection import WORKERS, name_in, open_redis
+from mesh.redis_connection import TAG, WORKERS, name_in, open_redis
 from tests.fakes.certificates import Authority, Issued
 from tests.fakes.redis_server import free_port, wait_answering
 from tests.service.mesh.test_redis_hostile import following, sharing

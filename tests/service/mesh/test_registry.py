@@ -2,9 +2,11 @@
 
 import asyncio
 import time
+from collections import Counter
 from dataclasses import replace
 
 import pytest
+import structlog
 from structlog.testing import capture_logs
 
 from mesh import wire
@@ -256,3 +258,31 @@ async def test_a_router_that_was_stopped_waits_for_what_came_meanwhile(monkeypat
     await watch.until(lambda view: view.state is WorkerState.LOST)
     expiry.cancel()
     await server.stop(0)
+
+
+class BrokenEngine(FakeEngine):
+    """Every report fails, so that every registration breaks at once."""
+
+    async def report(self) -> Report:
+        raise RuntimeError("no report")
+
+
+async def test_a_registration_that_breaks_at_once_costs_few_lines(evidence: Evidence) -> None:
+    server = await start_registry(Membership(asyncio.get_running_loop().time))
+    clock = asyncio.get_running_loop().time
+    begun_s = clock()
+    with structlog.testing.capture_logs() as lines:
+        running = asyncio.create_task(RegistryAgent(INFO, BrokenEngine(), MEMBER).run(server.address))
+        await asyncio.sleep(8.0)
+    watched_s = clock() - begun_s
+    running.cancel()
+    await server.stop(0)
+    [(cause, most), *_] = Counter(line["event"] for line in lines).most_common(1)
+    assert most > 2
+    evidence(
+        "R26",
+        "lines of a registration that breaks at once",
+        f"{most} in {watched_s:.1f} s ({cause})",
+        target="<= 1 per s",
+        ok=most <= watched_s,
+    )

@@ -16,11 +16,9 @@ from mesh.rpc.credentials import Credentials, MeshKey
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.evidence import Evidence
-from tests.fakes.redis_cluster import Clustered
-from tests.fakes.redis_server import free_port, num_leased
+from tests.fakes.redis_server import Clustered, Watched, free_port, num_leased
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
-from tests.fakes.sentinels import Watched
 from tests.service.mesh.test_registry import FakeEngine
 from tests.waiting import until, until_told
 from worker.agent import RegistryAgent

@@ -9,8 +9,7 @@ import pytest
 
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from tests.fakes.hub_server import COMMIT, HubServer
-from tests.fakes.s3_server import S3Server
+from tests.fakes.file_servers import COMMIT, HubServer, S3Server
 
 WEIGHTS = bytes(range(256)) * (9 << 13)  # 18 MiB: two ranges
 MODEL = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": WEIGHTS, "generation_config.json": b"{}"}

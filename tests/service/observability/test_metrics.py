@@ -23,9 +23,9 @@ from tests.fakes.requests import make_request as make_sequence
 from tests.fakes.router_workers import DecodeScript, FakeDecodeWorker, PrefillScript
 from tests.fakes.runner import FAKE_LAYOUT
 from tests.fakes.sdk_router import Refusal, Script
+from tests.service.conftest import make_request
 from tests.service.fake_router import fake_router
 from tests.service.gateway.http import running_gateway
-from tests.service.router.conftest import make_request
 from tests.service.worker_rig import EngineRig, until, worker_rig
 from worker.metrics import WorkerMetrics
 

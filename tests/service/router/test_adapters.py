@@ -11,7 +11,7 @@ from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import Adapter
 from tandem.v1 import generation_pb2
 from tests.fakes.router_workers import DecodeScript, FakeDecodeWorker, expected_tokens
-from tests.service.router.conftest import Mesh
+from tests.service.conftest import Mesh
 
 PROMPT = [65, 66, 67, 68]
 MINE, OTHER = Adapter("mine", "digest-of-mine"), Adapter("other", "digest-of-other")

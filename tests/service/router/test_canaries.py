@@ -19,7 +19,7 @@ from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.fakes.requests import make_request as make_spec
 from tests.fakes.router_workers import BLOCK_SIZE, DecodeScript, FakeWorker, PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh
+from tests.service.conftest import Mesh
 from tests.service.router.test_lifecycle import NOT_SERVING, SERVING, health, watch_until
 
 PROMPT = [65, 66, 67, 68, 69]

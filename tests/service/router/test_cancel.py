@@ -10,7 +10,7 @@ import pytest
 from mesh.rpc.status import ERROR_KEY
 from tandem.v1 import generation_pb2_grpc
 from tests.fakes.router_workers import PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, make_request
+from tests.service.conftest import Mesh, make_request
 from tests.waiting import LIMIT_S
 from tests.zero_window import zero_window_call
 

@@ -10,7 +10,7 @@ from mesh.domain.tokens import SequenceFailure
 from tandem.v1 import sampling_pb2
 from tests.fakes.router_model import EOS_ID
 from tests.fakes.router_workers import DecodeScript, PrefillScript, expected_tokens
-from tests.service.router.conftest import Result, make_request
+from tests.service.conftest import Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69, 70]
 

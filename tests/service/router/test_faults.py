@@ -11,7 +11,7 @@ from mesh.domain.tokens import SequenceFailure
 from router.journal import IncidentKind
 from tandem.v1 import sampling_pb2
 from tests.fakes.router_workers import DecodeScript, PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, Result
+from tests.service.conftest import Mesh, Result
 
 PROMPT = [65, 66, 67, 68, 69]
 COUNT = 10

@@ -12,7 +12,7 @@ from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH, CacheHints
 from tests.defects import Repaired
 from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
 from tests.fakes.router_workers import PrefillScript, expected_tokens
-from tests.service.router.conftest import Mesh, Result, make_request
+from tests.service.conftest import Mesh, Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69, 70]
 TOKENIZER = Tokenizer(byte_level_tokenizer(), frozenset({EOS_ID}))

@@ -11,7 +11,7 @@ import grpc
 
 from tests.evidence import Evidence
 from tests.fakes.router_workers import FakeWorker, expected_tokens
-from tests.service.router.conftest import Result, make_request
+from tests.service.conftest import Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69]
 SLOTS, PACE_S, NUM_TOKENS = 4, 0.04, 6

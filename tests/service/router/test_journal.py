@@ -14,7 +14,7 @@ from tandem._responses import mesh as mesh_values
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.exposition import scrape
 from tests.fakes.router_workers import DecodeScript
-from tests.service.router.conftest import make_request
+from tests.service.conftest import make_request
 from tests.waiting import LIMIT_S
 
 

@@ -17,7 +17,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.v1 import worker_pb2_grpc
 from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
-from tests.service.router.conftest import Mesh, make_request
+from tests.service.conftest import Mesh, make_request
 from tests.waiting import LIMIT_S
 
 PROMPT = [65, 66, 67]

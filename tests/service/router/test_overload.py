@@ -10,7 +10,7 @@ import grpc
 from mesh.domain.worker import WorkerState
 from tests.evidence import Evidence
 from tests.fakes.router_workers import PrefillScript, expected_tokens
-from tests.service.router.conftest import Result, make_request
+from tests.service.conftest import Result, make_request
 
 PROMPT = [65, 66, 67, 68, 69]
 

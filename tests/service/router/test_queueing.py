@@ -12,7 +12,7 @@ import tandem
 from router.service import _MAX_TOKENIZING
 from tandem.v1 import generation_pb2
 from tests.fakes.router_workers import expected_tokens
-from tests.service.router.conftest import Mesh, Result, make_request
+from tests.service.conftest import Mesh, Result, make_request
 from tests.service.security.keys import KEYS, bearer, write_keys
 
 PROMPT = [65, 66, 67, 68, 69]

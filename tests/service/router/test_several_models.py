@@ -12,7 +12,7 @@ from router.settings import RouterSettings
 from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker
-from tests.service.router.conftest import Mesh, make_request
+from tests.service.conftest import Mesh, make_request
 
 
 @pytest.fixture

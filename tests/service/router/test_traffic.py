@@ -14,7 +14,7 @@ from structlog.testing import capture_logs
 import tandem
 from tandem.v1 import generation_pb2
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker, expected_tokens
-from tests.service.router.conftest import Mesh
+from tests.service.conftest import Mesh
 
 PROMPT = [65, 66, 67, 68]
 

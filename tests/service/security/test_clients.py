@@ -13,7 +13,7 @@ from mesh.rpc.channel import open_channel
 from mesh.v1 import sequence_pb2
 from tandem.v1 import generation_pb2, mesh_pb2
 from tests.evidence import Evidence
-from tests.service.router.conftest import make_request
+from tests.service.conftest import make_request
 from tests.service.security.keys import MESH_KEY
 
 PROMPT = [65, 66, 67, 68, 69, 70]

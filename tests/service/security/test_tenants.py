@@ -14,7 +14,7 @@ from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.evidence import Evidence
 from tests.fakes.router_workers import expected_tokens
-from tests.service.router.conftest import Mesh, Result, make_request
+from tests.service.conftest import Mesh, Result, make_request
 from tests.service.security.keys import KEYS, bearer, write_keys
 
 PROMPT = list(range(65, 97))

@@ -1,11 +1,8 @@
-"""Routers as in the router's own tests, and a CA."""
+"""Certificate authorities for tests: that of the mesh, and another."""
 
 import pytest
 
 from tests.fakes.certificates import Authority
-from tests.service.router.conftest import make_mesh, model_dir
-
-__all__ = ["make_mesh", "model_dir"]
 
 
 @pytest.fixture(scope="session")

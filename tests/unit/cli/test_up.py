@@ -16,33 +16,35 @@ from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
 from mesh.settings import near_name
-from tandem_cli.child import Launch
 from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
+from tandem_cli.launcher import LocalLauncher
 from tandem_cli.main import main
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.trial import Trial
 from tandem_cli.up_settings import UpSettings, all_names, check_names
 from tests.defects import Repaired
 
-Prepared = Callable[..., tuple[Deployment, Launch]]
+Prepared = Callable[..., tuple[Deployment, LocalLauncher]]
 
 
 @pytest.fixture
 def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    """The deployment and the launch of `tandem up` with these flags."""
-    found: list[tuple[Deployment, Launch]] = []
+    """The deployment and the launcher of `tandem up` with these flags."""
+    found: list[tuple[Deployment, LocalLauncher]] = []
 
     class Recorder:
-        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial, *_: None) -> None:
-            found.append((deployment, launch))
+        def __init__(
+            self, deployment: Deployment, launcher: LocalLauncher, display: Display, trial: Trial, *_: None
+        ) -> None:
+            found.append((deployment, launcher))
 
         async def run(self, on_ready: Callable[[str, str], None]) -> None:
             """Start nothing."""
 
     monkeypatch.setattr("tandem_cli.up.Supervisor", Recorder)
 
-    def run(*flags: str) -> tuple[Deployment, Launch]:
+    def run(*flags: str) -> tuple[Deployment, LocalLauncher]:
         assert main(["up", "--port", "0", *flags]) == 0
         return found[-1]
 
@@ -130,8 +132,8 @@ def test_a_handler_finds_the_models_files(tmp_path: Path, prepared: Prepared, re
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.py").write_text("def handle(inputs): ...")
     path = write_properties(tmp_path, "option.entryPoint=model.py\noption.model_id=tandem-small\noption.mine=1\n")
-    deployment, launch = prepared("--serving-properties", path, "--http-port", "0")
-    properties = json.loads(launch.environ["TANDEM_HANDLER_PROPERTIES"])
+    deployment, launcher = prepared("--serving-properties", path, "--http-port", "0")
+    properties = json.loads(launcher.environ["TANDEM_HANDLER_PROPERTIES"])
     assert properties["mine"] == "1"
     assert properties["model_id"] == deployment.models[0].folder
     assert (Path(properties["model_id"]) / "tokenizer.json").is_file()
@@ -162,8 +164,8 @@ def test_tables_may_have_the_names_of_roles(tmp_path: Path, prepared: Prepared, 
     (tmp_path / "own.toml").write_text(
         'prefill = 2\nlog_level = "error"\n[decode]\nmax_rolling_batch_size = 5\n[prefill_worker]\nblock_size = 8\n'
     )
-    deployment, launch = prepared("--config", str(tmp_path / "own.toml"))
-    workers = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
+    deployment, launcher = prepared("--config", str(tmp_path / "own.toml"))
+    workers = [deployment.resolve(worker, launcher.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert [worker.block_size for worker in workers] == [8, 8, 16]
     assert workers[-1].max_rolling_batch_size == 5
     assert {worker.log_level for worker in workers} == {"error"}
@@ -241,8 +243,8 @@ def test_workers_are_told_with_how_many_they_share_memory(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], shares: set[str]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    deployment, launch = prepared(*flags)
-    workers: list[Any] = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
+    deployment, launcher = prepared(*flags)
+    workers: list[Any] = [deployment.resolve(worker, launcher.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert {str(worker.kv_memory_shares) for worker in workers} == shares
 
 
@@ -260,8 +262,8 @@ def test_workers_that_ask_for_any_gpu_have_one_each(
     prepared: Prepared, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], devices: list[str], shares: set[int]
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2")
-    deployment, launch = prepared("--device", "cuda", *flags)
-    workers: list[Any] = [deployment.resolve(worker, launch.environ) for worker in deployment.workers("127.0.0.1:1")]
+    deployment, launcher = prepared("--device", "cuda", *flags)
+    workers: list[Any] = [deployment.resolve(worker, launcher.environ) for worker in deployment.workers("127.0.0.1:1")]
     assert [worker.device for worker in workers] == devices
     assert {worker.kv_memory_shares for worker in workers} == shares
 
@@ -301,9 +303,9 @@ def test_workers_have_ranks_and_cores_for_them(
     monkeypatch.setattr("worker.settings.num_numa_nodes", lambda: 2)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    deployment, launch = prepared(*flags)
+    deployment, launcher = prepared(*flags)
     workers = deployment.workers("127.0.0.1:1")
-    settings: list[Any] = [deployment.resolve(worker, launch.environ) for worker in workers]
+    settings: list[Any] = [deployment.resolve(worker, launcher.environ) for worker in workers]
     assert [each.tensor_parallel for each in settings] == ranks
     assert [len(worker.cores) for worker in workers] == [each.num_threads for each in settings] == cores
     pairs = zip(ranks[::2], ranks[1::2], strict=True)
@@ -326,7 +328,7 @@ def test_the_ranks_of_a_partition_have_cores(
         (out / MANIFEST).write_text(json.dumps(manifest | {"tensor_parallel": 3, "pipeline_parallel": 1}))
         return ""
 
-    monkeypatch.setattr("tandem_cli.partitioned._run", write)
+    monkeypatch.setattr("tandem_cli.preparation._run_partition", write)
     for module in ("up", "deployment"):
         monkeypatch.setattr(f"tandem_cli.{module}.available_cores", lambda: range(8))
     deployment, _ = prepared("--partition", str(out), "--tensor-parallel", "max")
@@ -362,8 +364,8 @@ def test_decode_workers_listen_where_ranks_of_prefill_workers_reach_them(
     prepared: Prepared, host: str, decode_host: str
 ) -> None:
     listen = ("--set", "prefill.tensor_parallel=2", "--set", f"prefill.rank_listen={host}:5", "--trust-fabric")
-    deployment, launch = prepared(*listen)
-    workers: list[Any] = [deployment.resolve(each, launch.environ) for each in deployment.workers("127.0.0.1:1")]
+    deployment, launcher = prepared(*listen)
+    workers: list[Any] = [deployment.resolve(each, launcher.environ) for each in deployment.workers("127.0.0.1:1")]
     assert [worker.host for worker in workers] == ["127.0.0.1", decode_host]
 
 
@@ -374,9 +376,9 @@ def test_ranks_of_prefill_workers_dial_an_address(capsys: pytest.CaptureFixture[
 
 def test_adapters_are_the_workers(prepared: Prepared, capsys: pytest.CaptureFixture[str]) -> None:
     """The flag may be repeated, and the worker itself says what is wrong with it."""
-    deployment, launch = prepared("--adapter", "a=/x", "--adapter", "b=/y", "--max-lora-rank", "32")
+    deployment, launcher = prepared("--adapter", "a=/x", "--adapter", "b=/y", "--max-lora-rank", "32")
     for worker in deployment.workers("127.0.0.1:1"):
-        settings = deployment.resolve(worker, launch.environ)
+        settings = deployment.resolve(worker, launcher.environ)
         assert (settings.adapter, settings.max_lora_rank) == ("a=/x,b=/y", 32)
     assert "two adapters are named a: /x and /y" in refusal(capsys, "--adapter", "a=/x", "--adapter", "a=/y")
 
@@ -394,9 +396,9 @@ def test_rope_of_tgi_and_lmi_reaches_workers_and_router(
             1e6,
         ),
     ):
-        deployment, launch = prepared(*flags)
+        deployment, launcher = prepared(*flags)
         for service in (deployment.router(), *deployment.workers("127.0.0.1:1")):
-            settings = deployment.resolve(service, launch.environ)
+            settings = deployment.resolve(service, launcher.environ)
             assert json.loads(settings.rope_scaling) == scaling
             assert settings.rope_theta == theta
     repaired("M5", "option.rope_scaling and rope_theta, ROPE_SCALING and ROPE_FACTOR reach the router and all workers")
@@ -433,12 +435,14 @@ def test_logs_are_kept_only_if_something_went_wrong(
     repaired: Repaired,
 ) -> None:
     class Mesh:
-        def __init__(self, deployment: Deployment, launch: Launch, display: Display, trial: Trial, *_: None) -> None:
-            self._launch = launch
+        def __init__(
+            self, deployment: Deployment, launcher: LocalLauncher, display: Display, trial: Trial, *_: None
+        ) -> None:
+            self._launcher = launcher
             self._display = display
 
         async def run(self, on_ready: Callable[[str, str], None]) -> None:
-            (self._launch.log_dir / "router.log").write_text("{}\n")
+            (self._launcher.log_dir / "router.log").write_text("{}\n")
             if warning:
                 self._display.warning("decode-0", warning)
             if failure:
@@ -471,10 +475,10 @@ def test_a_trial_that_breaks_ends_the_start_at_once(prepared: Prepared) -> None:
         async def __call__(self, address: str) -> None:
             raise LookupError("unforeseen")
 
-    deployment, launch = prepared()
+    deployment, launcher = prepared()
 
     async def run() -> None:
-        supervisor = Supervisor(deployment, launch, Display(Console()), Broken())
+        supervisor = Supervisor(deployment, launcher, Display(Console()), Broken())
         await asyncio.wait_for(supervisor._run_trial("127.0.0.1:1"), 60)
 
     with pytest.raises(LookupError):

@@ -1,5 +1,6 @@
-"""Cutting announced ranges into chunks, and counting what has arrived."""
+"""How KV is cut into chunks; a chunk's checksum holds it to its transfer and its place, the digest to all chunks."""
 
+from dataclasses import replace
 from itertools import pairwise, product
 from random import Random
 
@@ -7,15 +8,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvtransfer.chunks import ChunkRange, Coverage, RangeQueue
+from kvtransfer.chunks import ChunkRange, Coverage, Digest, RangeQueue, chunk_seed, transfer_seed
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
-from tests.fakes.kv_store import box
+from tests.fakes.kv_store import box, with_axis
 
 LAYOUT = KVLayout("m", num_layers=5, num_kv_heads=2, head_dim=2, block_size=2, dtype="float32")
 
 
 ALL = Span(0, 2)
+PLACE = ChunkRange(Span(2, 3), KVSpan(layers=Span(4, 5), heads=Span(6, 7)))
+SEED = transfer_seed("transfer", 1)
+GOOD = chunk_seed(SEED, 7, PLACE, 2048)
 
 
 def cells(piece: ChunkRange) -> set[tuple[int, ...]]:
@@ -98,3 +102,31 @@ def test_coverage_takes_what_is_inside_once(blocks: Span, layers: Span, heads: S
 
 def test_nothing_to_send_is_full() -> None:
     Coverage(Span(3, 0), LAYOUT.whole).require_full()
+
+
+def test_the_same_chunk_has_the_same_seed() -> None:
+    assert chunk_seed(transfer_seed("transfer", 1), 7, replace(PLACE), 2048) == GOOD
+
+
+@pytest.mark.parametrize("change", [(1, 0), (0, 1)], ids=["moved", "longer"])
+@pytest.mark.parametrize("axis", ["blocks", "layers", "heads"])
+def test_every_axis_of_the_place_counts(axis: str, change: tuple[int, int]) -> None:
+    assert chunk_seed(SEED, 7, with_axis(PLACE, axis, *change), 2048) != GOOD
+
+
+def test_transfer_attempt_number_and_length_count() -> None:
+    assert chunk_seed(transfer_seed("transfes", 1), 7, PLACE, 2048) != GOOD
+    assert chunk_seed(transfer_seed("transfer", 2), 7, PLACE, 2048) != GOOD
+    assert chunk_seed(SEED, 8, PLACE, 2048) != GOOD
+    assert chunk_seed(SEED, 7, PLACE, 2047) != GOOD
+
+
+def test_the_digest_depends_on_all_checksums_and_their_order() -> None:
+    def digest(*checksums: int) -> int:
+        fold = Digest()
+        for checksum in checksums:
+            fold.add(checksum)
+        return fold.value
+
+    assert digest(1, 2) == digest(1, 2)
+    assert len({digest(), digest(1), digest(2), digest(1, 2), digest(2, 1), digest(1, 2, 0)}) == 6

@@ -10,8 +10,8 @@ import pytest
 from decode_worker.settings import DecodeSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from tandem_cli.cores import CoreAssignment
 from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
+from tandem_cli.hardware import CoreAssignment
 from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.resources import WorkerResources
 from tandem_cli.up_settings import UpSettings

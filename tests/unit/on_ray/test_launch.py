@@ -13,7 +13,7 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayT
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import Service
-from tandem_cli.launcher import ChildEvent
+from tandem_cli.launcher import ServiceEvent
 from tandem_cli.on_ray import launch
 from tandem_cli.on_ray.handover import Handover
 from tandem_cli.on_ray.launch import RayWorker
@@ -78,7 +78,7 @@ class Watched:
     """A worker with the fake actor, and what it has told the supervisor."""
 
     def __init__(self, folder: Path, *answers: News | RayError, restarts: bool = True) -> None:
-        self.events: list[ChildEvent] = []
+        self.events: list[ServiceEvent] = []
         self.warnings: list[str] = []
         self.actor = FakeActor(*answers)
         self.worker = RayWorker(

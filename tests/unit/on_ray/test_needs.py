@@ -3,9 +3,9 @@
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.cores import CoreAssignment
 from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
-from tandem_cli.on_ray.needs import worker_needs
+from tandem_cli.hardware import CoreAssignment
+from tandem_cli.on_ray.launch import worker_needs
 from tandem_cli.on_ray.resources import WorkerNeed
 from tandem_cli.up_settings import UpSettings
 

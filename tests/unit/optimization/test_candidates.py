@@ -10,12 +10,17 @@ from tandem_cli.optimization.candidates import (
     BASE,
     USUAL,
     Candidate,
+    Demand,
     Layout,
+    Machine,
     combine,
     flags_of,
+    memory_needed,
+    prune,
+    require_some,
     usual_layouts,
+    why_not_here,
 )
-from tandem_cli.optimization.pruning import Demand, Machine, memory_needed, prune, require_some, why_not_here
 
 HALF = Precision("float16", "float16", "float32")
 

@@ -9,6 +9,7 @@ import pytest
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import BUNDLED_MODELS, Deployment
+from tandem_cli.low_code import WRITTEN_BY, find_written
 from tandem_cli.main import main
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
 from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
@@ -23,7 +24,6 @@ from tandem_cli.optimization.result import (
     rows_of,
     summary,
 )
-from tandem_cli.written_properties import WRITTEN_BY, find_written
 
 QUALITY = {
     BASE: PrecisionQuality(1.0, 0.0, 2.0, 2.0),

@@ -17,7 +17,7 @@ from mesh.domain.errors import (
     WorkerLost,
 )
 from mesh.domain.worker import WorkerInfo, WorkerRole
-from mesh.retry import backoff_s
+from mesh.tasks import backoff_s
 from router.admission.placement import Placement
 from router.workers.health import Canary, Trust, WorkerHealth
 from tests.evidence import Evidence

@@ -9,7 +9,7 @@ import pytest
 from checkpoint.model_files import ModelFacts
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.request import SamplingParams
-from router.limits import LimitPolicy
+from router.served_model import LimitPolicy
 from router.settings import RouterSettings
 from router.text.chat import ChatMessage, ChatPrompt, TextPrompt, TokenPrompt
 from router.validation import (

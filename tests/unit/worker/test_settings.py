@@ -1,11 +1,18 @@
-"""Settings of workers that are checked before anything is loaded."""
+"""Settings of workers that are checked before anything is loaded, and limits that must fit those of the router."""
+
+from pathlib import Path
 
 import pytest
 
 from decode_worker.settings import DecodeSettings
+from kvtransfer import TransferSettings
+from kvtransfer.transports import open_receive_transports
 from mesh.domain.errors import ConfigurationError
 from prefill_worker.settings import PrefillSettings
-from worker.settings import WorkerSettings
+from router.settings import RouterSettings
+from worker.settings import KV_TRANSPORTS, WorkerSettings
+
+ROLES = [PrefillSettings, DecodeSettings]
 
 
 @pytest.mark.parametrize("role", [PrefillSettings, DecodeSettings])
@@ -57,3 +64,30 @@ def test_transports_that_listen_everywhere_need_a_trusted_network_also_on_loopba
     with pytest.raises(ConfigurationError, match=f"names {transport}, .* host is 127.0.0.1: set trust_fabric"):
         role(**named)  # type: ignore[arg-type]
     role(**named, trust_fabric=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_names_may_have_spaces_around_them(role: type[PrefillSettings | DecodeSettings]) -> None:
+    settings = role(model="m", registry_address="none", kv_transports=" grpc , shm")
+    assert settings.transports == ("grpc", "shm")
+
+
+@pytest.mark.parametrize("role", ROLES)
+@pytest.mark.parametrize("wrong", ["rdma", "shm,", ""])
+def test_wrong_names_are_refused_before_a_model_is_loaded(
+    role: type[PrefillSettings | DecodeSettings], wrong: str
+) -> None:
+    with pytest.raises(
+        ConfigurationError, match=rf"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got '(rdma)?'"
+    ):
+        role(model="m", registry_address="none", kv_transports=wrong)
+
+
+def test_settings_accept_what_transfers_have() -> None:
+    with pytest.raises(ConfigurationError, match=f"choose from {', '.join(KV_TRANSPORTS)}$"):
+        open_receive_transports(TransferSettings(("none",)))
+
+
+def test_a_reservation_lasts_as_long_as_the_router_waits_for_its_prefill(tmp_path: Path) -> None:
+    """A shorter lease would take the blocks from a prompt that still waits on the prefill worker."""
+    assert TransferSettings().opening_lease_s >= RouterSettings(model=str(tmp_path)).prefill_timeout_s

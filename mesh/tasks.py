@@ -1,0 +1,94 @@
+"""asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, and
+waiting for a thread even when cancelled.
+"""
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def backoff_s(num_failures: int, *, first_s: float, max_s: float) -> float:
+    """Return the seconds to wait after this many failures in a row; 0 without failures."""
+    return min(max_s, first_s * 2 ** min(num_failures - 1, 32)) if num_failures else 0.0
+
+
+class Backoff:
+    """Delays that double from `first_s` to `max_s`. Each is shortened by a random share of up to `jitter`."""
+
+    def __init__(self, first_s: float, max_s: float, *, jitter: float = 0.0) -> None:
+        self._first_s = first_s
+        self._max_s = max_s
+        self._jitter = jitter
+        self._delay_s = first_s
+
+    def next_s(self, lasted_s: float = 0.0) -> float:
+        """Return the delay before the next attempt. Delays start again at `first_s` if the attempt that just failed had
+        `lasted_s` longer than `max_s`; a shorter success does not count, because it may repeat at once.
+        """
+        if lasted_s > self._max_s:
+            self._delay_s = self._first_s
+        delay_s = self._delay_s
+        self._delay_s = min(2 * delay_s, self._max_s)
+        return delay_s * random.uniform(1 - self._jitter, 1.0)
+
+
+def is_cancelled() -> bool:
+    """Return True if the current task has been cancelled. grpc.aio also raises CancelledError when the peer ends a
+    call; then this is False, and the task should go on.
+    """
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
+def require_not_cancelled() -> None:
+    """Raise CancelledError if the current task was cancelled without noticing: before Python 3.12, asyncio.wait_for,
+    which redis uses for writes, can swallow a cancellation. Call this in every loop around redis.
+    """
+    if asyncio.current_task() is not None and is_cancelled():
+        raise asyncio.CancelledError
+
+
+async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run the coroutines concurrently. The first error cancels the others and is raised unchanged."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
+    """Run `work` on a thread. If cancelled, raise only after the thread has left `work`, or if it never starts."""
+    future = executor.submit(work)
+    try:
+        return await asyncio.wrap_future(future)  # if cancelled, it cancels `future` unless the thread has begun
+    except asyncio.CancelledError:
+        while not future.done():
+            waiting = asyncio.wrap_future(future)
+            waiting.add_done_callback(mark_retrieved)
+            with suppress(asyncio.CancelledError):  # the thread may still access its memory, which the caller frees
+                await asyncio.wait([waiting])
+        raise
+
+
+def mark_retrieved(future: "asyncio.Future[Any]") -> None:
+    """Keep asyncio from logging the error of a future that is done, because others raise it or nobody waits for it."""
+    if not future.cancelled():
+        future.exception()
+
+
+@asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """A TaskGroup that raises its first error instead of an ExceptionGroup."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            yield group
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None

@@ -1,0 +1,71 @@
+"""Requests of a batch: which can be sent, and how, before a gateway that answers as it is told."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from gateway.batches import send
+from gateway.batches.files import AnswerFile, BatchRequest
+from gateway.batches.send import Sender, Tally
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(send, "_FIRST_PAUSE_S", 0.0)
+
+
+async def sent(folder: Path, answers: Sequence[httpx2.Response], patience_s: float = 60.0) -> tuple[Tally, int]:
+    """Send one request, which gets one answer after the other, and the last one again. Returns how often it asked."""
+    left = list(answers)
+    asked = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request.content)
+        return left.pop(0) if len(left) > 1 else left[0]
+
+    request = BatchRequest("a", "/v1/chat/completions", b'{"x": 1}')
+    async with httpx2.AsyncClient(transport=httpx2.MockTransport(answer), base_url="http://gateway") as http:
+        sender = Sender(http, patience_s=patience_s, on_wait=lambda _: None)
+        with AnswerFile(folder / "out.jsonl") as file:
+            await sender.send_all(iter([request]), file, 1, lambda: None)
+            assert len(file.done) == sender.tally.num_answered + sender.tally.num_refused
+    assert set(asked) == {request.content}
+    return sender.tally, len(asked)
+
+
+async def test_a_request_that_is_out_of_time_again_and_again_is_an_error(tmp_path: Path) -> None:
+    slow, full = httpx2.Response(504, json={"error": "slow"}), httpx2.Response(429)
+    tally, num_asked = await sent(tmp_path, [full, slow, full, slow, full, slow])
+    assert (tally.num_refused, num_asked) == (1, 6)
+
+
+async def test_a_request_that_was_out_of_time_may_be_answered(tmp_path: Path) -> None:
+    slow = httpx2.Response(504)
+    tally, num_asked = await sent(tmp_path, [slow, slow, httpx2.Response(200, json={})])
+    assert (tally.num_answered, num_asked) == (1, 3)
+
+
+@pytest.mark.parametrize("pause", ["9" * 5000, "9" * 400, "٣", "-1", "soon"])
+async def test_a_pause_that_is_no_time_is_none(tmp_path: Path, pause: str) -> None:
+    full = httpx2.Response(429, headers={b"retry-after-ms": pause.encode()})
+    tally, num_asked = await sent(tmp_path, [full, httpx2.Response(200, json={})])
+    assert (tally.num_answered, num_asked) == (1, 2)
+
+
+async def test_an_answer_that_is_no_json_is_kept_as_text(tmp_path: Path) -> None:
+    tally, _ = await sent(tmp_path, [httpx2.Response(200, content=b"[" * 100_000)])
+    assert tally.num_answered == 1
+
+
+def test_an_answer_with_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
+    """Another gateway may send one, as JSON allows."""
+    path = tmp_path / "out.jsonl"
+    with AnswerFile(path) as answers:
+        answers.write("a", 200, "", {"text": "cut: \ud83d, whole: \U0001f600"})
+    with AnswerFile(path) as answers:
+        assert answers.done == {"a"}
+    (line,) = path.read_text(encoding="utf-8").split("\n")[:-1]
+    assert json.loads(line)["response"]["body"] == {"text": "cut: \ud83d, whole: \U0001f600"}

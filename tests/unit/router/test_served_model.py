@@ -1,0 +1,136 @@
+"""A served model: how its prompts are encoded, and the structures that it refuses."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
+
+from mesh.domain.errors import InvalidRequest
+from mesh.domain.request import Structure, StructureKind
+from router.served_model import EncodedPrompt, Grammars, PromptEncoder, ServedModel
+from router.text.chat import TextPrompt
+from router.text.tokenizer import Tokenizer, max_token_chars
+from tests.defects import Repaired
+from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint
+from tests.fakes.tokenizers import write_gpt2, write_llama, write_t5
+
+BUNDLED = Path(__file__).resolve().parents[3] / "demo_model" / "tandem-small"
+TEXTS = st.text(st.sampled_from(" \n\t.=aehlo1é日😀\u0301<|>")) | st.text()
+GOOD = Structure(StructureKind.REGEX, "a+")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PromptEncoder]:
+    made = PromptEncoder(ServedModel.load("tiny", write_checkpoint(tmp_path_factory.mktemp("model"))), None)
+    yield made
+    made.close()
+
+
+def test_the_end_of_a_prompt_has_no_known_text() -> None:
+    prompt = EncodedPrompt((1, 2, 3), "abc")
+    assert prompt.last(None) is prompt
+    assert prompt.last(3) is prompt
+    assert prompt.last(2) == EncodedPrompt((2, 3), None)
+
+
+def test_words_are_ruled_out_with_and_without_a_space(encoder: PromptEncoder) -> None:
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(encoder._plain_ids(text))
+
+    assert ids(" fox")[-len(ids("fox")) :] != ids("fox"), "the space is part of its token"
+    assert set(encoder.spellings(["fox"])) == set(encoder.spellings([" fox"])) == {ids("fox"), ids(" fox")}
+    assert ids(" 7") == (*ids(" "), *ids("7"))
+    assert encoder.spellings(["7"]) == (ids("7"),), "which rules out a 7 behind a space, too"
+    assert encoder.spellings(["7", "7"]) == (ids("7"),)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama", "bundled"])
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizers")
+    if request.param == "bundled":
+        return Tokenizer.load(BUNDLED, frozenset())
+    return Tokenizer.load((write_gpt2 if request.param == "gpt2" else write_llama)(folder / request.param), frozenset())
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(TEXTS, st.integers(1, 30))
+def test_no_text_has_more_characters_than_its_tokens_can_stand_for(tokenizer: Tokenizer, text: str, times: int) -> None:
+    ids = tokenizer.encode(text * times, add_special_tokens=False)
+    most = tokenizer.max_chars(len(ids))
+    assert most is not None
+    assert len(text * times) <= most
+    assert ids == tokenizer._native.encode(text * times, add_special_tokens=False).ids
+
+
+def test_tokenizers_that_drop_text_have_no_bound(tmp_path: Path) -> None:
+    assert Tokenizer.load(write_t5(tmp_path), frozenset()).max_chars(10) is None
+    native = byte_level_tokenizer()
+    assert max_token_chars(native) == 13
+    native.normalizer = normalizers.NFC()
+    assert max_token_chars(native) == 4 * 13
+    native.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    assert max_token_chars(native) is None
+    native.normalizer = normalizers.Replace("  ", " ")
+    assert max_token_chars(native) is None
+    native.normalizer = None
+    native.add_tokens([AddedToken("<|x|>", rstrip=True)])
+    assert max_token_chars(native) is None, "it swallows any number of spaces"
+
+
+async def test_a_text_that_cannot_fit_is_refused_without_tokenising(
+    encoder: PromptEncoder, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    def encode(*_: object, **__: object) -> None:
+        raise AssertionError("it was tokenised")
+
+    text = "hello world " * 350_000
+    with monkeypatch.context() as patched:
+        patched.setattr(Tokenizer, "encode", encode)
+        began_s = time.process_time()
+        with pytest.raises(InvalidRequest, match="4200000 characters, and at most 6500 fit into the 500"):
+            await encoder.encode(TextPrompt(text), max_tokens=500)
+        took_ms = 1000 * (time.process_time() - began_s)
+    assert took_ms < 10
+    assert (await encoder.encode(TextPrompt(text[:6500]), max_tokens=500)).text == text[:6500]
+    repaired("D3", f"4 MB for 500 tokens: refused in {took_ms:.1f} ms, not tokenised")
+
+
+async def test_a_long_text_holds_no_lock_and_no_short_text(encoder: PromptEncoder, repaired: Repaired) -> None:
+    """A thread that holds the lock would let this one run only when it is done."""
+    text = "hello world, the quick brown fox " * 60_000
+    running = asyncio.create_task(encoder.encode(TextPrompt(text), tenant="greedy"))
+    began_s = last_s = time.monotonic()
+    longest_s, num_short = 0.0, 0
+    while not running.done():
+        await encoder.encode(TextPrompt(text[:5000]), tenant="modest")
+        num_short += not running.done()
+        now_s = time.monotonic()
+        longest_s, last_s = max(longest_s, now_s - last_s), now_s
+    whole_s = time.monotonic() - began_s
+    assert len((await running).ids) > 500_000
+    assert num_short >= 5
+    assert longest_s < whole_s / 3, "the lock was held"
+    repaired("D3", f"2 MB tokenised in {whole_s:.1f} s: {num_short} texts of 5,000 characters done meanwhile")
+
+
+async def test_structures_are_tried(tmp_path: Path) -> None:
+    grammars = Grammars(write_checkpoint(tmp_path / "tiny"))
+    await grammars.check(None)
+    await grammars.check(GOOD)
+    with pytest.raises(InvalidRequest, match="regex cannot be used"):
+        await grammars.check(Structure(StructureKind.REGEX, "(a"))
+    grammars.close()
+
+
+async def test_structures_can_be_turned_off(tmp_path: Path) -> None:
+    """Then not even the tokenizer is looked for."""
+    grammars = Grammars(tmp_path, disabled=True)
+    await grammars.check(None)
+    with pytest.raises(InvalidRequest, match="turned off"):
+        await grammars.check(GOOD)
+    grammars.close()

@@ -2,114 +2,17 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from engine.models.encodings import Parameters
-from engine.models.linear import ACTIVATIONS, Activation, Adapters, LinearLayer, Norm, Ops, Rows, make_linear
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.encodings import LinearParameters, Parameters
+from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.linear import ACTIVATIONS, Adapters, LinearLayer, Norm, Rows, make_linear
+from engine.models.mlp import DenseMlp, Experts, Mlp, SharedExpert
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.share import rank_share
-
-
-class Mlp(Protocol):
-    """Plug point of a layer: DenseMlp, Experts, SharedExpert, Summed."""
-
-    @property
-    def ops(self) -> Ops:
-        """Operations that produce this MLP's input rows."""
-        ...
-
-    def __call__(self, x: Rows, /) -> Tensor:
-        """Compute the MLP: [rows, hidden_size] -> the same shape."""
-        ...
-
-    def add_to(self, residual: Tensor, x: Rows, /) -> Tensor:
-        """`residual` plus the MLP of x; may write into `residual`."""
-        ...
-
-
-class DenseMlp:
-    """down(activation(gate) * up), or down(activation(up)) if not `gated`."""
-
-    def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool) -> None:
-        self.ops = up.ops
-        self._up = up
-        self._down = down
-        self._activation = activation
-        self._bend = down.ops.gated if gated else down.ops.activated
-
-    def __call__(self, x: Rows) -> Tensor:
-        return self._down(self._bend(self._activation, self._up(x)))
-
-    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return self._down.add_to(residual, self._bend(self._activation, self._up(x)))
-
-
-class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
-    quantised. `experts`: by number, all of them or those of this rank.
-
-    Experts run in order, each with all of its rows, so a row's result does not depend on its batch.
-    """
-
-    def __init__(
-        self, config: ExpertsConfig, router: Tensor, experts: Mapping[int, DenseMlp], adapters: Adapters
-    ) -> None:
-        self.ops = next(iter(experts.values())).ops
-        self._config = config
-        self._router = router  # [num_experts, hidden_size]
-        self._experts = experts
-        self._adapters = adapters
-
-    def __call__(self, x: Rows) -> Tensor:
-        values = self.ops.values(x)
-        weights = self._route(values)  # [rows, num_experts]
-        total = torch.zeros_like(values)
-        selected = weights.any(0).tolist()
-        for expert, mlp in self._experts.items():
-            if not selected[expert]:
-                continue
-            rows = weights[:, expert].nonzero()[:, 0]
-            with self._adapters.among(rows):
-                result = mlp(self.ops.rows(values[rows]))
-            total.index_add_(0, rows, result * weights[rows, expert, None])
-        return total
-
-    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return residual + self(x)
-
-    def _route(self, values: Tensor) -> Tensor:
-        # -> [rows, num_experts], 0 for experts that are not selected
-        shares = F.linear(values, self._router).softmax(-1, dtype=torch.float32)
-        top = shares.topk(self._config.top_k, -1)
-        chosen = top.values
-        if self._config.normalised:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        weights = torch.zeros_like(shares).scatter_(1, top.indices, chosen)
-        return weights.to(values.dtype)
-
-
-class SharedExpert:
-    """Experts plus a shared expert that processes every row; `gate` [1, hidden_size] weights its output per row."""
-
-    def __init__(self, experts: Experts, shared: DenseMlp, gate: Tensor | None) -> None:
-        self.ops = experts.ops
-        self._experts = experts
-        self._shared = shared
-        self._gate = gate
-
-    def __call__(self, x: Rows) -> Tensor:
-        shared = self._shared(x)
-        if self._gate is not None:
-            shared = shared * F.linear(self.ops.values(x), self._gate).sigmoid()
-        return self._experts(x) + shared
-
-    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return residual + self(x)
+from mesh.domain.kv import Span
 
 
 class Summed:
@@ -162,12 +65,20 @@ def take_layer(
     config: ModelConfig,
     ranks: SummingGroup | None,
     adapters: Adapters,
+    products: ExpertProducts | None = None,
 ) -> Layer:
-    """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share."""
+    """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share. With
+    `products`, its experts can be computed on the device.
+    """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     o = _take_linear(parameters, f"{prefix}o", adapters)
-    mlp = _take_any_mlp(parameters, index, config, ranks, adapters)
+    facts = config.experts
+    if facts is None or not facts.layers[index]:
+        mlp: Mlp = _take_mlp(parameters, prefix, config, adapters)
+    else:
+        held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
+        mlp = _take_mixture(parameters, prefix, config, held, adapters, products)
     return Layer(
         block=config.block,
         input_norm=norms["input_norm"],
@@ -193,26 +104,51 @@ def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> N
 
 
 def _take_linear(parameters: Parameters, name: str, adapters: Adapters) -> LinearLayer:
-    matrix = parameters.take_linear(name)
+    return _make_linear(name, parameters.take_linear(name), adapters)
+
+
+def _make_linear(name: str, matrix: LinearParameters, adapters: Adapters) -> LinearLayer:
     return adapters.around(name, make_linear(matrix), matrix.weight)
 
 
 def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, adapters: Adapters) -> DenseMlp:
-    up = _take_linear(parameters, prefix + ("gate_up" if config.gated else "up"), adapters)
-    down = _take_linear(parameters, f"{prefix}down", adapters)
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, adapters)
+
+
+def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
+    """The two matrices of an MLP, by their names."""
+    names = (prefix + ("gate_up" if config.gated else "up"), f"{prefix}down")
+    return {name: parameters.take_linear(name) for name in names}
+
+
+def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, adapters: Adapters) -> DenseMlp:
+    up, down = (_make_linear(name, matrix, adapters) for name, matrix in matrices.items())
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
-def _take_any_mlp(
-    parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None, adapters: Adapters
+def _take_mixture(
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    held: Span,
+    adapters: Adapters,
+    products: ExpertProducts | None,
 ) -> Mlp:
-    prefix, facts = f"layers.{index}.", config.experts
-    if facts is None or not facts.layers[index]:
-        return _take_mlp(parameters, prefix, config, adapters)
+    facts = config.experts
+    assert facts is not None
     router = parameters.take(f"{prefix}router")
-    held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
-    mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config, adapters) for i in range(held.first, held.end)}
-    experts = Experts(facts, router, mlps, adapters)
+    mlps: dict[int, DenseMlp] = {}
+    matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
+    for number in range(held.first, held.end):
+        taken = _take_matrices(parameters, f"{prefix}experts.{number}.", config)
+        mlps[number] = _make_mlp(taken, config, adapters)
+        if products is not None:
+            matrices += taken.values()
+    on_device = None
+    if products is not None:
+        on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], mlps[held.first].inner)
+        on_device.compile(facts.top_k)
+    experts = Experts(facts, router, mlps, adapters, on_device)
     if not facts.shared_size:
         return experts
     shared = _take_mlp(parameters, f"{prefix}shared.", config, adapters)

@@ -31,7 +31,7 @@ from tests.fakes.tape import NotCapturable, TapeCapture, TapedKernels
 
 CPU = torch.device("cpu")
 FORCED = {"attention": "triton", "num_blocks": 160}
-GRAPHS = GraphSettings((1, 2, 4), 40, max_drafts=3)
+GRAPHS = GraphSettings((1, 4), 40, max_drafts=2)
 FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
 
 
@@ -126,23 +126,23 @@ def test_models_say_what_transformers_says(checkpoint: Callable[[str], Path], fa
     check_parity(checkpoint(family), runner)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["mixtral", "qwen2-moe"])
 def test_captured_steps_are_those_of_the_host(checkpoint: Callable[[str], Path], family: str) -> None:
     """Of experts that the host selects, with torch's attention; of single tokens and of drafts."""
-    require_captured(checkpoint(family), num_steps=12)
+    require_captured(checkpoint(family), num_steps=8)
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("family", FAMILIES)
 def test_many_captured_steps_are_those_of_the_host(checkpoint: Callable[[str], Path], family: str) -> None:
-    capture = require_captured(checkpoint(family), num_steps=150)
+    capture = require_captured(checkpoint(family), num_steps=40)
     assert all(graph.num_replays for graph in capture.graphs)
 
 
 def require_captured(model_dir: Path, num_steps: int) -> TapeCapture:
     capture = TapeCapture()
     plain, graphed = load(model_dir, None, GRAPHS), load(model_dir, capture, GRAPHS, attention="triton")
-    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.2), num_steps)
+    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.2, num_drafts=2), num_steps)
     require_same_kv(plain.kv_cache.tensor, graphed.kv_cache.tensor)
     assert capture.num_replays > num_steps / 3
     return capture
@@ -176,7 +176,7 @@ def test_choices_of_another_step_would_be_found_out(
 
     monkeypatch.setattr(ExpertProducts, "list_choices", once)
     with pytest.raises(AssertionError):
-        require_captured(checkpoint("mixtral"), num_steps=12)
+        require_captured(checkpoint("mixtral"), num_steps=8)
 
 
 def test_rows_with_adapters_are_left_to_the_host(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
@@ -217,9 +217,9 @@ def test_ranks_replay_the_same_steps(checkpoint: Callable[[str], Path], monkeypa
     for module in (triton_paged, expert_products):
         monkeypatch.setattr(module, "import_module", lambda name: TapedKernels(InTurn(import_module(name), lock)))
     plain = load(checkpoint("mixtral"), None)
-    asked = {"graphs": GraphSettings((1, 2, 4), 40), "block_size": 4, "num_blocks": 200, "attention": "triton"}
+    asked = {"graphs": GraphSettings((1, 4), 40), "block_size": 4, "num_blocks": 200, "attention": "triton"}
     with own_memory_runner(checkpoint("mixtral"), Degrees(2), ThreadRanks(), **asked) as (runner, ranks):
-        require_same_steps(plain, runner, Traffic(seed=1), 10)
+        require_same_steps(plain, runner, Traffic(seed=1), 8)
         kv = torch.cat([runner.kv_cache.tensor, ranks.caches[1].tensor], dim=4)
     require_same_kv(plain.kv_cache.tensor, kv)
     counts = [[graph.num_replays for graph in capture.graphs] for capture in captures.values()]

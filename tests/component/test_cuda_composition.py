@@ -115,17 +115,19 @@ def test_long_steps_of_experts_are_left_to_the_host(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, launches: Launches, family: str
 ) -> None:
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
-    runner, reads = load(checkpoint(family), "bfloat16", "triton"), HostReads()
-    launches.noted.clear()
+    runner, counts = load(checkpoint(family), "bfloat16", "triton"), []
     sequence = SequenceState(make_request("long", range(FEW_ROWS + 2)))
     sequence.block_table += range(FEW_ROWS // BLOCK_SIZE + 1)
-    for num_tokens, is_long in ((FEW_ROWS, False), (FEW_ROWS + 1, True)):
-        reads.count = 0
-        with reads:
-            runner.begin(ScheduledBatch((ScheduledSequence(sequence, 0, num_tokens),)))()
-        assert bool(reads.count) == is_long
-        assert bool(launches.noted) != is_long
+    for num_tokens in (FEW_ROWS, FEW_ROWS + 1):
         launches.noted.clear()
+        with HostReads() as reads:
+            runner.begin(ScheduledBatch((ScheduledSequence(sequence, 0, num_tokens),)))()
+        counts.append((len(launches.noted), reads.count))
+    experts = load_decoder_config(checkpoint(family)).experts
+    assert experts is not None
+    (short_launches, short_reads), long = counts
+    assert short_launches == 3 * sum(experts.layers)
+    assert long == (0, short_reads + sum(experts.layers))
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -216,9 +218,11 @@ def test_kernels_of_experts_hold_as_much_memory_as_is_counted(
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
     runner = load(checkpoint(family), "bfloat16", "triton")
     config, used, step = load_decoder_config(checkpoint(family)), PeakBytes(), steps()
-    launches.noted.clear()
-    with used:
+    with HostReads():
         runner.begin(step)()
+        launches.noted.clear()
+        with used:
+            runner.begin(step)()
     assert launches.noted
     size = StepSize(step.num_tokens, 4 if steps is batch else 0)
     counted = activation_bytes(config, size, torch.bfloat16.itemsize, experts_on_device=True)

@@ -4,16 +4,19 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 
 @dataclass
 class Launches:
-    """`noted`: name, arguments and constants of each launch."""
+    """`noted`: name, arguments and constants of each launch. Tensors are noted without their memory."""
 
     noted: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
 
     def __getattr__(self, name: str) -> Any:
         def note(*arguments: Any, **constants: Any) -> None:
-            self.noted.append((name, arguments, constants))
+            kept = (value.new_empty(0) if isinstance(value, Tensor) else value for value in arguments)
+            self.noted.append((name, tuple(kept), constants))
 
         return _Grids(note)
 

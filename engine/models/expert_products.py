@@ -10,7 +10,7 @@ are read from memory once if some row has chosen it, and not at all otherwise: w
 random, those of E (1 - (1 - k / E)^B) experts. Products of gathered matrices would move 3 B k experts, and products of
 all rows with all experts E. torch's own `grouped_mm` has bf16 only. Tiles after the first read the matrix again, from
 the GPU's cache if it holds it. Therefore steps of many rows, which are prompts, are faster expert by expert in a
-library's products, and wait for the host once in a layer: see `Experts` in engine/models/mlp.py.
+library's products, and wait for the host once in a layer: see `Experts` in engine/models/layer.py.
 """
 
 from collections.abc import Callable, Sequence

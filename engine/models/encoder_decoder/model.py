@@ -15,8 +15,8 @@ from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.step import PositionBias, Step, attend_own, attend_prompts, causal_bias, plan_step
 from engine.models.encodings import Parameters
+from engine.models.layer import DenseMlp
 from engine.models.linear import ACTIVATIONS, LinearLayer, Norm, Rows, make_linear
-from engine.models.mlp import DenseMlp
 from mesh.domain.host import Cores
 
 

@@ -30,6 +30,8 @@ _START_S = 600.0
 _WORKERS_A_PROCESS = 250
 _NUM_STREAM_PROCESSES = 2
 _MAX_STREAMS = 200_000
+_STALL_S = 86_400  # many streams with few tokens are silent for long
+_SPARE_BYTES = 2 << 30  # of the machine, for others
 _SAY_INTERVAL_S = 10.0
 _LAST_LINES = 12
 
@@ -123,6 +125,16 @@ class Reading:
     first_token_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes (PSS) of routers, Redis, modelled workers and clients at one moment."""
+
+    routers: int
+    redis: int
+    workers: int
+    clients: int
+
+
 class Mesh:
     """All processes of a run. Use `running`."""
 
@@ -208,7 +220,7 @@ class Mesh:
             "max-queued-requests": _MAX_STREAMS,
             "expect-prefill": num_prefill,
             "expect-decode": self.shape.num_workers - num_prefill,
-            "stall-timeout-s": 600,
+            "stall-timeout-s": _STALL_S,
             "log-level": "warning",
             "follow-stdin": "true",
         }
@@ -233,16 +245,22 @@ class Mesh:
             await child.event("listening")
 
     async def hold(self, count: int) -> None:
-        """Keep this many streams open; returns when each has had a token. Raises MeshFailed."""
+        """Keep this many streams open; returns when each has had a token. Raises MeshFailed if none is added for long,
+        or if the machine is running out of memory."""
         for number, child in enumerate(self.streams):
             child.tell(str(count * (number + 1) // len(self.streams) - count * number // len(self.streams)))
-        begun_s = said_s = time.monotonic()
+        grown_s = said_s = time.monotonic()
+        most = 0
         while (num_open := self._total("open")) < count:
             await asyncio.gather(*(child.next_totals() for child in self.streams))
             now_s = time.monotonic()
+            if num_open > most:
+                most, grown_s = num_open, now_s
             reached = f"{num_open:,} of {count:,} streams have had a token, {self.num_failed:,} have failed"
-            if now_s - begun_s > _START_S:
-                raise MeshFailed(f"{reached} after {_START_S:g} s: this machine cannot hold them, ask for fewer")
+            if now_s - grown_s > _START_S:
+                raise MeshFailed(f"{reached}, and no more for {_START_S:g} s: this machine cannot hold them")
+            if psutil.virtual_memory().available < _SPARE_BYTES:
+                raise MeshFailed(f"{reached}: the machine has no memory for more")
             if now_s - said_s > _SAY_INTERVAL_S:
                 said_s = now_s
                 sys.stderr.write(f"{reached}\n")
@@ -263,10 +281,13 @@ class Mesh:
     def _router_cpu_s(self) -> float:
         return sum(_cpu_s(router.usage) for router in self.routers)
 
-    def memory(self) -> tuple[int, int]:
-        """PSS bytes of routers, and of Redis."""
-        routers = sum(router.usage.memory_full_info().pss for router in self.routers)
-        return routers, 0 if self._redis_usage is None else self._redis_usage.memory_full_info().pss
+    def memory(self) -> Memory:
+        """The memory of all processes now."""
+        redis = 0 if self._redis_usage is None else _pss_bytes(self._redis_usage)
+        routers, workers, clients = (
+            sum(_pss_bytes(child.usage) for child in group) for group in (self.routers, self.workers, self.streams)
+        )
+        return Memory(routers, redis, workers, clients)
 
     @property
     def num_failed(self) -> int:
@@ -286,6 +307,10 @@ def _prepare(cores: Collection[int]) -> None:
 def _kill(process: asyncio.subprocess.Process) -> None:
     with suppress(ProcessLookupError):  # Ctrl-C has ended it
         process.kill()
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    return int(process.memory_full_info().pss)
 
 
 def _cpu_s(process: psutil.Process) -> float:

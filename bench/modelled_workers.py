@@ -3,8 +3,8 @@
     python -m bench.modelled_workers --role decode --first 0 --count 250 --model DIR --registry ADDRESS
 
 Each has an address of its own, a registration with heartbeats, and answers a router's calls over gRPC. Tokens come at a
-rate that is each worker's, however many sequences share it: with more of them a step takes longer, so that streams can
-be many and tokens few. KV is never sent: a decode worker takes it for granted.
+rate that is each worker's, however many sequences share it: with more of them each waits longer, so that streams can be
+many and tokens few. KV is never sent: a decode worker takes it for granted.
 
 The process prints "listening", then a line of totals each second. Its workers join at the first line of its standard
 input, and it ends with that input.
@@ -19,6 +19,7 @@ import string
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 
 import grpc
@@ -48,6 +49,7 @@ _MAX_BATCH_TOKENS = 8192
 _PREFILL_S = 0.01
 _MIN_STEP_S = 0.02
 _MAX_STEP_S = 60.0
+_MAX_STEP_SEQS = 256  # about a real worker's batch: a message with tokens of 10,000 sequences is none that routers get
 _LETTERS = [ord(letter) for letter in string.ascii_lowercase]  # ids of the bundled tokenizer, which knows bytes
 
 
@@ -82,15 +84,14 @@ class _Link:
         self.has_arrived.set()
 
     def step(self) -> int:
-        """One token for each sequence, all in one message. Returns how many."""
+        """One token for each of the sequences that have waited longest, all in one message. Returns how many."""
         outputs = []
-        for key, (spec, index) in list(self.running.items()):
+        for key in list(islice(self.running, _MAX_STEP_SEQS)):
+            spec, index = self.running.pop(key)
             made = output(spec, index)
             outputs.append(wire.output_to_proto(made))
             if made.finish_reason is None:
                 self.running[key] = (spec, index + 1)
-            else:
-                del self.running[key]
         if outputs:
             step = decode_pb2.StepOutputs(outputs=outputs)
             self.outbox.put_nowait(decode_pb2.AttachResponse(step=step))
@@ -158,7 +159,8 @@ class ModelledWorkers(decode_pb2_grpc.DecodeServicer, prefill_pb2_grpc.PrefillSe
             while not link.running:  # hundreds of idle links that looked again and again would fill a core
                 link.has_arrived.clear()
                 await link.has_arrived.wait()
-            await asyncio.sleep(min(_MAX_STEP_S, max(_MIN_STEP_S, len(link.running) / self._tokens_per_s)))
+            num_tokens = min(len(link.running), _MAX_STEP_SEQS)
+            await asyncio.sleep(min(_MAX_STEP_S, max(_MIN_STEP_S, num_tokens / self._tokens_per_s)))
             num_tokens = link.step()
             self.totals["tokens"] += num_tokens
             self.totals["steps"] += num_tokens > 0

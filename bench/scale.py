@@ -8,7 +8,7 @@ an open stream and that of a token can be told apart. Routers have the first cor
 
 A row is measured over `--seconds`, once all its streams have had a token: CPU time and memory (PSS) of routers and of
 Redis, messages a second, and how long a router takes to answer a small call meanwhile. With several routers the figures
-are those of all together.
+are those of all together. Memory grows with streams in modelled workers and clients, too, which are on this machine.
 """
 
 import argparse
@@ -22,7 +22,7 @@ import grpc
 from rich.console import Console
 from rich.table import Table
 
-from bench.modelled_mesh import Mesh, MeshFailed, Shape, running
+from bench.modelled_mesh import Memory, Mesh, MeshFailed, Shape, running
 from mesh.interrupts import run_program, showing
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem_cli.load_test.figures import percentile
@@ -40,9 +40,8 @@ class Row:
     tokens_per_s: float
     heartbeats_per_s: float
     router_cpu: float
-    router_bytes: int
     redis_cpu: float
-    redis_bytes: int
+    memory: Memory
     redis_commands_per_s: float
     probes_s: list[float]
     num_failed: int
@@ -79,7 +78,6 @@ async def _measure_row(mesh: Mesh, num_streams: int, seconds: float) -> Row:
     begun = await mesh.read()
     probes_s = await probing
     ended = await mesh.read()
-    router_bytes, redis_bytes = mesh.memory()
     length_s = ended.at_s - begun.at_s
     return Row(
         mesh.shape.num_workers,
@@ -87,9 +85,8 @@ async def _measure_row(mesh: Mesh, num_streams: int, seconds: float) -> Row:
         tokens_per_s=(ended.tokens - begun.tokens) / length_s,
         heartbeats_per_s=(ended.heartbeats - begun.heartbeats) / length_s,
         router_cpu=(ended.router_cpu_s - begun.router_cpu_s) / length_s,
-        router_bytes=router_bytes,
         redis_cpu=(ended.redis_cpu_s - begun.redis_cpu_s) / length_s,
-        redis_bytes=redis_bytes,
+        memory=mesh.memory(),
         redis_commands_per_s=(ended.redis_commands - begun.redis_commands) / length_s,
         probes_s=probes_s,
         num_failed=mesh.num_failed,
@@ -120,7 +117,7 @@ _COLUMNS = (
     "heartbeats/s",
     "router CPU %",
     "router MB",
-    "KB / stream",
+    "KB / stream: router, workers, clients",
     "Redis CPU %",
     "Redis MB",
     "Redis commands/s",
@@ -131,7 +128,8 @@ _COLUMNS = (
 
 def cells(row: Row, idle: Row) -> list[str]:
     """The cells of a row; `idle` is that without streams."""
-    grown = row.router_bytes - idle.router_bytes
+    memory, before = row.memory, idle.memory
+    grown = (memory.routers - before.routers, memory.workers - before.workers, memory.clients - before.clients)
     return [
         f"{row.num_workers:,}",
         "" if row.num_streams else f"{row.join_cpu_s:.2f}",
@@ -141,10 +139,10 @@ def cells(row: Row, idle: Row) -> list[str]:
         f"{row.tokens_per_s:,.0f}",
         f"{row.heartbeats_per_s:,.0f}",
         f"{100 * row.router_cpu:.0f}",
-        f"{row.router_bytes / 1e6:,.0f}",
-        f"{grown / 1e3 / row.num_streams:.0f}" if row.num_streams else "",
+        f"{memory.routers / 1e6:,.0f}",
+        ", ".join(f"{size / 1e3 / row.num_streams:.0f}" for size in grown) if row.num_streams else "",
         f"{100 * row.redis_cpu:.0f}",
-        f"{row.redis_bytes / 1e6:,.0f}",
+        f"{memory.redis / 1e6:,.0f}",
         f"{row.redis_commands_per_s:,.0f}",
         " / ".join(f"{1000 * percentile(row.probes_s, p):.1f}" for p in (50, 99)),
         str(row.num_failed),

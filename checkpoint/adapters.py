@@ -142,6 +142,8 @@ def require_unchanged(adapter: AdapterFiles) -> None:
 
 
 def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> AdapterFiles:
+    if not folder.is_dir():
+        raise ConfigurationError(f"there is no folder {folder}")
     for file in (CONFIG_FILE, WEIGHTS_FILE):
         if not (folder / file).is_file():
             hint = f"; run tandem convert {folder} OUT" if (folder / "adapter_model.bin").exists() else ""
@@ -198,7 +200,9 @@ def _matrix(module: str, tensors: Mapping[str, StoredTensor], config: Mapping[st
         raise ConfigurationError(f"module {module}: lora_A {a.shape} and lora_B {b.shape} have different ranks")
     stated_rank = _of_module(module, config, "rank_pattern", config.get("r"))
     if rank != stated_rank:
-        raise ConfigurationError(f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}")
+        raise ConfigurationError(
+            f"module {module} has rank {rank}, and {CONFIG_FILE} says {stated_rank}: one is from another adapter"
+        )
     alpha = _of_module(module, config, "alpha_pattern", config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigurationError(f"lora_alpha of module {module} is {alpha!r}, not a number")

@@ -90,7 +90,10 @@ def _load_model(
     """Load the weights. Returns the function that builds the model on its cache."""
     if isinstance(config, EncoderDecoderConfig):
         if settings.adapters:
-            raise ConfigurationError(f"adapter {settings.adapters[0].name}: encoder-decoder models have no adapters")
+            name = settings.adapters[0].name
+            raise ConfigurationError(
+                f"adapter {name}: encoder-decoder models have no adapters: merge it into its base model"
+            )
         parameters = load_parameters(settings, config, specs_of(settings, config), on_progress)
         return lambda cache: EncoderDecoder(config, parameters, decoder_memory(settings, config, cache))
     reason = why_eager(settings, config, layout)

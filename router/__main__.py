@@ -1,7 +1,6 @@
 """`python -m router`: constructs the parts of a router and starts and stops them in order."""
 
 import asyncio
-import gc
 import sys
 import time
 from collections.abc import Coroutine, Iterator
@@ -19,6 +18,7 @@ from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer, Operations
 from router.attempt import PrefillClient
+from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
@@ -210,8 +210,11 @@ async def serve(settings: RouterSettings) -> None:
     sys.setswitchinterval(_SWITCH_S)
     router = RouterProcess(settings)
     _warn_of_open_keys(settings)
-    gc.freeze()  # long-lived objects: garbage collection need not scan them with the interpreter lock held
-    async with serving_metrics(router.metrics.registry, settings), watching_loop(router.metrics.registry):
+    async with (
+        serving_metrics(router.metrics.registry, settings),
+        watching_loop(router.metrics.registry),
+        collecting_rarely(),
+    ):
         await router.start()
         announce("listening", address=router.public.address, registry_address=router.coordination.address)
         await until_stopped(settings)

@@ -98,7 +98,7 @@ class RouterSettings(ModelSettings):
     traffic: str = setting(
         "",
         "names that stand for several revisions, which are models of this router, and the shares of new requests that "
-        "each gets, as chat=v1:90,v2:10; `tandem traffic` changes them",
+        "each gets, as chat=v1:90,v2:10 (several names: with ; between them); `tandem traffic` changes them",
     )
     switch_roles: bool = setting(
         False,

@@ -25,7 +25,7 @@ from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed, percentile
 from tandem_cli.parser import CommandParser
-from tandem_cli.terminal import strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
 CLIENT = "client"
 PERCENTS = (50, 90, 99)
@@ -106,14 +106,14 @@ def show(requests: list[TimedRequest], console: Console) -> None:
         style = _COLOURS.get(row.name, "bold" if row.name == "total" else "")
         cells = (f"{ms:.1f}" for ms in row.percentiles_ms)
         table.add_row(Text(row.name, style), *cells, f"{100 * row.share:.1f} %", MARKS.get(row.name, ""))
-    console.print(table)
+    console.print(FittingTable(table))
     request = median_request(requests)
     console.print(
         f"\nthe median request, {strip_controls(request.request_id)}: "
         f"{request.total_ms:.1f} ms{_describe_timing(request)}"
     )
     line = Text()
-    for name, count in bar(request, _BAR_WIDTH):
+    for name, count in bar(request, min(console.width, _BAR_WIDTH)):
         line.append(MARKS[name] * count, _COLOURS.get(name, ""))
     console.print(line)
 

@@ -52,7 +52,9 @@ def _checked(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
     if len(ids) < 2:
         raise ConfigurationError("it has fewer than two tokens, so there is nothing to predict: remove it")
     if max(ids) >= vocab_size:
-        raise ConfigurationError(f"token {max(ids)} is not in the model's vocabulary of {vocab_size}")
+        raise ConfigurationError(
+            f"token {max(ids)} is not in the model's vocabulary of {vocab_size}: give ids of this model, or prompt"
+        )
     return ids
 
 

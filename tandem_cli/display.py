@@ -7,6 +7,8 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from rich.text import Text
 
+from tandem_cli.terminal import FittingTable
+
 _REPORTED_STEP = 0.25
 
 
@@ -53,7 +55,7 @@ class Display:
         table = Table("role", "name", "pid", "address", "cores", "log", box=None, pad_edge=False)
         for row in rows:
             table.add_row(*row)
-        self._console.print(table)
+        self._console.print(FittingTable(table))
 
     def _report(self, name: str, fraction: float) -> None:
         """Print the progress in steps of a quarter, for output that is not a terminal."""

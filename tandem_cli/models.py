@@ -7,7 +7,7 @@ from rich.text import Text
 
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
-from tandem_cli.terminal import strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -27,5 +27,5 @@ def run(args: argparse.Namespace) -> int:
             str(model.vocab_size),
             "yes" if model.has_chat_template else "no",
         )
-    wide_console().print(table)
+    wide_console().print(FittingTable(table))
     return 0

@@ -8,6 +8,7 @@ from rich.table import Table
 
 from mesh.domain.kv import Span
 from tandem_cli.capacity.prediction import PlanResult
+from tandem_cli.terminal import FittingTable
 
 if TYPE_CHECKING:
     from tandem_cli.capacity.ranks import RankMemory
@@ -37,12 +38,12 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
         names, num_loaded = plan["adapters"]["names"], plan["adapters"]["num_loaded"]
         num_bytes = _number(plan["adapters"]["num_bytes"])
         console.print(f"adapters: {num_loaded} of {len(names)} in memory at once, {num_bytes}B\n")
-    console.print(_memory(plan))
+    console.print(FittingTable(_memory(plan)))
     console.print()
     if ranks:
-        console.print(_ranks(ranks, plan["context_tokens"]))
+        console.print(FittingTable(_ranks(ranks, plan["context_tokens"])))
         console.print()
-    console.print(_predictions(plan))
+    console.print(FittingTable(_predictions(plan)))
     if plan["blended_price_per_million"] is not None:
         console.print(f"blended price, 3 of input to 1 of output: {plan['blended_price_per_million']:.4g} per million")
     console.print()

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tandem_cli.parser import CommandParser
 from tandem_cli.running import running_meshes
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import FittingTable, wide_console
 
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     for mesh in meshes:
         cells = (" ".join(mesh.models), mesh.address or "starting", mesh.http, _describe(time.time() - mesh.since_s))
         table.add_row(str(mesh.pid), *map(Text, cells), Text(mesh.log_dir))
-    wide_console().print(table)
+    wide_console().print(FittingTable(table))
     return 0
 
 

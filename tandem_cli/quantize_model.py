@@ -13,14 +13,14 @@ from rich.table import Table
 from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
 from engine.quantizer import IN_GROUPS
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
 from engine.quantizer.quality import Quality
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.deployment import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import FittingTable, wide_console
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -30,7 +30,7 @@ def quantize_model(args: argparse.Namespace) -> int:
     require_absent(args.out)
     checkpoint = open_float_checkpoint(find_model(ModelSource(args.model)))
     scheme = _scheme(args, checkpoint)
-    require_groups(checkpoint, scheme)
+    require_fit(checkpoint, scheme)
     config = checkpoint.config
     prompts = read_prompts(
         args.data,
@@ -55,7 +55,7 @@ def quantize_model(args: argparse.Namespace) -> int:
         facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": num_bytes}
         sys.stdout.write(json.dumps(facts | asdict(quality), indent=2) + "\n")
     else:
-        wide_console().print(_table(quality, checkpoint.num_bytes, num_bytes))
+        wide_console().print(FittingTable(_table(quality, checkpoint.num_bytes, num_bytes)))
         sys.stdout.write(
             f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
         )

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tandem_cli.simulation.figures import Figures
+from tandem_cli.terminal import FittingTable
 
 
 def show_figures(result: Figures, about: str, console: Console) -> None:
@@ -26,13 +27,13 @@ def show_figures(result: Figures, about: str, console: Console) -> None:
     for name in ("ttft", "tpot", "gap", "latency"):
         if f"{name}_p50_ms" in result:
             times.add_row(name, *(f"{result[f'{name}_p{percent}_ms']:,.1f}" for percent in (50, 90, 99)))
-    console.print(times)
+    console.print(FittingTable(times))
     console.print()
     workers = _table("role", "workers", "busy", "KV in use", "worker hours")
     for role in ("prefill", "decode"):
         shares = (f"{100 * result[f'{role}_{name}']:.1f} %" for name in ("busy", "kv"))
         workers.add_row(role, f"{result[f'{role}_workers']:.4g}", *shares, f"{result[f'{role}_worker_hours']:,.2f}")
-    console.print(workers)
+    console.print(FittingTable(workers))
     console.print(f"\nin the queue: {result['queued_mean']:.3g} in the mean, {result['queued_max']:,.0f} at most")
     if "cost" in result:
         price = result.get("price_per_million_output_tokens")
@@ -56,7 +57,7 @@ def show_hours(hours: Sequence[Figures], console: Console) -> None:
             f"{hour['hour']:.0f}", f"{hour['requests_per_s']:.3g}", *workers, f"{100 * hour['slo_share']:.1f} %", *times
         )
     console.print()
-    console.print(table)
+    console.print(FittingTable(table))
 
 
 def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Console) -> None:
@@ -74,7 +75,7 @@ def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Cons
             *(f"{100 * row[f'{role}_busy']:.0f} %" for role in ("prefill", "decode")),
             style="bold" if row is best else "",
         )
-    console.print(table)
+    console.print(FittingTable(table))
     console.print(f"\nbest: {_split(best)}, with {100 * best['slo_share']:.1f} % of the requests good")
 
 

@@ -9,10 +9,13 @@ import re
 import sys
 import time
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.measure import Measurement
+from rich.table import Table
+from rich.text import Text
 
 import tandem
 from tandem.models import confidence
@@ -22,6 +25,9 @@ SCALE = ((0.9, 28), (0.6, 64), (0.3, 136), (0.1, 130), (0.0, 160))
 _KEPT_CONTROLS = "\n\t"
 _UNESCAPED = re.compile("[\x7f-\x9f]")
 _FILE_COLUMNS = 200
+_UNLIMITED_COLUMNS = 10_000
+_SEPARATOR = " · "
+_INDENT = "  "
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,48 @@ def wide_console() -> Console:
     """
     console = Console()
     return console if console.is_terminal else Console(width=_FILE_COLUMNS)
+
+
+@dataclass(frozen=True, slots=True)
+class FittingTable:
+    """A table that loses nothing on a narrow terminal: if it is wider than the terminal, each row becomes a few lines
+    of names and values, as in psql's expanded display. Cells are strings or `Text`.
+    """
+
+    table: Table
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        table = self.table
+        whole = Measurement.get(console, options.update(width=_UNLIMITED_COLUMNS), table)
+        if whole.maximum <= options.max_width:
+            yield table
+            return
+        if table.title:
+            yield table.title
+        names = [" ".join(str(column.header).split()) for column in table.columns]
+        for row in zip(*(column.cells for column in table.columns), strict=True):
+            values = [
+                cell if isinstance(cell, Text) else console.render_str(str(cell), highlight=False) for cell in row
+            ]
+            pairs = [
+                Text.assemble((f"{name} " if name else "", "dim"), value)
+                for name, value in zip(names, values, strict=True)
+                if value
+            ]
+            yield Text("\n", overflow="fold").join(_lines_of(pairs, options.max_width))
+        if table.caption:
+            yield table.caption
+
+
+def _lines_of(pairs: Iterable[Text], width: int) -> list[Text]:
+    """As many pairs to a line as fit into `width`; lines after the first are indented."""
+    lines: list[Text] = []
+    for pair in pairs:
+        if lines and lines[-1].cell_len + len(_SEPARATOR) + pair.cell_len <= width:
+            lines[-1].append(_SEPARATOR, "dim").append_text(pair)
+        else:
+            lines.append(Text(_INDENT if lines else "").append_text(pair))
+    return lines
 
 
 @dataclass

@@ -16,7 +16,7 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import CommandParser
-from tandem_cli.terminal import escape_json_controls, strip_controls, wide_console
+from tandem_cli.terminal import FittingTable, escape_json_controls, strip_controls, wide_console
 from tandem_cli.traffic import traffic_table
 
 _COLUMNS = ("role", "worker", "state", "pid", "address", "running", "waiting", "free blocks", "seen")
@@ -97,9 +97,9 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
     canary_errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
     advice = [Text(advice_text(advice), "yellow") for advice in now.mesh.advice]
     counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"
-    parts: list[RenderableType] = [table, *canary_errors, *advice]
+    parts: list[RenderableType] = [FittingTable(table), *canary_errors, *advice]
     if now.mesh.traffic:
-        parts += [Text(), traffic_table(now.mesh), Text()]
+        parts += [Text(), FittingTable(traffic_table(now.mesh)), Text()]
     return Group(*parts, Text(counts, "dim"))
 
 

@@ -14,10 +14,12 @@ from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernels.cpu.arguments import NO_SLOPES, NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
 
+_attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
 _NOTHING: Floats = np.empty((0, 0, 0), np.float32)
 
 
@@ -108,9 +110,9 @@ class CpuAttention:
             Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes)
             for buffers in self._buffers
         ]
-        self._run(lambda thread: attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
-        if has_splits(batch, visible):
-            self._run(lambda thread: join(work[thread], visible, Part(thread, self._num_threads)))
+        self._run(lambda thread: _attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
+        if _has_splits(batch, visible):
+            self._run(lambda thread: _join(work[thread], visible, Part(thread, self._num_threads)))
         return out
 
     def _run(self, work: Callable[[int], None]) -> None:

@@ -47,6 +47,16 @@ class TorchAttention:
             out[rows] = self._attend_chunk(qkv, layer_cache, window, chunk, metadata)
         return out
 
+    def attend_whole(
+        self, queries: Tensor, keys: Tensor, values: Tensor, distance: Tensor, window: int | None
+    ) -> Tensor:
+        """Attention without a cache -> [num_queries, num_heads, head_dim]. `distance` [queries, keys] is that from
+        query to key; keys at a distance below 0 are hidden.
+        """
+        mask = self._mask(distance, window, queries.dtype).transpose(0, 1)
+        queries, keys, values = (rows.transpose(0, 1)[None] for rows in (queries, keys, values))
+        return self._weigh(queries, keys, values, mask)[0].transpose(0, 1)
+
     def _attend_decodes(
         self, queries: Tensor, layer_cache: Tensor, window: int | None, metadata: ForwardMetadata
     ) -> Tensor:

@@ -116,7 +116,8 @@ def _factors(matrix: AdapterMatrix, source: Source, read: _Read) -> tuple[Tensor
     for name, part, shape in (("lora_A", matrix.a, shape_a), ("lora_B", matrix.b, shape_b)):
         if part.shape != shape:
             raise ConfigurationError(
-                f"{name} of {_module(source)} has shape {list(part.shape)}, and this base model needs {list(shape)}"
+                f"{name} of {_module(source)} has shape {list(part.shape)}, and this base model needs {list(shape)}: "
+                "the adapter is for another base model"
             )
     a, b = (read(part, _module(source)) for part in (matrix.a, matrix.b))
     return a, b if source.rows is None else b[torch.from_numpy(source.rows)]

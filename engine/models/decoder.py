@@ -5,6 +5,7 @@ metadata, its output hidden states and logits.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -14,15 +15,13 @@ from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
-from engine.models.layer import Layer, take_layer, take_norm
-from engine.models.linear import Adapters, LinearLayer, Norm, Ops, Rows, make_linear
+from engine.models.layer import run_layer, take_layer, take_norm
+from engine.models.linear import Adapters, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
-from engine.models.rope import rope_of_layer, ropes_of, rotate
+from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
-
-Rotation = tuple[Tensor, Tensor]
 
 
 class Decoder:
@@ -46,10 +45,14 @@ class Decoder:
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = memory.cache.span.layers
-        self._ends = _Ends(parameters, config) if self.layers.first == 0 else None
         self.why_experts_on_host = _why_experts_on_host(config, parameters.encoding, memory)
         on_device = config.experts is not None and self.why_experts_on_host is None
         self._expert_products = ExpertProducts(memory.cache.tensor.device) if on_device else None
+        self._embedding: Embedding | None = None
+        self._output: Output | None = None
+        if self.layers.first == 0:
+            self._embedding = Embedding(parameters, config)
+            self._output = Output(parameters, config, self._embedding.weight)
         self._layers = [
             take_layer(parameters, layer, config, ranks, self._adapters, self._expert_products)
             for layer in range(self.layers.first, self.layers.end)
@@ -91,8 +94,8 @@ class Decoder:
         self._adapters.begin(metadata.adapters)
         if self._expert_products is not None:
             self._expert_products.begin(metadata)
-        if self._ends is not None:
-            residual = self._ends.embedded(token_ids, metadata.positions)
+        if self._embedding is not None:
+            residual = self._embedding(token_ids, metadata.positions)
         else:
             assert self._ranks is not None
             residual = self._ranks.residual(self._like, len(metadata.positions))
@@ -100,29 +103,15 @@ class Decoder:
         for first, stop in layer_groups:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None
-                residual = self._run_layer(index, residual, rotation, metadata)
+                layer, attend = self._layers[index - self.layers.first], partial(self._attend, index, metadata)
+                residual = run_layer(layer, self._heads, residual, rotation, attend)
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        assert self._ends is not None
-        return self._ends.logits(hidden)
+        assert self._output is not None
+        return self._output(hidden)
 
-    def _run_layer(self, index: int, residual: Tensor, rotation: Rotation | None, metadata: ForwardMetadata) -> Tensor:
-        layer = self._layers[index - self.layers.first]
-        is_post = layer.block == "post"
-        x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
-        queries, keys, values = self._project(layer.qkv(x), layer, rotation)
-        mixed = layer.o.ops.rows(self._attend(index, queries, keys, values, metadata))
-        if layer.parallel:
-            beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
-            return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
-        if is_post:
-            residual = layer.input_norm(layer.o.add_to(residual, mixed))
-            return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
-        residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
-        return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
-
-    def _attend(self, index: int, queries: Tensor, keys: Tensor, values: Tensor, metadata: ForwardMetadata) -> Tensor:
+    def _attend(self, index: int, metadata: ForwardMetadata, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry
         the scales: q (k / s) s = q k.
         """
@@ -132,19 +121,6 @@ class Decoder:
             return self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
         return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
-
-    def _project(self, qkv: Tensor, layer: Layer, rotation: Rotation | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
-        num_heads, num_kv_heads = self._heads.num_heads, self._heads.num_kv_heads
-        num_scored = num_heads + num_kv_heads
-        heads = qkv.view(qkv.shape[0], num_scored + num_kv_heads, self._heads.head_dim)
-        scored, values = heads[:, :num_scored], heads[:, num_scored:]
-        if layer.q_norm is not None and layer.k_norm is not None:
-            queries, keys = scored[:, :num_heads], scored[:, num_heads:]
-            scored = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), 1)
-        if rotation is not None:
-            scored = rotate(scored, *rotation)
-        return scored[:, :num_heads], scored[:, num_heads:], values
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:
@@ -158,36 +134,42 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
     return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 
-class _Ends:
-    """Embedding, final norm and output matrix, and the projections if these are narrower than the layers."""
+class Embedding:
+    """The residual before the first layer: rows of the embedding, projected if they are narrower than the layers."""
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
-        self._config = config
-        self._embed = parameters.take("embed")
+        self.weight = parameters.take("embed")
         self._positions = parameters.take_optional("positions")
-        self._embed_norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
-        self._final_norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
-        self._project_in, self._project_out = (
-            None if config.embed_size is None else make_linear(parameters.take_linear(name))
-            for name in ("project_in", "project_out")
-        )
-        self._lm_head = make_linear(parameters.take_output(self._embed))
+        self._norm = take_norm(parameters, "embed_norm", config) if config.embed_norm else None
+        self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_in"))
         # In the dtype of the rows, as transformers rounds it. A step that is captured must not make it of a number.
-        self._embed_scale = torch.tensor(config.embed_scale, dtype=self._embed.dtype, device=self._embed.device)
+        self._scale = torch.tensor(config.embed_scale, dtype=self.weight.dtype, device=self.weight.device)
+        self._is_scaled = config.embed_scale != 1.0
 
-    def embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         # -> [num_tokens, hidden_size]
-        x = self._embed[token_ids]
-        if self._config.embed_scale != 1.0:
-            x = x * self._embed_scale
-        if self._project_in is not None:
-            x = self._project_in(self._project_in.ops.rows(x))
+        x = self.weight[token_ids]
+        if self._is_scaled:
+            x = x * self._scale
+        if self._project is not None:
+            x = self._project(self._project.ops.rows(x))
         if self._positions is not None:
             x = x + self._positions[positions]
-        return x if self._embed_norm is None else self._embed_norm(x)
+        return x if self._norm is None else self._norm(x)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        config, lm_head, project = self._config, self._lm_head, self._project_out
+
+class Output:
+    """Logits of the residual after the last layer: the final norm, and the output matrix, which may be `embedding`."""
+
+    def __init__(self, parameters: Parameters, config: ModelConfig, embedding: Tensor) -> None:
+        self._config = config
+        self._norm = take_norm(parameters, "final_norm", config) if config.final_norm else None
+        self._project = None if config.embed_size is None else make_linear(parameters.take_linear("project_out"))
+        self._lm_head = make_linear(parameters.take_output(embedding))
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        # [num_rows, hidden_size] -> [num_rows, vocab_size], fp32
+        config, lm_head, project = self._config, self._lm_head, self._project
         if project is None:
             rows = self._normed(lm_head.ops, hidden)
         else:
@@ -200,10 +182,4 @@ class _Ends:
         return logits
 
     def _normed(self, ops: Ops, hidden: Tensor) -> Rows:
-        return ops.rows(hidden) if self._final_norm is None else ops.norm(hidden, self._final_norm)
-
-
-def _add(residual: Tensor, part: LinearLayer, rows: Rows, out_norm: Norm | None) -> Tensor:
-    if out_norm is None:
-        return part.add_to(residual, rows)
-    return residual + out_norm(part(rows))
+        return ops.rows(hidden) if self._norm is None else ops.norm(hidden, self._norm)

@@ -1,6 +1,7 @@
 """Layer: one layer of the eager decoder, built from its parameters. Its MLP is gated, plain, or a mixture."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -8,13 +9,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
-from engine.models.linear import ACTIVATIONS, Activation, Adapters, LinearLayer, Norm, Ops, Rows, make_linear
+from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
+from engine.models.rope import rotate
 from engine.models.share import rank_share
 from mesh.domain.kv import Span
+
+Rotation = tuple[Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
+
+
+class LinearLayers(Protocol):
+    """Plug point of `take_layer`: makes the linear layers. Adapters, and those of engine/quantizer/layer.py."""
+
+    def make_linear(self, name: str, parameters: LinearParameters, /) -> LinearLayer:
+        """The layer of the parameter `name`."""
+        ...
+
+    def among(self, chosen: Tensor, /) -> AbstractContextManager[None]:
+        """Meanwhile layers get only the chosen rows of the pass: [num_chosen] int64, ascending."""
+        ...
 
 
 class Mlp(Protocol):
@@ -69,14 +88,14 @@ class Experts:
         config: ExpertsConfig,
         router: Tensor,
         experts: Mapping[int, DenseMlp],
-        adapters: Adapters,
+        linears: LinearLayers,
         on_device: ChosenExperts | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
         self._router = router  # [num_experts, hidden_size]
         self._experts = experts
-        self._adapters = adapters
+        self._linears = linears
         self._on_device = on_device
 
     def __call__(self, x: Rows) -> Tensor:
@@ -109,7 +128,7 @@ class Experts:
             if not count or expert not in self._experts:
                 continue
             of_expert = rows[first:end]
-            with self._adapters.among(of_expert):
+            with self._linears.among(of_expert):
                 result = self._experts[expert](self.ops.rows(values[of_expert]))
             total.index_add_(0, of_expert, result * shares[first:end])
         return total
@@ -183,7 +202,7 @@ def take_layer(
     index: int,
     config: ModelConfig,
     ranks: SummingGroup | None,
-    adapters: Adapters,
+    linears: LinearLayers,
     products: ExpertProducts | None = None,
 ) -> Layer:
     """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share. With
@@ -191,17 +210,17 @@ def take_layer(
     """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    o = _take_linear(parameters, f"{prefix}o", adapters)
+    o = _take_linear(parameters, f"{prefix}o", linears)
     facts = config.experts
     if facts is None or not facts.layers[index]:
-        mlp: Mlp = _take_mlp(parameters, prefix, config, adapters)
+        mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
-        mlp = _take_mixture(parameters, prefix, config, held, adapters, products)
+        mlp = _take_mixture(parameters, prefix, config, held, linears, products)
     return Layer(
         block=config.block,
         input_norm=norms["input_norm"],
-        qkv=_take_linear(parameters, f"{prefix}qkv", adapters),
+        qkv=_take_linear(parameters, f"{prefix}qkv", linears),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
         o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
@@ -222,16 +241,12 @@ def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> N
     return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
 
 
-def _take_linear(parameters: Parameters, name: str, adapters: Adapters) -> LinearLayer:
-    return _make_linear(name, parameters.take_linear(name), adapters)
+def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
+    return linears.make_linear(name, parameters.take_linear(name))
 
 
-def _make_linear(name: str, matrix: LinearParameters, adapters: Adapters) -> LinearLayer:
-    return adapters.around(name, make_linear(matrix), matrix.weight)
-
-
-def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, adapters: Adapters) -> DenseMlp:
-    return _make_mlp(_take_matrices(parameters, prefix, config), config, adapters)
+def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears)
 
 
 def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
@@ -240,8 +255,8 @@ def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> 
     return {name: parameters.take_linear(name) for name in names}
 
 
-def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, adapters: Adapters) -> DenseMlp:
-    up, down = (_make_linear(name, matrix, adapters) for name, matrix in matrices.items())
+def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+    up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
@@ -250,7 +265,7 @@ def _take_mixture(
     prefix: str,
     config: ModelConfig,
     held: Span,
-    adapters: Adapters,
+    linears: LinearLayers,
     products: ExpertProducts | None,
 ) -> Mlp:
     facts = config.experts
@@ -260,15 +275,56 @@ def _take_mixture(
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
         taken = _take_matrices(parameters, f"{prefix}experts.{number}.", config)
-        mlps[number] = _make_mlp(taken, config, adapters)
+        mlps[number] = _make_mlp(taken, config, linears)
         if products is not None:
             matrices += taken.values()
     on_device = None
     if products is not None:
         on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], mlps[held.first].inner)
         on_device.compile(facts.top_k)
-    experts = Experts(facts, router, mlps, adapters, on_device)
+    experts = Experts(facts, router, mlps, linears, on_device)
     if not facts.shared_size:
         return experts
-    shared = _take_mlp(parameters, f"{prefix}shared.", config, adapters)
+    shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)
     return SharedExpert(experts, shared, parameters.take_optional(f"{prefix}shared_gate"))
+
+
+def run_layer(
+    layer: Layer, heads: AttentionShape, residual: Tensor, rotation: Rotation | None, attend: Attend
+) -> Tensor:
+    """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
+    tokens, see RotaryEmbedding.cos_sin; `attend` sees the tokens' context.
+    """
+    is_post = layer.block == "post"
+    x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
+    queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
+    mixed = layer.o.ops.rows(attend(queries, keys, values))
+    if layer.parallel:
+        beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
+        return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
+    if is_post:
+        residual = layer.input_norm(layer.o.add_to(residual, mixed))
+        return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
+    residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
+    return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
+
+
+def _project(
+    qkv: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
+    num_scored = shape.num_heads + shape.num_kv_heads
+    heads = qkv.view(qkv.shape[0], num_scored + shape.num_kv_heads, shape.head_dim)
+    scored, values = heads[:, :num_scored], heads[:, num_scored:]
+    if layer.q_norm is not None and layer.k_norm is not None:
+        queries, keys = scored[:, : shape.num_heads], scored[:, shape.num_heads :]
+        scored = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), 1)
+    if rotation is not None:
+        scored = rotate(scored, *rotation)
+    return scored[:, : shape.num_heads], scored[:, shape.num_heads :], values
+
+
+def _add(residual: Tensor, part: LinearLayer | Mlp, rows: Rows, out_norm: Norm | None) -> Tensor:
+    if out_norm is None:
+        return part.add_to(residual, rows)
+    return residual + out_norm(part(rows))

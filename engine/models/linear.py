@@ -325,14 +325,16 @@ class Adapters:
         finally:
             self.rows = all_rows
 
-    def around(self, name: str, linear: LinearLayer, matrix: Tensor) -> LinearLayer:
-        """The layer of parameter `name` with what adapters add to it; unchanged if none does. Their matrices are on
-        the device of `matrix`, and have its type if that is a float.
+    def make_linear(self, name: str, parameters: LinearParameters) -> LinearLayer:
+        """The layer of parameter `name`, with what adapters add to it, if any does. Their matrices are on the device of
+        the layer's, and have its type if that is a float.
         """
+        linear = make_linear(parameters)
         if name not in self._names:
             return linear
-        dtype = matrix.dtype if matrix.is_floating_point() else torch.float32
-        self._layers[name] = adapted = AdaptedLinear(linear, self, torch.empty(0, dtype=dtype, device=matrix.device))
+        like = parameters.weight.new_empty(0)
+        like = like if like.is_floating_point() else like.to(torch.float32)
+        self._layers[name] = adapted = AdaptedLinear(linear, self, like)
         return adapted
 
     def put(self, slot: int, weights: AdapterWeights) -> None:

@@ -95,7 +95,8 @@ def find_module(
         raise ConfigurationError(f"{where}: {error}") from error
     if matrices[0] != f"{name}.{next(iter(parts))}":
         raise ConfigurationError(
-            f"{where} is not in the format that config.json names ({quantization}): the checkpoint mixes formats"
+            f"{where} is not in the format that config.json names ({quantization}): the checkpoint mixes formats; "
+            "download it again"
         )
     names = {part: _stored_part(f"{name}.{part}", details, stored, where) for part, details in parts.items()}
     unused = tuple(f"{name}.{part}" for part in _UNUSED_PARTS if f"{name}.{part}" in stored)

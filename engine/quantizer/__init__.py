@@ -1,11 +1,11 @@
 """Makes quantised checkpoints: the work of `tandem quantize`. engine/quantized_formats reads them.
 
 make.py           the pass through the model: layer by layer, in bounded memory
-layer.py          a layer in fp32, which tells what its matrices multiply
+layer.py          a layer of any family in fp32, which tells what its matrices multiply
 statistics.py     the inputs of a matrix, summed over the calibration prompts
 schemes.py        the schemes of the command: how each smooths and rounds
 grids.py          int4, int8 and fp8: scales, rounding to the nearest number
-smoothing.py      factors of channels: folded into a norm or the matrix before; SmoothQuant's factors
+smoothing.py      factors of channels: folded into a norm or the matrix before
 awq.py, gptq.py   search of factors and clipping; rounding by second-order errors
 compressed.py     matrices and config.json as compressed-tensors stores them
 shards.py         writes safetensors while the model is read

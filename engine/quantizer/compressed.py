@@ -2,6 +2,7 @@
 engine/quantized_formats/compressed_tensors.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -32,8 +33,8 @@ def pack(values: Tensor, num_bits: int) -> Tensor:
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
 
 
-def describe(storage: MatrixStorage, activations: Activations) -> dict[str, Any]:
-    """quantization_config of config.json."""
+def describe(storage: MatrixStorage, activations: Activations, kept: Sequence[str]) -> dict[str, Any]:
+    """quantization_config of config.json. `kept`: modules that are not quantised."""
     group: dict[str, Any] = {"targets": ["Linear"], "weights": _weights(storage)}
     group["input_activations"] = None if activations is None else _rows(activations)
     return {
@@ -41,7 +42,7 @@ def describe(storage: MatrixStorage, activations: Activations) -> dict[str, Any]
         "format": _format(storage),
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
+        "ignore": [*kept],
         "kv_cache_scheme": None,
     }
 

@@ -4,12 +4,16 @@ Scales are rounded to the dtype in which they are stored before anything is divi
 what was computed here, to the bit.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from engine.models.rounding import round_to_int8
 from engine.quantized_formats.matrix import QuantizedMatrix
 
+RoundRows = Callable[[Tensor], Tensor]
+"""Rounds activations [tokens, width]."""
 INT4_MIN, INT4_MAX = -8, 7
 _INT4_SPAN = 7.5
 """Half the distance of both ends of int4: the largest number of a group is rounded by at most half a step."""

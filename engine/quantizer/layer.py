@@ -1,27 +1,29 @@
-"""A layer of a Llama-like decoder in fp32, which computes whole prompts and tells what its matrices multiply."""
+"""A layer of any decoder-only family in fp32, which computes whole prompts and tells what its matrices multiply."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.encodings import Parameters
-from engine.models.linear import rms_norm
+from engine.attention.backend import attention_shape
+from engine.attention.torch_sdpa import TorchAttention
+from engine.models.encodings import LinearParameters, Parameters
+from engine.models.layer import run_layer, take_layer
+from engine.models.linear import FloatOps
 from engine.models.model_config import ModelConfig
-from engine.models.rope import RotaryEmbedding, rotate
-
-MATRICES = ("qkv", "o", "gate_up", "down")
-_NORMS = ("input_norm", "post_norm", "q_norm", "k_norm")
+from engine.models.rope import RotaryEmbedding, rope_of_layer
+from engine.quantizer.grids import RoundRows
 
 Observe = Callable[[str, Tensor], None]
 """Receives the name of a matrix and its inputs [tokens, inputs]."""
-RoundRows = Callable[[Tensor], Tensor]
-
 
 _PACK_TOKENS = 1024
 """Prompts go through a layer together, because threads mostly wait for each other in operations on few tokens."""
+_OTHER_PROMPT = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +37,12 @@ class PackedPrompts:
     positions: Tensor
     lengths: Tensor
 
-    def seen(self, window: int | None) -> Tensor:
-        """Which tokens each token attends to: [tokens, tokens]."""
-        distance = self.positions[:, None] - self.positions
-        seen = (distance >= 0) & (self.prompts[:, None] == self.prompts)
-        return seen if window is None else seen & (distance < window)
+    def distances(self) -> Tensor:
+        """The distance from each token to each token, below 0 for later ones and those of other prompts: [tokens,
+        tokens].
+        """
+        distances = self.positions[:, None] - self.positions
+        return distances.masked_fill_(self.prompts[:, None] != self.prompts, _OTHER_PROMPT)
 
 
 def pack_prompts(prompts: Sequence[Sequence[int]]) -> Iterator[PackedPrompts]:
@@ -64,71 +67,91 @@ def _pack(prompts: Sequence[Sequence[int]]) -> PackedPrompts:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class FloatLayer:
-    """The parameters of layer `index` in fp32: `matrices` [outputs, inputs] by the names in MATRICES, `biases` by the
-    same names, `vectors` of norms. engine/models/parameters.py says which rows of a matrix are which.
+class FloatLinear:
+    """A matrix in fp32 that may be replaced, and its bias. `factor` multiplies the product; the file has the matrix
+    without it. `observe` sees the inputs, before `round_rows` rounds them.
     """
 
-    config: ModelConfig
-    index: int
-    matrices: dict[str, Tensor]
-    biases: dict[str, Tensor]
-    vectors: dict[str, Tensor]
+    ops = FloatOps(torch.float32)
 
-    def with_matrices(self, matrices: Mapping[str, Tensor]) -> "FloatLayer":
-        return FloatLayer(self.config, self.index, dict(matrices), self.biases, self.vectors)
+    def __init__(self, name: str, parameters: LinearParameters, factor: float) -> None:
+        self.name = name
+        self.weight = parameters.weight
+        self.bias = parameters.bias
+        self.observe: Observe | None = None
+        self.round_rows: RoundRows | None = None
+        self._factor = factor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.observe is not None:
+            self.observe(self.name, x)
+        x = x if self.round_rows is None else self.round_rows(x)
+        product = F.linear(x, self.weight, self.bias)
+        return product if self._factor == 1.0 else product * self._factor
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        return residual + self(x)
+
+
+class _FloatLinears:
+    """Makes the matrices of a layer (engine.models.layer.LinearLayers), by the last parts of their names. It refers to
+    no layer, so that a layer is freed as soon as it is done with.
+    """
+
+    def __init__(self, index: int, product_factors: Mapping[str, float]) -> None:
+        self.made: dict[str, FloatLinear] = {}
+        self._prefix = f"layers.{index}."
+        self._factors = product_factors
+
+    def make_linear(self, name: str, parameters: LinearParameters) -> FloatLinear:
+        short = name.removeprefix(self._prefix)
+        self.made[short] = linear = FloatLinear(short, parameters, self._factors.get(name, 1.0))
+        return linear
+
+    def among(self, chosen: Tensor) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+class FloatLayer:
+    """Layer `index` in fp32, whose matrices are those of the file; `product_factors` are by the names of parameters.
+    Takes its parameters. Raises ConfigurationError.
+
+    `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down.
+    engine/models/parameters.py says which rows of a matrix are which. `changed`: norms and biases that are no longer
+    those of the file, as the file has them but for the order of rows.
+    """
+
+    def __init__(
+        self, parameters: Parameters, index: int, config: ModelConfig, product_factors: Mapping[str, float]
+    ) -> None:
+        linears = _FloatLinears(index, product_factors)
+        self.config = config
+        self.index = index
+        self.layer = take_layer(parameters, index, config, None, linears)
+        self.linears: Mapping[str, FloatLinear] = linears.made
+        self.changed: dict[str, Tensor] = {}
+        self._heads = attention_shape(config)
+        self._attention = TorchAttention(self._heads)
 
     def forward(
         self,
         residual: Tensor,
         pack: PackedPrompts,
-        rope: RotaryEmbedding,
+        ropes: Sequence[RotaryEmbedding],
         observe: Observe | None = None,
         round_rows: RoundRows | None = None,
     ) -> Tensor:
-        """The residual [tokens, hidden_size] of whole prompts after this layer.
+        """The residual [tokens, hidden_size] of whole prompts after this layer. `ropes`: see ropes_of.
 
         `observe` sees the inputs of matrices, before `round_rows` rounds them.
         """
+        for linear in self.linears.values():
+            linear.observe, linear.round_rows = observe, round_rows
+        rotation = None
+        if ropes:
+            rotation = ropes[rope_of_layer(self.config, self.index)].cos_sin(pack.positions, pack.lengths)
+        return run_layer(self.layer, self._heads, residual, rotation, partial(self._attend, pack))
 
-        def product(name: str, x: Tensor) -> Tensor:
-            if observe is not None:
-                observe(name, x)
-            return F.linear(x if round_rows is None else round_rows(x), self.matrices[name], self.biases.get(name))
-
-        mixed = self._attend(product("qkv", self._norm("input_norm", residual)), pack, rope)
-        residual = residual + product("o", mixed)
-        gate, up = product("gate_up", self._norm("post_norm", residual)).chunk(2, -1)
-        return residual + product("down", F.silu(gate) * up)
-
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        return rms_norm(x, self.vectors[name], self.config.norm_eps)
-
-    def _attend(self, qkv: Tensor, pack: PackedPrompts, rope: RotaryEmbedding) -> Tensor:
-        """Causal attention within the layer's window: [tokens, num_heads * head_dim]."""
-        config = self.config
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        queries, keys = heads[:, : config.num_heads], heads[:, config.num_heads : -config.num_kv_heads]
-        values = heads[:, -config.num_kv_heads :]
-        if config.qk_norm:
-            queries, keys = self._norm("q_norm", queries), self._norm("k_norm", keys)
-        rotation = rope.cos_sin(pack.positions, pack.lengths)
-        queries, keys = rotate(queries, *rotation), rotate(keys, *rotation)
-        queries, keys, values = queries.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1)
-        seen = pack.seen(config.windows[self.index])
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=seen, enable_gqa=True)
-        return mixed.transpose(0, 1).flatten(1)
-
-
-def take_float_layer(parameters: Parameters, index: int, config: ModelConfig) -> FloatLayer:
-    """Take the parameters of layer `index`. Raises ConfigurationError."""
-    prefix = f"layers.{index}."
-    linears = {name: parameters.take_linear(prefix + name) for name in MATRICES}
-    return FloatLayer(
-        config,
-        index,
-        {name: linear.weight for name, linear in linears.items()},
-        {name: linear.bias for name, linear in linears.items() if linear.bias is not None},
-        {name: parameters.take(prefix + name) for name in _NORMS if config.qk_norm or name not in ("q_norm", "k_norm")},
-    )
+    def _attend(self, pack: PackedPrompts, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        window = self.config.windows[self.index]
+        return self._attention.attend_whole(queries, keys, values, pack.distances(), window).flatten(1)

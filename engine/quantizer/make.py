@@ -2,55 +2,48 @@
 
 Three streams of prompts go through each layer before the next is read: calibration prompts through the quantised
 layers, which gives each matrix the inputs that it will have; and the held-out prompts through both, for the report. In
-memory are one layer in fp32, twice, its statistics, the residuals of all prompts, the embedding and a file of the
-result.
+memory are one layer in fp32, its quantised matrices and statistics, the residuals of all prompts, the embedding and a
+file of the result.
 """
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from functools import partial
+from math import gcd
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.nn import functional as F
 
 from checkpoint.model_files import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
-from engine.models.linear import rms_norm
+from engine.models.decoder import Embedding, Output
 from engine.models.model_config import ModelConfig
-from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
-from engine.models.read_config import load_decoder_config
-from engine.models.rope import RotaryEmbedding
+from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
+from engine.models.read_config import load_config
+from engine.models.rope import ropes_of
 from engine.quantized_formats.config import read_quantization
-from engine.quantized_formats.matrix import QuantizedMatrix, count_groups
+from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.compressed import describe, stored_tensors
-from engine.quantizer.layer import (
-    MATRICES,
-    FloatLayer,
-    PackedPrompts,
-    RoundRows,
-    pack_prompts,
-    take_float_layer,
-)
+from engine.quantizer.grids import RoundRows
+from engine.quantizer.layer import FloatLayer, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
 from engine.quantizer.schemes import Scheme
 from engine.quantizer.shards import ShardWriter
-from engine.quantizer.smoothing import fold, tie
+from engine.quantizer.smoothing import fold, folding_order, tie
 from engine.quantizer.statistics import InputStatistics
 from engine.stored_parameters import stored_name
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_FOLDING_ORDER = ("o", "down", "qkv", "gate_up")
-"""Rows of qkv and gate_up are divided before factors for their inputs are sought."""
+_BEFORE_LAYERS = ("embed", "positions", "embed_norm", "embed_norm_bias", "project_in")
+_GROUP_SIZES = (128, 64, 32, 16)
 _PLACES_AT_ONCE = 128
 """Places whose logits are in memory."""
 
@@ -61,8 +54,8 @@ TokenIds = Sequence[int]
 
 @dataclass(frozen=True, slots=True)
 class FloatCheckpoint:
-    """A checkpoint that can be quantised. `specs` are in the order in which they are read; `dtype` is that of the
-    matrices.
+    """A checkpoint that can be quantised. `specs` are in the order in which they are read, without the factors of
+    matrices, so that these are those of the file; `product_factors` has them by name. `dtype` is that of the matrices.
     """
 
     folder: Path
@@ -70,6 +63,7 @@ class FloatCheckpoint:
     specs: list[ParameterSpec]
     stored: dict[str, StoredTensor]
     dtype: torch.dtype
+    product_factors: Mapping[str, float]
 
     @property
     def num_bytes(self) -> int:
@@ -90,42 +84,54 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
         raise ConfigurationError(
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
-    config = load_decoder_config(folder)
-    if config.architecture not in FAMILIES:
+    config = load_config(folder)
+    if not isinstance(config, ModelConfig):
         raise ConfigurationError(
-            f"{config.architecture} cannot be quantised here; supported: {', '.join(FAMILIES)}. `--quantize int8` of "
-            "`tandem up` serves every family in int8"
+            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
+            "serves it in int8"
         )
-    if (config.activation, config.rope.dim) != ("silu", config.head_dim):
-        raise ConfigurationError(f"{folder}: only models with activation silu and whole heads rotated can be quantised")
     stored = dict(open_checkpoint(folder))
-    specs = sorted(
-        parameter_specs(config), key=lambda spec: (spec.name != "embed", not spec.name.startswith("layers."))
-    )
+    in_order = sorted(parameter_specs(config), key=_when_needed)
+    product_factors = {spec.name: spec.factor for spec in in_order}
+    specs = [replace(spec, factor=1.0) for spec in in_order]
     dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
     if not dtypes <= set(_DTYPES):
         raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
     first = next(spec for spec in specs if spec.is_matrix)
     dtype = _DTYPES[stored[name].dtype] if (name := _names(first, stored)[0]) in stored else torch.float32
-    return FloatCheckpoint(folder, config, specs, stored, dtype)
+    return FloatCheckpoint(folder, config, specs, stored, dtype, product_factors)
+
+
+def _when_needed(spec: ParameterSpec) -> int:
+    if spec.name.startswith("layers."):
+        return 1
+    return 0 if spec.name in _BEFORE_LAYERS else 2
 
 
 def _names(spec: ParameterSpec, stored: dict[str, StoredTensor]) -> list[str]:
     return [stored_name(source.name, stored) for source in spec.sources]
 
 
-def require_groups(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
-    """Raise ConfigurationError if the groups of the scheme do not divide a matrix."""
-    for spec in checkpoint.layer_specs(0):
-        if spec.is_matrix:
-            try:
-                count_groups(scheme.weights, spec.shape[1])
-            except ConfigurationError:
-                name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
-                raise ConfigurationError(
-                    f"groups of {scheme.weights.block_inputs} do not divide the {spec.shape[1]} inputs of {name}: "
-                    "choose another --group-size, such as 64 or 32"
-                ) from None
+def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
+    """Raise ConfigurationError if the scheme cannot fold factors into the model's norms, or if its groups do not divide
+    a matrix.
+    """
+    if scheme.factors is not None:
+        folding_order(checkpoint.config)
+    quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
+    group_size, divisor = scheme.weights.block_inputs, gcd(*(spec.shape[1] for spec in quantized))
+    for spec in quantized:
+        if group_size and spec.shape[1] % group_size:
+            name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
+            fitting = " or ".join(str(size) for size in _GROUP_SIZES if divisor % size == 0)
+            raise ConfigurationError(
+                f"groups of {group_size} do not divide the {spec.shape[1]} inputs of {name}: choose another "
+                f"--group-size, such as {fitting or divisor}, which divides the inputs of all matrices"
+            )
+
+
+def _is_quantized(spec: ParameterSpec) -> bool:
+    return spec.is_matrix and spec.name.startswith("layers.")
 
 
 def quantize_checkpoint(
@@ -143,7 +149,7 @@ def quantize_checkpoint(
         with new_folder(out) as unfinished, torch.inference_mode():
             copy_other_files(checkpoint.folder, unfinished)
             raw = read_json(checkpoint.folder / "config.json")
-            raw["quantization_config"] = describe(scheme.weights, scheme.activations)
+            raw["quantization_config"] = describe(scheme.weights, scheme.activations, _kept_modules(checkpoint))
             (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
             writer = ShardWriter(unfinished)
             maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
@@ -151,15 +157,27 @@ def quantize_checkpoint(
                 maker.make_layer(index)
                 on_progress(index + 1)
             quality = maker.quality()
-            _copy_rest(checkpoint, writer)
+            _copy_rest(checkpoint, writer, maker.replaced)
             writer.finish()
     except OSError as error:
         raise ConfigurationError(f"cannot write {out}: {error}") from error
     return quality, writer.num_bytes
 
 
+def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
+    """Modules that are matrices to other readers and are not quantised: the output matrix, and routers of experts."""
+    kept = [checkpoint.config.tensors.lm_head]
+    for spec in checkpoint.specs:
+        is_router = spec.name.endswith((".router", ".shared_gate"))
+        if is_router or (spec.is_matrix and not _is_quantized(spec)):
+            kept += [name.removesuffix(".weight") for name in _names(spec, checkpoint.stored)]
+    return list(dict.fromkeys(kept))
+
+
 class _Maker:
-    """The pass through the model: layers in order, then `quality`."""
+    """The pass through the model: layers in order, then `quality`. `replaced`: tensors of the checkpoint that the
+    result has in another form.
+    """
 
     def __init__(
         self,
@@ -170,11 +188,12 @@ class _Maker:
         held_out: Sequence[TokenIds],
     ) -> None:
         config = checkpoint.config
+        self.replaced: set[str] = set()
         self._checkpoint, self._scheme, self._writer = checkpoint, scheme, writer
         target = WeightsTarget(torch.device("cpu"), torch.float32)
         self._parameters = load_weights(checkpoint.folder, checkpoint.specs, target, tied=tied_names(config))
-        self._embed = self._parameters.take("embed")
-        self._rope = RotaryEmbedding(config.rope, config.head_dim, target.device, target.dtype)
+        self._embedding = Embedding(self._parameters, config)
+        self._ropes = ropes_of(config, target.device, target.dtype)
         self._num_held_out = len(held_out)
         self._held_out = list(pack_prompts(held_out))
         self._calibration = list(pack_prompts(calibration)) if scheme.needs != "nothing" else []
@@ -184,24 +203,25 @@ class _Maker:
         self._calibrating = self._embedded(self._calibration)
 
     def _embedded(self, packs: list[PackedPrompts]) -> list[Tensor]:
-        return [self._embed[pack.token_ids] for pack in packs]
+        return [self._embedding(pack.token_ids, pack.positions) for pack in packs]
 
     def make_layer(self, index: int) -> None:
         """Quantise and write a layer, and take all prompts through it."""
-        layer = take_float_layer(self._parameters, index, self._checkpoint.config)
+        layer = FloatLayer(self._parameters, index, self._checkpoint.config, self._checkpoint.product_factors)
         self._base = self._through(layer, self._held_out, self._base)
         matrices = self._quantize(layer)
         self._write(layer, matrices)
-        quantized = layer.with_matrices({name: matrix.dequantized() for name, matrix in matrices.items()})
+        for name, matrix in matrices.items():
+            layer.linears[name].weight = matrix.dequantized()
         rounding = self._scheme.round_rows
-        self._judged = self._through(quantized, self._held_out, self._judged, rounding)
-        self._calibrating = self._through(quantized, self._calibration, self._calibrating, rounding)
+        self._judged = self._through(layer, self._held_out, self._judged, rounding)
+        self._calibrating = self._through(layer, self._calibration, self._calibrating, rounding)
 
     def _through(
         self, layer: FloatLayer, packs: list[PackedPrompts], residuals: list[Tensor], rounding: RoundRows | None = None
     ) -> list[Tensor]:
         pairs = zip(packs, residuals, strict=True)
-        results = [layer.forward(residual, pack, self._rope, round_rows=rounding) for pack, residual in pairs]
+        results = [layer.forward(residual, pack, self._ropes, round_rows=rounding) for pack, residual in pairs]
         if not all(map(is_finite, results)):
             raise ConfigurationError(
                 f"layer {layer.index}: activations of the prompts are NaN or infinite: check that the original model "
@@ -211,13 +231,12 @@ class _Maker:
 
     def quality(self) -> Quality:
         """Compare both models' logits of the held-out prompts."""
-        norm, head = self._parameters.take("final_norm"), self._parameters.take_output(self._embed)
+        output = Output(self._parameters, self._checkpoint.config, self._embedding.weight)
         meter = QualityMeter()
         for pack, *residuals in zip(self._held_out, self._base, self._judged, strict=True):
             has_next = (pack.prompts[1:] == pack.prompts[:-1]).nonzero()[:, 0]
             for places in torch.split(has_next, _PLACES_AT_ONCE):
-                normed = (rms_norm(residual[places], norm, self._checkpoint.config.norm_eps) for residual in residuals)
-                meter.add(pack.token_ids[places + 1], *(F.linear(x, head.weight) for x in normed))
+                meter.add(pack.token_ids[places + 1], *(output(residual[places]) for residual in residuals))
         return meter.quality(self._num_held_out)
 
     def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:
@@ -226,49 +245,56 @@ class _Maker:
         if self._scheme.factors is not None:
             vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
             dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
-            for name in _FOLDING_ORDER:
-                factors = self._scheme.factors(layer.matrices[name], statistics[name], partial(tie, layer, name))
-                statistics[name].divide(fold(layer, name, factors, dtypes))
+            for names in folding_order(layer.config):
+                weight = torch.cat([layer.linears[name].weight for name in names])
+                factors = self._scheme.factors(weight, statistics[names[0]], partial(tie, layer, names[0]))
+                folded = fold(layer, names, factors, dtypes)
+                for name in names:
+                    statistics[name].divide(folded)
         rounded: dict[str, QuantizedMatrix] = {}
-        for name, weight in layer.matrices.items():
+        for name, linear in layer.linears.items():
             try:
-                rounded[name] = self._scheme.round(weight, statistics[name])
+                rounded[name] = self._scheme.round(linear.weight, statistics[name])
             except ConfigurationError as error:
                 raise ConfigurationError(f"layer {layer.index}, {name}: {error}") from error
         return rounded
 
     def _observe(self, layer: FloatLayer) -> dict[str, InputStatistics]:
         needs_gram = self._scheme.needs == "gram"
-        statistics = {name: InputStatistics(layer.matrices[name].shape[1], needs_gram=needs_gram) for name in MATRICES}
+        statistics = {
+            name: InputStatistics(linear.weight.shape[1], needs_gram=needs_gram)
+            for name, linear in layer.linears.items()
+        }
         for pack, residual in zip(self._calibration, self._calibrating, strict=True):
-            layer.forward(residual, pack, self._rope, lambda name, x: statistics[name].add(x))
+            layer.forward(residual, pack, self._ropes, lambda name, x: statistics[name].add(x))
         return statistics
 
-    def _write(self, layer: FloatLayer, matrices: dict[str, QuantizedMatrix]) -> None:
+    def _write(self, layer: FloatLayer, matrices: Mapping[str, QuantizedMatrix]) -> None:
         stored = self._checkpoint.stored
-        vectors = layer.vectors | {f"{name}_bias": bias for name, bias in layer.biases.items()}
         for spec in self._checkpoint.layer_specs(layer.index):
-            name, first = spec.name.rpartition(".")[2], 0
+            name, first = spec.name.removeprefix(f"layers.{layer.index}."), 0
+            if not spec.is_matrix and name not in layer.changed:
+                continue
             for source, tensor in zip(spec.sources, _names(spec, stored), strict=True):
-                rows = slice(first, first + source.num_rows)
-                first = rows.stop
+                rows = first + _file_order(source)
+                first += source.num_rows
+                self.replaced.add(tensor)
                 if not spec.is_matrix:
-                    self._writer.add(tensor, vectors[name][rows].to(_DTYPES[stored[tensor].dtype]))
+                    self._writer.add(tensor, layer.changed[name][rows].to(_DTYPES[stored[tensor].dtype]))
                     continue
                 part = matrices[name].select(rows)
                 for kind, values in stored_tensors(part, self._scheme.weights, self._scheme.scales_dtype).items():
                     self._writer.add(f"{tensor.removesuffix('.weight')}.{kind}", values)
 
 
-def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter) -> None:
-    """Copy the tensors outside the layers as they are, and those that are no part of the model."""
-    in_layers = {
-        name
-        for index in range(checkpoint.config.num_layers)
-        for spec in checkpoint.layer_specs(index)
-        for name in _names(spec, checkpoint.stored)
-    }
-    for name in sorted(checkpoint.stored.keys() - in_layers):
+def _file_order(source: Source) -> Tensor:
+    """The rows of `source` in its parameter, in the order of the file."""
+    return torch.arange(source.num_rows) if source.rows is None else torch.from_numpy(source.rows).argsort()
+
+
+def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter, replaced: Set[str]) -> None:
+    """Copy the tensors that are not replaced as they are, also those that are no part of the model."""
+    for name in sorted(checkpoint.stored.keys() - replaced):
         with safe_open(checkpoint.stored[name].path, framework="pt") as file:
             tensor: Tensor = file.get_tensor(name)
             writer.add(name, tensor)

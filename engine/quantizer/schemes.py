@@ -12,9 +12,7 @@ from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.awq import clipped_scales, search_factors
 from engine.quantizer.compressed import Activations
 from engine.quantizer.gptq import round_by_errors
-from engine.quantizer.grids import fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
-from engine.quantizer.layer import RoundRows
-from engine.quantizer.smoothing import smoothquant_factors
+from engine.quantizer.grids import RoundRows, fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
 from engine.quantizer.statistics import InputStatistics
 
 Tie = Callable[[Tensor], Tensor]
@@ -25,6 +23,7 @@ Round = Callable[[Tensor, InputStatistics], QuantizedMatrix]
 
 _INT8 = MatrixStorage("plain", 8, int8_rows=True)
 _FP8 = MatrixStorage("plain", 8, is_float=True)
+_TINY = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,13 @@ def make_scheme(name: str, *, group_size: int, alpha: float, dtype: torch.dtype)
 
 
 def _smoothquant(alpha: float) -> Factors:
-    return lambda weight, statistics, tie: tie(smoothquant_factors(weight, statistics, alpha))
+    """SmoothQuant (Xiao et al. 2023), equation 4: the larger `alpha`, the more is moved to the weights."""
+
+    def factors(weight: Tensor, statistics: InputStatistics, tie: Tie) -> Tensor:
+        inputs, weights = statistics.largest.clamp(min=_TINY), weight.abs().amax(0).clamp(min=_TINY)
+        return tie((inputs**alpha / weights ** (1 - alpha)).clamp(min=_TINY))
+
+    return factors
 
 
 def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:

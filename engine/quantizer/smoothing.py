@@ -1,7 +1,8 @@
 """Moves factors of input channels from activations to weights, without changing what the layer computes.
 
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
-by them. Norms feed qkv and gate_up; the values of qkv feed o, and the second half of gate_up feeds down.
+by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
+gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU.
 """
 
 from collections.abc import Mapping
@@ -9,18 +10,32 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.models.linear import Norm
+from engine.models.model_config import ModelConfig
 from engine.quantizer.layer import FloatLayer
-from engine.quantizer.statistics import InputStatistics
+from mesh.domain.errors import ConfigurationError
 
-_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm"}
-_MATRIX_BEFORE = {"o": "qkv", "down": "gate_up"}
-_TINY = 1e-5
+_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 
-def smoothquant_factors(weight: Tensor, statistics: InputStatistics, alpha: float) -> Tensor:
-    """SmoothQuant (Xiao et al. 2023), equation 4: the larger `alpha`, the more is moved to the weights: [inputs]."""
-    inputs, weights = statistics.largest.clamp(min=_TINY), weight.abs().amax(0).clamp(min=_TINY)
-    return (inputs**alpha / weights ** (1 - alpha)).clamp(min=_TINY)
+def folding_order(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """The matrices whose inputs can have factors; those with the same inputs together. Rows of qkv and gate_up are
+    divided before factors for their inputs are sought. Raises ConfigurationError if a norm cannot take factors.
+    """
+    reason = None
+    if config.experts is not None:
+        reason = "a norm feeds all experts and their router"
+    elif config.block == "post":
+        reason = "no norm is before the matrices"
+    if reason is not None:
+        raise ConfigurationError(
+            f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: {reason}. Take "
+            "another scheme"
+        )
+    up = "gate_up" if config.gated else "up"
+    from_matrices = (("o",), ("down",)) if config.gated or config.activation == "relu" else (("o",),)
+    from_norms = (("qkv", up),) if config.block == "parallel-shared" else (("qkv",), (up,))
+    return (*from_matrices, *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
@@ -31,26 +46,40 @@ def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
     return by_value.amax(1, keepdim=True).expand_as(by_value).flatten()
 
 
-def fold(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
-    """Multiply matrix `name` by tied factors along its inputs, and divide what is before it.
+def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """Multiply matrices that have the same inputs by tied factors along these, and divide what is before them.
 
     A norm is rounded to the type in which it is stored, `dtypes` by its name; the matrix takes what that changes.
     Returns the factors that were folded.
     """
-    if name in _NORM_BEFORE:
-        norm = layer.vectors[_NORM_BEFORE[name]]
-        divided = (norm / factors).to(dtypes[_NORM_BEFORE[name]]).float()
-        is_lost = divided == 0
-        divided = torch.where(is_lost, norm, divided)
-        factors = torch.where(is_lost, 1.0, norm / divided)
-        layer.vectors[_NORM_BEFORE[name]] = divided
+    if names[0] in _NORM_BEFORE:
+        factors = _divide_norm(layer, _NORM_BEFORE[names[0]], factors, dtypes)
     else:
-        per_row = _by_value(layer, factors) if name == "o" else factors
-        before = _MATRIX_BEFORE[name]
-        layer.matrices[before][-len(per_row) :].div_(per_row[:, None])
-        if before in layer.biases:
-            layer.biases[before][-len(per_row) :].div_(per_row)
-    layer.matrices[name].mul_(factors)
+        is_o = names == ("o",)
+        before = layer.linears["qkv" if is_o else "gate_up" if layer.config.gated else "up"]
+        per_row = _by_value(layer, factors) if is_o else factors
+        before.weight[-len(per_row) :].div_(per_row[:, None])
+        if before.bias is not None:
+            before.bias[-len(per_row) :].div_(per_row)
+            layer.changed[f"{before.name}_bias"] = before.bias
+    for name in names:
+        layer.linears[name].weight.mul_(factors)
+    return factors
+
+
+def _divide_norm(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> Tensor:
+    """Divide a norm by factors; returns those by which its rounded weight was divided."""
+    norm: Norm = getattr(layer.layer, name)
+    offset = layer.config.tensors.norm_offset
+    divided = (norm.weight / factors - offset).to(dtypes[name]).float() + offset
+    is_lost = divided == 0
+    divided = torch.where(is_lost, norm.weight, divided)
+    factors = torch.where(is_lost, 1.0, norm.weight / divided)
+    norm.weight.copy_(divided)
+    layer.changed[name] = divided - offset
+    if norm.bias is not None:
+        norm.bias.copy_((norm.bias / factors).to(dtypes[f"{name}_bias"]))
+        layer.changed[f"{name}_bias"] = norm.bias
     return factors
 
 

@@ -11,7 +11,8 @@ So these transports need `trust_fabric`, also on one machine.
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent import futures
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
@@ -88,6 +89,7 @@ class ReadSendTransport(SendTransport):
         self._arena = np.zeros(num_bytes, np.uint8)
         self._arena[:_NONCE_BYTES] = np.frombuffer(self._nonce, np.uint8)
         self.slots = ArenaSlots(self._arena.data, max_chunk_bytes, start=HEADER_BYTES)
+        self._told: dict[ReadEngine, Mapping[str, bytes]] = {}
         self._engines = _Engines(library, settings, self._register)
         self._avoided: dict[str, float] = {}  # address -> until then
 
@@ -101,10 +103,8 @@ class ReadSendTransport(SendTransport):
         except TransferFailed as error:
             self.avoid(address, str(error))
             return None
-        told = engine.told(self._arena.ctypes.data)
-        offer = TransportOffer(
-            self.name, self._id, self._nonce, self._arena.nbytes, host=own_address, rendezvous=dict(told)
-        )
+        told = dict(self._told[engine])
+        offer = TransportOffer(self.name, self._id, self._nonce, self._arena.nbytes, host=own_address, rendezvous=told)
         return _Path(self, offer, address)
 
     def avoid(self, address: str, reason: str) -> None:
@@ -123,6 +123,7 @@ class ReadSendTransport(SendTransport):
 
     def _register(self, engine: ReadEngine) -> None:
         engine.register(self._arena.ctypes.data, self._arena.nbytes)
+        self._told[engine] = engine.told(self._arena.ctypes.data)  # once: receivers know a sender by what it tells
 
 
 class _Path(SendPath):
@@ -194,7 +195,8 @@ class _Sender:
         self._library = library
         self._engine: ReadEngine
         self._remote: Remote | None = None
-        self._registered: dict[int, Tensor] = {}
+        self._memory: dict[int, Tensor] = {}  # all slots, by address
+        self._registered: set[int] = set()
         self._threads = futures.ThreadPoolExecutor(_NUM_READS, thread_name_prefix=f"kv-{library.name}-read")
         self.slots = TensorSlots(2 * _NUM_READS, settings.chunk_bytes, make=self._make, drop=self._drop)
         self.proven = asyncio.create_task(self._prove(engines, _connect_s(settings)))
@@ -221,10 +223,10 @@ class _Sender:
         return self._threads.submit(self._fill, slot, offset, timeout_s)
 
     def close(self) -> None:
-        """Forget the sender, on a thread. Nobody uses it any more."""
+        """Forget the sender, on a thread, when reads that were cancelled have ended: until then the library may still
+        write into a slot. Nobody uses the sender any more."""
         self.proven.cancel()
-        self._threads.submit(self._free)
-        self._threads.shutdown(wait=False)
+        threading.Thread(target=self._free, name=f"kv-{self._library.name}-free").start()
 
     def _fill(self, slot: Tensor, offset: int, timeout_s: float) -> None:
         if self.is_broken:
@@ -232,29 +234,45 @@ class _Sender:
         try:
             with _failing(self._library):
                 assert self._remote is not None
+                self._register(slot.data_ptr())
                 self._remote.read(slot.data_ptr(), offset, slot.numel(), timeout_s)
         except TransferFailed:
             self.is_broken = True
             raise
 
     def _make(self, num_bytes: int) -> Tensor:
+        """A new slot, which is registered when it is first filled: that takes long, and this is the event loop."""
         slot = torch.empty(num_bytes, dtype=torch.uint8)
-        with _failing(self._library):
-            self._engine.register(slot.data_ptr(), num_bytes)
-        self._registered[slot.data_ptr()] = slot
+        self._memory[slot.data_ptr()] = slot
         return slot
 
     def _drop(self, slot: Tensor) -> None:
-        with _failing(self._library):
-            self._engine.unregister(slot.data_ptr(), slot.numel())
-        del self._registered[slot.data_ptr()]
+        self._threads.submit(self._give_up, self._unregister, slot.data_ptr())
+
+    def _register(self, address: int) -> None:
+        if address not in self._registered:
+            self._engine.register(address, self._memory[address].numel())
+            self._registered.add(address)
+
+    def _unregister(self, address: int) -> None:
+        """Let go of a slot. If that fails, its memory is kept, because the library may still write there."""
+        if address in self._registered:
+            self._engine.unregister(address, self._memory[address].numel())
+            self._registered.remove(address)
+        del self._memory[address]
 
     def _free(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        for address in list(self._memory):
+            self._give_up(self._unregister, address)
+        if self._remote is not None:
+            self._give_up(self._remote.close)
+
+    def _give_up(self, end: Callable[..., None], *args: int) -> None:
+        """Call `end`. A failure is logged: what else there is must be given up, too."""
         try:
-            for slot in list(self._registered.values()):
-                self._drop(slot)
-            if self._remote is not None:
-                self._remote.close()
+            with _failing(self._library):
+                end(*args)
         except TransferFailed as error:
             log.warning("a sender's memory is not given up cleanly", transport=self._library.name, error=str(error))
 

@@ -8,7 +8,9 @@ import logging
 import os
 import secrets
 import struct
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,26 +68,41 @@ class NixlEngine(ReadEngine):
         config = api.nixl_agent_config(backends=["UCX"], sync_mode=strict)
         self._agent = api.nixl_agent(f"tandem-{secrets.token_hex(8)}", config)
         self._registered: dict[int, Any] = {}
+        self._lock = threading.Lock()
+        self._num_reached: Counter[str] = Counter()  # by the name of the agent: it is removed with the last
 
     def register(self, address: int, num_bytes: int) -> None:
         self._registered[address] = self._agent.register_memory([(address, num_bytes, 0, "")], "DRAM")
 
     def unregister(self, address: int, num_bytes: int) -> None:
-        self._agent.deregister_memory(self._registered.pop(address))
+        self._agent.deregister_memory(self._registered[address])
+        del self._registered[address]
 
     def told(self, address: int) -> Mapping[str, bytes]:
         return {"agent": self._agent.get_agent_metadata(), "address": _ADDRESS.pack(address)}
 
     def reach(self, told: Mapping[str, bytes]) -> Remote:
-        name = self._agent.add_remote_agent(told["agent"])
-        return _NixlRemote(self._agent, name, _ADDRESS.unpack(told["address"])[0])
+        (address,) = _ADDRESS.unpack(told["address"])
+        with self._lock:
+            found = self._agent.add_remote_agent(told["agent"])
+            name = found.decode() if isinstance(found, bytes) else found
+            self._num_reached[name] += 1
+        return _NixlRemote(self._agent, name, address, self._leave)
+
+    def _leave(self, name: str) -> None:
+        with self._lock:
+            self._num_reached[name] -= 1
+            if not self._num_reached[name]:
+                del self._num_reached[name]
+                self._agent.remove_remote_agent(name)
 
 
 class _NixlRemote(Remote):
-    def __init__(self, agent: Any, name: str | bytes, address: int) -> None:
+    def __init__(self, agent: Any, name: str, address: int, leave: Callable[[str], None]) -> None:
         self._agent = agent
-        self._name = name.decode() if isinstance(name, bytes) else name
+        self._name = name
         self._address = address
+        self._leave = leave
 
     def read(self, target: int, offset: int, num_bytes: int, timeout_s: float) -> None:
         agent, until = self._agent, time.monotonic() + timeout_s
@@ -99,11 +116,13 @@ class _NixlRemote(Remote):
                 state = agent.check_xfer_state(handle)
         finally:
             agent.release_xfer_handle(handle)
+        if state == "PROC":
+            raise TransferFailed(f"nixl: a read of {num_bytes} bytes has not ended in {timeout_s:g} s")
         if state != "DONE":
-            raise TransferFailed(f"nixl: a read of {num_bytes} bytes has not ended in {timeout_s:g} s ({state})")
+            raise TransferFailed(f"nixl: a read of {num_bytes} bytes failed ({state})")
 
     def close(self) -> None:
-        self._agent.remove_remote_agent(self._name)
+        self._leave(self._name)
 
 
 class MooncakeEngine(ReadEngine):

@@ -1,99 +1,117 @@
-"""Permit leases in Redis: sorted sets of permit ids by expiry, changed only by scripts, so that counts are exact.
+"""Permit leases in Redis: each router's counts, held by a lease on the router, changed by one script at a time.
 
-    tandem:permits              permit ids of all routers, by expiry
-    tandem:permits:of:<tenant>  permit ids of one tenant, by expiry
-    tandem:routers              router ids, by expiry
-    tandem:settling             the routers that have returned after Redis lost its data. Exists for a while after
-                                leases were written anew, while other routers' leases may still be missing
+    tandem:routers   router ids, by expiry of their leases
+    tandem:held      router ids, by the permits that they hold; <router>/<tenant>, by those that are the tenant's
+    tandem:rounds    router ids, by the number of their last round trip
+    tandem:settling  the routers that have returned after Redis lost its data. Exists for a while after counts were
+                     written anew, while other routers' counts may still be missing
 
-Each model has its own keys: `tandem:permits@<model>`, and so on. All times are Redis's own clock, in milliseconds.
+All are sorted sets but the last. A renewal costs the same whether the router holds one permit or 100,000. Each model
+has its own keys: `tandem:routers@<model>`, and so on. All times are Redis's own clock, in milliseconds.
+
+A router writes its counts as they are, not as they change, so a round trip whose answer was lost does no harm. Rounds
+are numbered: one that Redis executes late, after a newer one, changes nothing.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from redis.asyncio import Redis
+from redis.exceptions import ResponseError
 
 from mesh.redis_connection import PREFIX, name_in
 
-_NOW = """
-local t = redis.call('TIME')
-local now = t[1] * 1000 + math.floor(t[2] / 1000)
+# A router whose lease has expired holds nothing.
+_FORGET = """
+local function forget(router)
+  redis.call('ZREM', KEYS[1], router)
+  redis.call('ZREM', KEYS[2], router)
+  redis.call('ZREM', KEYS[3], router)
+  local of_tenants = router .. '/'
+  for _, name in ipairs(redis.call('ZRANGE', KEYS[2], 0, -1)) do
+    if string.sub(name, 1, #of_tenants) == of_tenants then redis.call('ZREM', KEYS[2], name) end
+  end
+end
 """
+
+# KEYS: routers, held, rounds. ARGV: router id
+_LEAVE = _FORGET + "forget(ARGV[1])"
 
 # Settling lasts at least `least`, and until all `known` routers have returned, but at most one lease: a router that was
-# silent for that long holds no leases.
-_SETTLING = """
-local function is_settling(key, lease, least, known)
-  local left = redis.call('PTTL', key)
-  return left > 0 and (left > lease - least or redis.call('SCARD', key) < known)
-end
-"""
-
-# Leases that expired while their router lived are missing, too: Redis was out of reach for longer than a lease, and so
-# perhaps for others.
-# KEYS: permits, permits of the tenant, routers, settling
-# ARGV: lease, least settling time, known routers, router id or '', 1 if the router has been here before, number of
-# released ids, released ids, held ids
-_KEEP = (
-    _NOW
-    + _SETTLING
+# silent for that long holds no permits.
+#
+# Counts are missing in Redis if it does not know a round that it has answered (it lost its data, or was out of reach of
+# this router for longer than a lease, and so perhaps of others), or fewer permits than the router holds (it was away,
+# and the router took permits of its share).
+#
+# KEYS: routers, held, rounds, settling
+# ARGV: router id, lease, least settling time, known routers, the last round that was answered or 0, this round, permits
+# held, number of tenants, a tenant and its permits for each of them; then takes, each of five: tenant, cap of the
+# tenant or -1, cap, the router's allowance while counts of others may be missing, number of permits
+# Returns routers, 1 while settling, permits of all routers, 1 if this router's counts were missing, and for each take:
+# 1 if granted, 1 if the tenant's cap refuses, permits held, 1 if those may not be all
+_EXCHANGE = (
+    _FORGET
     + """
-local lease, released = tonumber(ARGV[1]), tonumber(ARGV[6])
-for i = 7, 6 + released do
-  redis.call('ZREM', KEYS[1], ARGV[i])
-  redis.call('ZREM', KEYS[2], ARGV[i])
+local t = redis.call('TIME')
+local now = t[1] * 1000 + math.floor(t[2] / 1000)
+local router, lease, least, known = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local answered, round, held, num_tenants = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7]), tonumber(ARGV[8])
+
+local function count(name) return tonumber(redis.call('ZSCORE', KEYS[2], name) or 0) end
+local function is_settling()
+  local left = redis.call('PTTL', KEYS[4])
+  return left > 0 and (left > lease - least or redis.call('SCARD', KEYS[4]) < known)
 end
-for i = 1, 3 do redis.call('ZREMRANGEBYSCORE', KEYS[i], '-inf', now) end
-local returning = ARGV[5] == '1'
-local missing = returning and not redis.call('ZSCORE', KEYS[3], ARGV[4])
-for i = 7 + released, #ARGV do
-  if redis.call('ZADD', KEYS[1], now + lease, ARGV[i]) == 1 then missing = true end
-  redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
+
+if tonumber(redis.call('ZSCORE', KEYS[3], router) or 0) >= round then return {} end
+
+local leases, routers = redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES'), {router}
+for i = 1, #leases, 2 do
+  if tonumber(leases[i + 1]) <= now then forget(leases[i])
+  elseif leases[i] ~= router then routers[#routers + 1] = leases[i] end
 end
-redis.call('PEXPIRE', KEYS[1], 2 * lease)
-redis.call('PEXPIRE', KEYS[2], 2 * lease)
-if missing or (returning and redis.call('EXISTS', KEYS[4]) == 1) then redis.call('SADD', KEYS[4], ARGV[4]) end
+local missing = tonumber(redis.call('ZSCORE', KEYS[3], router) or 0) < answered or count(router) < held
+
+redis.call('ZADD', KEYS[1], now + lease, router)
+redis.call('ZADD', KEYS[2], held, router)
+redis.call('ZADD', KEYS[3], round, router)
+for i = 9, 8 + 2 * num_tenants, 2 do
+  local name = router .. '/' .. ARGV[i]
+  if tonumber(ARGV[i + 1]) > 0 then redis.call('ZADD', KEYS[2], ARGV[i + 1], name)
+  else redis.call('ZREM', KEYS[2], name) end
+end
+for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], 2 * lease) end
+
+if missing or (answered > 0 and redis.call('EXISTS', KEYS[4]) == 1) then redis.call('SADD', KEYS[4], router) end
 if missing then redis.call('PEXPIRE', KEYS[4], lease) end
 local settling = 1
-if not is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then
+if not is_settling() then
   redis.call('PEXPIRE', KEYS[4], 0)
   settling = 0
 end
-if ARGV[4] ~= '' then
-  redis.call('ZADD', KEYS[3], now + lease, ARGV[4])
-  redis.call('PEXPIRE', KEYS[3], 2 * lease)
-end
-return {redis.call('ZCARD', KEYS[3]), settling, redis.call('ZCARD', KEYS[1])}
-"""
-)
 
-# KEYS: as above. ARGV: lease, least settling time, known routers, router id, cap, cap of the tenant or -1, the router's
-# allowance while leases of others may be missing, the number it holds, ids. If the router itself is missing, Redis has
-# lost leases, even if no router has reported it yet.
-_TAKE = (
-    _NOW
-    + _SETTLING
-    + """
-local lease, count = tonumber(ARGV[1]), #ARGV - 8
-redis.call('ZREMRANGEBYSCORE', KEYS[1], '-inf', now)
-redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now)
-local held, held_by_tenant = redis.call('ZCARD', KEYS[1]), redis.call('ZCARD', KEYS[2])
-local tenant_cap = tonumber(ARGV[6])
-if tenant_cap >= 0 and held_by_tenant + count > tenant_cap then return {0, 1, held_by_tenant, 1} end
-if held + count > tonumber(ARGV[5]) then return {0, 0, held, 0} end
-local settling = 0
-if is_settling(KEYS[4], lease, tonumber(ARGV[2]), tonumber(ARGV[3])) then settling = 1 end
-local known_until = redis.call('ZSCORE', KEYS[3], ARGV[4])
-if not known_until or tonumber(known_until) <= now then settling = 1 end
-if settling == 1 and ARGV[8] + count > tonumber(ARGV[7]) then return {0, 0, held, 1} end
-for i = 9, #ARGV do
-  redis.call('ZADD', KEYS[1], now + lease, ARGV[i])
-  redis.call('ZADD', KEYS[2], now + lease, ARGV[i])
+local total = 0
+for _, other in ipairs(routers) do total = total + count(other) end
+local answer = {#routers, settling, total, missing and 1 or 0}
+for i = 9 + 2 * num_tenants, #ARGV, 5 do
+  local tenant_cap, cap = tonumber(ARGV[i + 1]), tonumber(ARGV[i + 2])
+  local allowance, wanted = tonumber(ARGV[i + 3]), tonumber(ARGV[i + 4])
+  local of_tenant = 0
+  if tenant_cap >= 0 then
+    for _, other in ipairs(routers) do of_tenant = of_tenant + count(other .. '/' .. ARGV[i]) end
+  end
+  if tenant_cap >= 0 and of_tenant + wanted > tenant_cap then answer[#answer + 1] = {0, 1, of_tenant, 1}
+  elseif total + wanted > cap then answer[#answer + 1] = {0, 0, total, 0}
+  elseif settling == 1 and held + wanted > allowance then answer[#answer + 1] = {0, 0, total, 1}
+  else
+    total, held = total + wanted, held + wanted
+    redis.call('ZADD', KEYS[2], 'INCR', wanted, router)
+    redis.call('ZADD', KEYS[2], 'INCR', wanted, router .. '/' .. ARGV[i])
+    answer[#answer + 1] = {1, 0, total, settling}
+  end
 end
-redis.call('PEXPIRE', KEYS[1], 2 * lease)
-redis.call('PEXPIRE', KEYS[2], 2 * lease)
-return {1, 0, held + count, settling}
+return answer
 """
 )
 
@@ -116,24 +134,14 @@ class LeaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """One tenant's permit ids that this router releases and renews."""
-
-    tenant: str
-    released: Sequence[str] = ()
-    held: Sequence[str] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Take:
-    """Permit ids to lease. `held`: permits that the router holds; `allowance`: permits it may hold while settling."""
+    """`count` permits to take. `allowance`: permits that the router may hold while settling."""
 
     tenant: str
     tenant_cap: int | None
     cap: int
-    ids: Sequence[str]
+    count: int
     allowance: int
-    held: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,71 +157,52 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """Routers seen, permits leased by all of them, and whether some of either may be missing."""
+    """Routers seen, permits leased by all of them, and whether some of either may be missing. `was_missing`: this
+    router's own counts were, and those of its tenants must be told anew."""
 
     num_routers: int
     num_leased: int
     settling: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PermitExchange:
-    """One round trip to Redis: keeps, then takes. `present` keeps the router in the set of known routers, `returning`
-    says that it must already be there, and `num_routers` is the last known size of the set.
-    """
-
-    present: bool
-    num_routers: int = 1
-    returning: bool = False
-    keeps: list[Keep] = field(default_factory=list)
-    takes: list[Take] = field(default_factory=list)
+    was_missing: bool
 
 
 class PermitStore:
-    """One router's access to the shared permits. Errors of redis are passed through."""
+    """One router's access to the shared permits, for one round trip at a time. Errors of redis are passed through."""
 
     def __init__(self, router_id: str, times: LeaseTimes, model: str = "") -> None:
         self._router_id = router_id
         self._times = times
         self._of_model = f"@{model}" if model else ""
+        self._round = 0
+        self._answered = 0
 
-    async def exchange(self, redis: Redis, exchange: PermitExchange) -> tuple[Known | None, list[Taken]]:
-        """Return the known routers (None without a Keep) and an answer to each Take."""
-        async with redis.pipeline(transaction=False) as pipe:
-            for keep in exchange.keeps:
-                pipe.eval(_KEEP, 4, *self._keys(redis, keep.tenant), *self._keep_args(keep, exchange))
-            for take in exchange.takes:
-                pipe.eval(_TAKE, 4, *self._keys(redis, take.tenant), *self._take_args(take, exchange))
-            answers = await pipe.execute()
-        num_keeps = len(exchange.keeps)
-        answers_to_takes = [
-            Taken(bool(yes), bool(mine), int(held), not part) for yes, mine, held, part in answers[num_keeps:]
-        ]
-        if not num_keeps:
-            return None, answers_to_takes
-        num_routers, settling, num_leased = answers[num_keeps - 1]
-        return Known(int(num_routers), int(num_leased), bool(settling)), answers_to_takes
+    async def exchange(
+        self, redis: Redis, num_routers: int, held: int, by_tenant: Mapping[str, int], takes: Sequence[Take] = ()
+    ) -> tuple[Known, list[Taken]]:
+        """Renew the router's lease, write the permits that it holds, and take more.
+
+        `num_routers` is the last known number of routers; `by_tenant` has the permits of tenants whose count has
+        changed since the last round trip that was answered.
+        """
+        self._round += 1
+        head = (self._router_id, self._times.lease_ms, self._times.settling_ms, num_routers)
+        args: list[str | int] = [*head, self._answered, self._round, held, len(by_tenant)]
+        for tenant, count in by_tenant.items():
+            args += (tenant, count)
+        for take in takes:
+            tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
+            args += (take.tenant, tenant_cap, take.cap, take.allowance, take.count)
+        answer = await redis.eval(_EXCHANGE, 4, *self._keys(redis, "routers", "held", "rounds", "settling"), *args)
+        if not answer:
+            raise ResponseError("permits were refused: this router has told newer counts")
+        self._answered = self._round
+        num_routers, settling, num_leased, was_missing, *replies = answer
+        known = Known(int(num_routers), int(num_leased), bool(settling), bool(was_missing))
+        return known, [Taken(bool(yes), bool(mine), int(number), not part) for yes, mine, number, part in replies]
 
     async def leave(self, redis: Redis) -> None:
-        """Remove the router, which must have released all its permits."""
-        await redis.zrem(self._key(redis, "routers"), self._router_id)
+        """Remove the router and all that it holds."""
+        await redis.eval(_LEAVE, 3, *self._keys(redis, "routers", "held", "rounds"), self._router_id)
 
-    def _keep_args(self, keep: Keep, exchange: PermitExchange) -> list[str | int]:
-        router_id = self._router_id if exchange.present else ""
-        head = [*self._caution(exchange), router_id, int(exchange.returning)]
-        return [*head, len(keep.released), *keep.released, *keep.held]
-
-    def _take_args(self, take: Take, exchange: PermitExchange) -> list[str | int]:
-        tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-        caps = (take.cap, tenant_cap, take.allowance, take.held)
-        return [*self._caution(exchange), self._router_id, *caps, *take.ids]
-
-    def _caution(self, exchange: PermitExchange) -> list[str | int]:
-        return [self._times.lease_ms, self._times.settling_ms, exchange.num_routers]
-
-    def _keys(self, redis: Redis, tenant: str) -> tuple[str, str, str, str]:
-        permits = self._key(redis, "permits")
-        return permits, f"{permits}:of:{tenant}", self._key(redis, "routers"), self._key(redis, "settling")
-
-    def _key(self, redis: Redis, name: str) -> str:
-        return name_in(redis, f"{PREFIX}{name}{self._of_model}")
+    def _keys(self, redis: Redis, *names: str) -> list[str]:
+        return [name_in(redis, f"{PREFIX}{name}{self._of_model}") for name in names]

@@ -2,17 +2,18 @@
 
     acquire ─▶ do this router's permits alone reach the cap? refused here
         └─▶ requested in the next round trip, together with other waiting requests ─▶ leased, or refused
-    release ─▶ sent with the next round trip; held permits are renewed every `renew_s`
+    release ─▶ told in the next round trip; there is one at least every `renew_s`
 
-One task makes all round trips, one at a time, so a release can never be overtaken by a renewal. A router that dies
-stops renewing: its leases run out after `lease_s`.
+One task makes all round trips, one at a time. Each renews the lease of the router and tells the numbers that it holds
+(permit_leases.py), so it costs the same for any number of permits. A router that dies stops renewing: what it held is
+free after `lease_s`.
 
 While Redis is unavailable a router accepts new work up to its share: the cap divided by the last known number of
 routers, at least 1. It keeps the permits it holds. So all routers together can exceed the cap only by the permits that
 some held beyond their shares when Redis failed, and only until that work ends. When Redis returns, each router writes
-its leases anew.
+its counts anew.
 
-If Redis has lost its data (wiped, failed over), it does not know all leases until every router has renewed. Until then
+If Redis has lost its data (wiped, failed over), it does not know all counts until every router has renewed. Until then
 (about two seconds, or a whole lease if a router is missing) a router holds at most what it held when it last knew the
 total, plus its part of what was free then, within its share. A router that has just started holds none.
 """
@@ -20,20 +21,18 @@ total, plus its part of what was free then, within its share. A router that has 
 import asyncio
 import contextlib
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import islice
 
 import structlog
 from redis.asyncio import Redis
 
 from mesh.domain.errors import Overloaded
-from mesh.domain.request import mint_id
 from mesh.redis_connection import FAILURES, cause_of, open_redis
 from mesh.retry import require_not_cancelled
 from router.admission.limiter import Permit
-from router.admission.permit_leases import Keep, LeaseTimes, PermitExchange, PermitStore, Take, Taken
+from router.admission.permit_leases import LeaseTimes, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant
 
 log = structlog.get_logger(__name__)
@@ -42,7 +41,6 @@ log = structlog.get_logger(__name__)
 _PATIENCE_S = 0.25
 _LEAVE_S = 1.0
 _MAX_TAKES = 256
-_MAX_RELEASES = 1024
 
 
 @dataclass(eq=False, slots=True)
@@ -52,69 +50,36 @@ class _Ask:
     tenant: str
     tenant_cap: int | None
     cap: int
-    ids: list[str]
+    count: int
     reply: asyncio.Future[Taken | None]
 
 
 class _Holdings:
-    """Permits that this router holds or must still release in Redis, by tenant. A tenant's permits are interchangeable.
+    """Permits that this router holds, by tenant, and the tenants whose count Redis may not know."""
 
-    A release that has waited for `keep_s` is dropped: without renewal its lease has expired.
-    """
-
-    def __init__(self, keep_s: float, clock: Callable[[], float]) -> None:
-        self.held: defaultdict[str, list[str]] = defaultdict(list)
+    def __init__(self) -> None:
+        self.held: Counter[str] = Counter()
         self.num_held = 0
-        self._keep_s = keep_s
-        self._clock = clock
-        self._released: deque[tuple[float, str, str]] = deque()  # when, tenant, id; oldest first
+        self.untold: set[str] = set()
 
-    @property
-    def num_released(self) -> int:
-        """Releases that must still be sent to Redis."""
-        self._drop_expired()
-        return len(self._released)
+    def add(self, tenant: str, count: int) -> None:
+        """Add permits that this router has taken."""
+        self.held[tenant] += count
+        self.num_held += count
 
-    def add(self, tenant: str, ids: list[str]) -> None:
-        """Add permits that Redis has leased to this router."""
-        self.held[tenant].extend(ids)
-        self.num_held += len(ids)
-
-    def release_one(self, tenant: str) -> None:
-        """Release any one of the tenant's permits."""
-        self.give_back(tenant, [self.held[tenant].pop()])
+    def release(self, tenant: str) -> None:
+        """Give one of the tenant's permits back."""
+        self.untold.add(tenant)
         self.num_held -= 1
+        self.held[tenant] -= 1
         if not self.held[tenant]:
             del self.held[tenant]
 
-    def give_back(self, tenant: str, ids: Iterable[str]) -> None:
-        """Release ids that are not held here but may be leased in Redis."""
-        self._drop_expired()
-        self._released.extend((self._clock(), tenant, permit_id) for permit_id in ids)
-
-    def keeps(self, *, renew: bool) -> list[Keep]:
-        """Return the next batch of releases, oldest first, and with `renew` all held permits.
-
-        With `renew` the result is never empty, so that Redis keeps the router among the known ones.
-        """
-        self._drop_expired()
-        released: defaultdict[str, list[str]] = defaultdict(list)
-        for _, tenant, permit_id in islice(self._released, _MAX_RELEASES):
-            released[tenant].append(permit_id)
-        held = self.held if renew else {}
-        names = {*released, *held} | ({""} if renew else set())
-        return [Keep(name, tuple(released.get(name, ())), tuple(held.get(name, ()))) for name in sorted(names)]
-
-    def mark_sent(self, keeps: list[Keep]) -> None:
-        """Drop releases that were sent to Redis. Some may have expired in the meantime."""
-        sent = {permit_id for keep in keeps for permit_id in keep.released}
-        while self._released and self._released[0][2] in sent:
-            self._released.popleft()
-
-    def _drop_expired(self) -> None:
-        oldest_s = self._clock() - self._keep_s
-        while self._released and self._released[0][0] < oldest_s:
-            self._released.popleft()
+    def tell(self, tenants: Iterable[str]) -> dict[str, int]:
+        """The counts of these tenants and of the untold ones, which count as told from now on."""
+        told = self.untold.union(tenants)
+        self.untold = set()
+        return {tenant: self.held[tenant] for tenant in told}
 
 
 class SharedPermits:
@@ -128,19 +93,16 @@ class SharedPermits:
         times: LeaseTimes | None = None,
         *,
         model: str = "",
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._url = url
         self._cap = cap
         self._times = times or LeaseTimes()
         self._store = PermitStore(router_id, self._times, model)
-        # A round trip in progress may have renewed permits that were released meanwhile.
-        self._holdings = _Holdings(self._times.lease_s + 2 * _PATIENCE_S, clock)
+        self._holdings = _Holdings()
         self._asks: list[_Ask] = []
         self._wake = asyncio.Event()
         self._num_routers = 1
         self._allowance = 0
-        self._was_connected = False
         self.connected = asyncio.Event()
         """Set while Redis decides; while clear, this router's share decides."""
 
@@ -160,7 +122,7 @@ class SharedPermits:
 
         Cancellation leaves no permit taken.
         """
-        ask = _Ask(tenant, tenant_cap, self._cap if cap is None else cap, [mint_id() for _ in range(count)], _reply())
+        ask = _Ask(tenant, tenant_cap, self._cap if cap is None else cap, count, _reply())
         self._require_capacity(ask, share_of=1)
         if self.connected.is_set():
             self._asks.append(ask)
@@ -175,14 +137,13 @@ class SharedPermits:
                 if not reply.granted:
                     raise _overloaded(reply.num_held, tenant_cap if reply.by_tenant else ask.cap, reply.by_tenant)
                 return
-            # Redis may have granted these without our receiving the answer.
-            self._holdings.give_back(tenant, ask.ids)
         self._require_capacity(ask, share_of=self._num_routers)
-        self._holdings.add(tenant, [mint_id() for _ in range(count)])
+        self._holdings.untold.add(tenant)
+        self._holdings.add(tenant, count)
 
     def release(self, tenant: str = "") -> None:
         """Release one of the tenant's permits."""
-        self._holdings.release_one(tenant)
+        self._holdings.release(tenant)
         self._wake.set()
 
     async def run(self) -> None:
@@ -203,14 +164,8 @@ class SharedPermits:
 
     async def leave(self) -> None:
         """Release all permits at once, if Redis is available. Call it after `run` has ended."""
-        for tenant, ids in self._holdings.held.items():
-            self._holdings.give_back(tenant, ids)
         try:
             async with asyncio.timeout(_LEAVE_S), open_redis(self._url, timeout_s=_PATIENCE_S) as redis:
-                while self._holdings.num_released:
-                    keeps = self._holdings.keeps(renew=False)
-                    await self._store.exchange(redis, PermitExchange(present=False, keeps=keeps))
-                    self._holdings.mark_sent(keeps)
                 await self._store.leave(redis)
         except FAILURES as error:
             log.warning("permits stay leased until they expire", error=cause_of(error))
@@ -225,13 +180,18 @@ class SharedPermits:
     async def _round_trip(self, redis: Redis, *, renew: bool) -> None:
         asks, self._asks = self._asks[:_MAX_TAKES], self._asks[_MAX_TAKES:]
         asks = [ask for ask in asks if not ask.reply.done()]
-        keeps = self._holdings.keeps(renew=renew)
-        if not keeps and not asks:
+        if not (renew or asks or self._holdings.untold):
             return
-        exchange = PermitExchange(renew, self._num_routers, renew and self._was_connected, keeps, self._takes(asks))
+        # Redis must know of these tenants all that counts for their caps.
+        by_tenant = self._holdings.tell(ask.tenant for ask in asks)
+        takes = [Take(ask.tenant, ask.tenant_cap, ask.cap, ask.count, self._allowance) for ask in asks]
         try:
-            known, answers = await self._store.exchange(redis, exchange)
+            known, answers = await self._store.exchange(
+                redis, self._num_routers, self._holdings.num_held, by_tenant, takes
+            )
         except FAILURES as error:
+            # Redis may have written these, and granted what was asked for, without our receiving the answer.
+            self._holdings.untold.update(by_tenant)
             self._note_disconnected(asks, error)
             # The address may lead elsewhere by now: a server that has become a replica keeps its connections.
             with contextlib.suppress(*FAILURES):
@@ -240,37 +200,30 @@ class SharedPermits:
         except BaseException:
             self._note_disconnected(asks)
             raise
-        self._holdings.mark_sent(keeps)
-        if renew and known is not None:
-            # While leases are being written anew, routers missing from the count may only be late.
-            self._num_routers = max(1, known.num_routers, self._num_routers if known.settling else 0)
-            if not known.settling:
-                self._note_total(known.num_leased)
-            self._note_connected()
-        if self._holdings.num_released:
-            self._wake.set()  # there is another batch, or a permit was released meanwhile
+        if known.was_missing:
+            self._holdings.untold.update(self._holdings.held)
+        # While counts are being written anew, routers missing from the count may only be late.
+        self._num_routers = max(1, known.num_routers, self._num_routers if known.settling else 0)
+        if not known.settling:
+            self._note_total(known.num_leased)
+        self._note_connected()
+        if self._holdings.untold:
+            self._wake.set()  # a permit was released meanwhile, or Redis has lost the counts of tenants
         for ask, taken in zip(asks, answers, strict=True):
             self._answer(ask, taken)
             if taken.is_total:
                 self._note_total(taken.num_held)
 
-    def _takes(self, asks: list[_Ask]) -> list[Take]:
-        takes, held = list[Take](), self.num_held
-        for ask in asks:
-            takes.append(Take(ask.tenant, ask.tenant_cap, ask.cap, ask.ids, self._allowance, held))
-            held += len(ask.ids)
-        return takes
-
     def _answer(self, ask: _Ask, taken: Taken) -> None:
         if taken.granted:
-            self._holdings.add(ask.tenant, ask.ids)
+            self._holdings.add(ask.tenant, ask.count)
         if not ask.reply.done():
             ask.reply.set_result(taken)
         elif taken.granted:  # the caller was cancelled
             self._give_back(ask)
 
     def _give_back(self, ask: _Ask) -> None:
-        for _ in ask.ids:
+        for _ in range(ask.count):
             self.release(ask.tenant)
 
     def _note_total(self, num_leased: int) -> None:
@@ -280,7 +233,6 @@ class SharedPermits:
         self._allowance = min(self.num_held + free, max(self.num_held, self.share))
 
     def _note_connected(self) -> None:
-        self._was_connected = True
         if not self.connected.is_set():
             self.connected.set()
             log.info("permits are shared", routers=self._num_routers, cap=self._cap)
@@ -292,15 +244,13 @@ class SharedPermits:
             log.warning("redis is away", what="permits", share=self.share, error=cause_of(error))
         self.connected.clear()
         for ask in waiting:
-            if ask.reply.done():
-                self._holdings.give_back(ask.tenant, ask.ids)
-            else:
+            if not ask.reply.done():
                 ask.reply.set_result(None)
 
     def _require_capacity(self, ask: _Ask, *, share_of: int) -> None:
         """Raise Overloaded if this router alone reaches a cap divided by `share_of`."""
-        count, tenant_cap = len(ask.ids), ask.tenant_cap
-        held_by_tenant = len(self._holdings.held.get(ask.tenant, ()))
+        count, tenant_cap = ask.count, ask.tenant_cap
+        held_by_tenant = self._holdings.held[ask.tenant]
         if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
             raise _overloaded(held_by_tenant, tenant_cap, True)
         if self.num_held + count > max(1, ask.cap // share_of):

@@ -87,10 +87,12 @@ def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
             continue
         try:
             parsed.append(parse(json.loads(line)))
+        except json.JSONDecodeError as error:
+            raise ConfigurationError(f"{path}, line {number}: {error}; the line must be one JSON object") from error
         except ValueError as error:
             raise ConfigurationError(f"{path}, line {number}: {error}") from error
     if not parsed:
-        raise ConfigurationError(f"{path} has no lines")
+        raise ConfigurationError(f"{path} has no lines: it needs one JSON object a line")
     return parsed
 
 

@@ -34,6 +34,7 @@ from tandem_cli.load_test.figures import (
     medians,
     price_per_million,
 )
+from tandem_cli.terminal import FittingTable
 
 _FORMAT = "tandem-bench/1"
 _DIGITS = 6  # microseconds
@@ -239,7 +240,7 @@ def show(report: Report, console: Console) -> None:
     if not report.points:
         return
     is_burst = report.points[0].case.kind is Kind.BURST
-    console.print(_burst_table(report) if is_burst else _load_table(report))
+    console.print(FittingTable(_burst_table(report) if is_burst else _load_table(report)))
     for line in [*_findings(report), *report.notes, *_warnings(report)]:
         console.print(line, soft_wrap=True, highlight=False)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_groups
+from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.quantize import DEFAULT_ALPHA
@@ -51,7 +51,7 @@ def _fitting_scheme(name: str, checkpoint: FloatCheckpoint) -> Scheme:
     for group_size in _GROUP_SIZES:
         scheme = make_scheme(name, group_size=group_size, alpha=DEFAULT_ALPHA, dtype=checkpoint.dtype)
         try:
-            require_groups(checkpoint, scheme)
+            require_fit(checkpoint, scheme)
         except ConfigurationError:
             if group_size == _GROUP_SIZES[-1]:
                 raise

@@ -43,7 +43,7 @@ from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Subject
 from tandem_cli.optimization.trial import CandidateTrial
 from tandem_cli.plan import quiet_logs
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import FittingTable, wide_console
 
 _WORK = "work"
 
@@ -150,7 +150,7 @@ def _show(outcome: Outcome, args: argparse.Namespace) -> None:
     table = Table(*headings(outcome), box=None, pad_edge=False)
     for row in outcome.rows:
         table.add_row(*cells(row, outcome))
-    console.print(table)
+    console.print(FittingTable(table))
     for line in summary(outcome):
         console.print(line, soft_wrap=True, highlight=False)
     advice = f"serve it with: tandem up {args.out}; " if outcome.choice is not None else ""

@@ -4,8 +4,8 @@
 
 While only decodes run, nothing changes from step to step but the lengths. So as many steps are taken at once as no
 sequence ends in, and as blocks are free for. A command in their midst ends them after the step that is under way, as it
-would in a real engine. If steps take longer while engines of the other role compute, few are taken at once, because
-that changes.
+would in a real engine. If steps take longer while engines of the other role compute, the running step goes on faster or
+slower as soon as those begin or rest, and few steps are taken at once, so that gaps between tokens show it.
 """
 
 import asyncio
@@ -39,20 +39,32 @@ class StepsDone:
 
 @dataclass(slots=True)
 class _Steps:
-    """`count` steps of one batch, under way since `begun_s`, each of `step_s` seconds."""
+    """`count` steps of one batch, under way since `begun_s`, each of `alone_s` seconds while all neighbours rest, and
+    of `beside_s` while all compute. At `since_s`, `num_done` of them had been computed; from then on each takes
+    `step_s`.
+    """
 
     batch: ScheduledBatch
     begun_s: float
-    step_s: float
+    alone_s: float
+    beside_s: float
     count: int
+    step_s: float
+    since_s: float
     timer: asyncio.TimerHandle
+    num_done: float = 0.0
+
+    def progress(self, now_s: float) -> float:
+        """Steps computed by now, with the computed part of the running one."""
+        return self.num_done + (now_s - self.since_s) / self.step_s
 
 
 class ModelledEngine:
     """One engine on the running event loop. `on_step` is called after each step, before the next one is planned.
 
-    Every sampled token is `token`. `neighbours` returns the share of the other role's engines that compute now;
-    `on_busy` is told whenever this one begins to compute, and when it rests.
+    Every sampled token is `token`. `neighbours` returns the share of the other role's engines that compute now; call
+    `keep_pace` when it has changed. `on_busy` is told whenever this one begins to compute, and when it rests. Beside
+    neighbours, prompts take `prompt_stretch` times as long, by default what the profile says of steps.
     """
 
     def __init__(
@@ -62,6 +74,7 @@ class ModelledEngine:
         on_step: Callable[[StepsDone], None],
         *,
         max_step_stretch: float = 0.0,
+        prompt_stretch: float | None = None,
         neighbours: Callable[[], float] = lambda: 0.0,
         on_busy: Callable[[bool], None] = lambda is_busy: None,
     ) -> None:
@@ -81,6 +94,7 @@ class ModelledEngine:
         self.scheduler = Scheduler(config, self.pool)
         self._times = profile.times
         self._stretch = profile.stretch
+        self._prompt_stretch = profile.stretch if prompt_stretch is None else prompt_stretch
         self._neighbours = neighbours
         self._on_busy = on_busy
         self._is_busy = False
@@ -128,29 +142,47 @@ class ModelledEngine:
         if not batch.items:
             return
         count = self._num_equal_steps(batch)
-        step_s = self._step_s(batch, count) * (1 + (self._stretch - 1) * self._neighbours())
-        now_s = self._loop.time()
+        decode_s, prompts_s = self._parts_s(batch, count)
+        alone_s, beside_s = decode_s + prompts_s, decode_s * self._stretch + prompts_s * self._prompt_stretch
+        step_s, now_s = alone_s + (beside_s - alone_s) * self._neighbours(), self._loop.time()
         timer = self._loop.call_at(now_s + count * step_s, self._finish)
-        self._steps = _Steps(batch, now_s, step_s, count, timer)
+        self._steps = _Steps(batch, now_s, alone_s, beside_s, count, step_s, now_s, timer)
 
-    def _step_s(self, batch: ScheduledBatch, count: int) -> float:
-        """Mean seconds of `count` steps that begin with this batch."""
+    def keep_pace(self) -> None:
+        """The share of neighbours that compute has changed: the rest of the running steps takes longer, or shorter."""
+        steps = self._steps
+        if steps is None:
+            return
+        step_s = steps.alone_s + (steps.beside_s - steps.alone_s) * self._neighbours()
+        now_s = self._loop.time()
+        if step_s != steps.step_s:
+            steps.num_done, steps.since_s, steps.step_s = steps.progress(now_s), now_s, step_s
+            self._move_end(steps)
+
+    def _move_end(self, steps: _Steps) -> None:
+        steps.timer.cancel()
+        end_s = steps.since_s + (steps.count - steps.num_done) * steps.step_s
+        steps.timer = self._loop.call_at(end_s, self._finish)
+
+    def _parts_s(self, batch: ScheduledBatch, count: int) -> tuple[float, float]:
+        """Mean seconds of `count` steps that begin with this batch, while neighbours rest: of the decodes, and what the
+        prompts add."""
         num_decodes = batch.num_decodes
         decodes, prompts = batch.items[:num_decodes], batch.items[num_decodes:]
         context = sum(item.end for item in decodes) + num_decodes * (count - 1) / 2
         decode_s = self._times.decode(num_decodes, context) if decodes else 0.0
         if not prompts:
-            return decode_s
+            return decode_s, 0.0
         pairs = sum(item.num_tokens * item.start for item in prompts)
         prompts_s = self._times.prompts(batch.num_tokens - num_decodes, pairs)
-        return self._times.both(decode_s, prompts_s) if decodes else prompts_s
+        return decode_s, self._times.both(decode_s, prompts_s) - decode_s if decodes else prompts_s
 
     def _num_equal_steps(self, batch: ScheduledBatch) -> int:
         """Steps in which nothing changes but the lengths; 1 if a prompt is or may be computed in the next step."""
         if batch.num_decodes < len(batch.items) or self.scheduler.load().pending_tokens:
             return 1
         longest_s = _MAX_STEPS_S if self._stretch == 1 else _MAX_STRETCHED_S
-        count = min(_MAX_STEPS, max(1, int(longest_s / self._step_s(batch, 1))))
+        count = min(_MAX_STEPS, max(1, int(longest_s / sum(self._parts_s(batch, 1)))))
         for item in batch.items:
             sequence = item.sequence
             max_new_tokens = (
@@ -162,20 +194,20 @@ class ModelledEngine:
 
     def _end_early(self, steps: _Steps) -> None:
         """Let the running step be the last one."""
-        num_begun = int((self._loop.time() - steps.begun_s) / steps.step_s) + 1
+        num_begun = int(steps.progress(self._loop.time())) + 1
         if num_begun < steps.count:
-            steps.timer.cancel()
             steps.count = num_begun
-            steps.timer = self._loop.call_at(steps.begun_s + num_begun * steps.step_s, self._finish)
+            self._move_end(steps)
 
     def _finish(self) -> None:
         steps, self._steps = self._steps, None
         assert steps is not None
         batch, num_decodes = steps.batch, steps.batch.num_decodes
         num_prompt_tokens = batch.num_tokens - num_decodes
-        self.busy_s += steps.count * steps.step_s
+        took_s = self._loop.time() - steps.begun_s
+        self.busy_s += took_s
         self.prompt_tokens += num_prompt_tokens
-        self._pace.observe(num_decodes, num_prompt_tokens, steps.step_s)
+        self._pace.observe(num_decodes, num_prompt_tokens, took_s / steps.count)
         tokens = (self._token,) * steps.count
         sampled, unsampled = RunnerOutput(tokens), RunnerOutput()
         outputs = self.scheduler.update(batch, [sampled if item.needs_sampling else unsampled for item in batch.items])

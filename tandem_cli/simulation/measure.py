@@ -1,10 +1,11 @@
 """Measures the profile of a running mesh through its router, while nobody else uses it.
 
-Prompts go one by one, in several lengths: their `prefill` phase is the step's time, the rest of the time to the first
-token is overhead. Then answers are read in batches of several sizes: the gap between tokens is the time of a decode
-step. At last, prompts are computed while answers run, in turn with both alone: workers of both roles may share cores,
-and a prompt may be lent those of a decode worker that rests. The profile therefore includes costs of the router, of
-clients, and of neighbours on the machine.
+Prompts go one by one, in several lengths, each after a rest, as requests come to a mesh that is not full: a process
+that has slept answers later than one in full swing. Their `prefill` phase is the step's time, the rest of the time to
+the first token is overhead. Then answers are read in batches of several sizes: the gap between tokens is the time of a
+decode step. At last, prompts are computed while answers run, in turn with both alone: workers of both roles may share
+cores, and a prompt may be lent those of a decode worker that rests. The profile therefore includes costs of the router,
+of clients, and of neighbours on the machine.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.simulation.profile import MeshProfile, StepTimes, Table, WorkerProfile
 
 _FIRST_ID = 3
+_REST_S = 0.2
 _REPEATS = 7
 _PROMPT_SHARES = (0.0625, 0.125, 0.25, 0.5, 1.0)  # of the tokens of a prefill step
 _BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -134,23 +136,25 @@ class MeshMeter:
         prompts: dict[str, list[_Prompt]] = {"alone": [], "beside": []}
         steps: dict[str, list[float]] = {"alone": [], "beside": []}
         for _ in range(_NUM_ROUNDS):
-            prompts["alone"] += (alone := await self._prompts_together(num_tokens, num_prefills))
+            prompts["alone"] += (alone := await self._prompts_together(num_tokens, num_prefills, _REST_S))
             alone_s = [prompt.prefill_s for prompt in alone]
             async with self._answering(num_answers) as gaps:
                 gaps.clear()
                 await asyncio.sleep(max(_MIN_ALONE_S, sum(alone_s) / num_prefills))
                 steps["alone"] += gaps
                 gaps.clear()
-                prompts["beside"] += await self._prompts_together(num_tokens, num_prefills)
+                # Without rests, in which no prompt would be beside the answers.
+                prompts["beside"] += await self._prompts_together(num_tokens, num_prefills, 0.0)
                 steps["beside"] += gaps
         prefills = {when: [prompt.prefill_s for prompt in timed] for when, timed in prompts.items()}
         overheads = {when: [prompt.overhead_s for prompt in timed] for when, timed in prompts.items()}
         return _Stretches(_ratio(prefills), _ratio(steps), _ratio(overheads))
 
-    async def _prompts_together(self, num_tokens: int, num_prefills: int) -> list[_Prompt]:
-        """Several prompts, as many at a time as there are prefill workers."""
+    async def _prompts_together(self, num_tokens: int, num_prefills: int, rest_s: float) -> list[_Prompt]:
+        """Several prompts, as many at a time as there are prefill workers, each time after a rest."""
         timed = []
         for _ in range(_PROMPTS_A_ROUND):
+            await asyncio.sleep(rest_s)
             timed += await asyncio.gather(*(self._time_prompt(num_tokens) for _ in range(num_prefills)))
         return timed
 
@@ -184,7 +188,10 @@ class MeshMeter:
                     gaps.append(times[-1] - times[-2])
 
     async def _prompt(self, num_tokens: int) -> _Prompt:
-        timed = [astuple(await self._time_prompt(num_tokens)) for _ in range(_REPEATS)]
+        timed = []
+        for _ in range(_REPEATS):
+            await asyncio.sleep(_REST_S)
+            timed.append(astuple(await self._time_prompt(num_tokens)))
         return _Prompt(*(statistics.median(values) for values in zip(*timed, strict=True)))
 
     async def _time_prompt(self, num_tokens: int) -> _Prompt:

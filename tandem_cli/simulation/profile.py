@@ -72,8 +72,9 @@ def at(table: Table, rows: float) -> float:
 class WorkerProfile:
     """An engine: the times of its steps and the limits of its scheduler.
 
-    `times` are those of an engine whose neighbours rest. A step that begins while all engines of the other role compute
-    takes `stretch` times as long: they share cores, caches and memory, and lend each other cores that are idle.
+    `times` are those of an engine whose neighbours rest. While all engines of the other role compute, a step takes
+    `stretch` times as long: they share cores, caches and memory, and lend each other cores that are idle. Prompts that
+    decode workers compute take what prefill workers' `stretch` says.
     """
 
     times: StepTimes

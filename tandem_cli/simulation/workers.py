@@ -3,7 +3,8 @@
     router ─start─▶ decode: reserve ─reserved─▶ router ─run─▶ prefill: compute ─first token─▶ router
                                                                       └─ KV: transfer_s ─▶ decode: commit ─tokens─▶
 
-Each arrow takes `hop_s`, and the call of the prefill worker what messages take longer while decode workers compute.
+Each arrow takes `hop_s`, and longer while engines compute, which have the cores of those that send and receive: the
+call of the prefill worker what all messages up to there take longer, and the first token what its own does.
 Choices are single: a trace has no requests with several.
 """
 
@@ -29,6 +30,7 @@ from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 _NUM_HOPS = 5
 """Messages, one after the other, from a client's request to its first token: the request, start, reserved, the call to
 the prefill worker, the token."""
+_TOLD_CHANGE = 1 / 16  # of the share of engines that compute: hundreds of engines are not told of each other's steps
 _MAX_STEP_STRETCH = 2.0  # the default of decode workers (DecodeSettings); a test compares them
 
 
@@ -41,20 +43,32 @@ class Neighbours:
     """The engines of both roles that there are, and those that compute now."""
 
     def __init__(self) -> None:
-        self._num_engines: Counter[WorkerRole] = Counter()
+        self._engines: dict[WorkerRole, list[ModelledEngine]] = {role: [] for role in WorkerRole}
         self._num_busy: Counter[WorkerRole] = Counter()
+        self._told_share: dict[WorkerRole, float] = dict.fromkeys(WorkerRole, 0.0)
 
-    def count(self, role: WorkerRole, change: int) -> None:
-        """An engine of this role has come (1) or left (-1)."""
-        self._num_engines[role] += change
+    def join(self, role: WorkerRole, engine: ModelledEngine) -> None:
+        """An engine of this role has come."""
+        self._engines[role].append(engine)
+
+    def leave(self, role: WorkerRole, engine: ModelledEngine) -> None:
+        """An engine of this role, which rests, has left."""
+        self._engines[role].remove(engine)
 
     def on_busy(self, role: WorkerRole, is_busy: bool) -> None:
-        """An engine of this role begins to compute, or rests."""
+        """An engine of this role begins to compute, or rests. Those of the other one then go on at another pace."""
         self._num_busy[role] += 1 if is_busy else -1
+        share = self.busy_share(role)
+        if abs(share - self._told_share[role]) >= _TOLD_CHANGE:
+            self._told_share[role] = share
+            for other in WorkerRole:
+                if other is not role:
+                    for engine in self._engines[other]:
+                        engine.keep_pace()
 
     def busy_share(self, role: WorkerRole) -> float:
         """The share of this role's engines that compute."""
-        return self._num_busy[role] / max(1, self._num_engines[role])
+        return self._num_busy[role] / max(1, len(self._engines[role]))
 
 
 class ModelledWorker:
@@ -71,11 +85,12 @@ class ModelledWorker:
             token,
             self._on_step,
             max_step_stretch=self.max_step_stretch,
+            prompt_stretch=profile.prefill.stretch,  # a decode worker's prompts lose the lent cores as others do
             neighbours=partial(neighbours.busy_share, self.other_role),
             on_busy=partial(neighbours.on_busy, info.role),
         )
         self._neighbours = neighbours
-        neighbours.count(info.role, 1)
+        neighbours.join(info.role, self.engine)
         self._hop_s = hop_s(profile)
         self._loop = asyncio.get_running_loop()
 
@@ -92,7 +107,7 @@ class ModelledWorker:
     def lose(self) -> None:
         """End everything that is here, with WorkerLost."""
         self.engine.stop()
-        self._neighbours.count(self.info.role, -1)
+        self._neighbours.leave(self.info.role, self.engine)
 
     def _on_step(self, done: StepsDone) -> None:
         raise NotImplementedError
@@ -114,7 +129,7 @@ class ModelledPrefill(ModelledWorker):
 
     async def run(self, request: SequenceSpec, decode: "ModelledDecode") -> AsyncGenerator[PrefillEvent, None]:
         """Compute one prompt, then hand it over. Raises WorkerDraining or WorkerLost."""
-        await asyncio.sleep(self._hop_s + self._longer_s())
+        await asyncio.sleep(self._hop_s + self._longer_s(_NUM_HOPS - 1))
         if self.is_draining:
             raise WorkerDraining("the worker is draining")
         sequence = SequenceState(request, hand_over=True)
@@ -125,7 +140,7 @@ class ModelledPrefill(ModelledWorker):
             output = await first_token
             yield PrefillStarted(self._loop.time() - added_s)
             computed_s = self._loop.time()
-            await asyncio.sleep(self._hop_s)
+            await asyncio.sleep(self._hop_s + self._longer_s(1))
             yield output
             if output.finish_reason is None:
                 await asyncio.sleep(max(0.0, computed_s + self._transfer_s(sequence) - self._loop.time()))
@@ -141,10 +156,11 @@ class ModelledPrefill(ModelledWorker):
             if not first_token.done():
                 first_token.set_exception(WorkerLost("the prefill worker is lost"))
 
-    def _longer_s(self) -> float:
-        """Seconds that the messages on the way to a first token take longer now than in an idle mesh."""
-        stretch = (self._profile.overhead_stretch - 1) * self._neighbours.busy_share(WorkerRole.DECODE)
-        return self._profile.overhead_s * stretch
+    def _longer_s(self, num_hops: int) -> float:
+        """Seconds that so many messages take longer now than in an idle mesh. The profile says it for decode workers
+        that compute; prefill workers take the same cores."""
+        busy_share = max(self._neighbours.busy_share(role) for role in WorkerRole)
+        return num_hops * self._hop_s * (self._profile.overhead_stretch - 1) * busy_share
 
     def _transfer_s(self, sequence: SequenceState) -> float:
         """Seconds from the first token until all KV is there: that of earlier passes has gone before."""

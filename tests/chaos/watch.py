@@ -18,6 +18,7 @@ import tandem
 from mesh.retry import require_not_cancelled
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import Disturbance, History
+from tests.fakes.redis_server import num_leased
 
 _CAP_INTERVAL_S = 0.03
 _LATE_STATUS = re.compile(
@@ -26,7 +27,6 @@ _LATE_STATUS = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 _PLAIN_COMPLAINTS = ("Traceback", "Task exception", "Task was destroyed", "Exception in callback")
-_PERMITS = "tandem:permits@tiny"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,7 @@ async def _held(clients: list[tandem.AsyncClient]) -> int | None:
 async def leased(redis: Redis) -> int | None:
     """Permits leased in Redis now; None while it is away."""
     try:
-        seconds, micros = await redis.time()
-        return int(await redis.zcount(_PERMITS, seconds * 1000 + micros // 1000, "+inf"))
+        return await num_leased(redis, "tiny")
     except (RedisError, OSError):
         return None
 

@@ -8,6 +8,7 @@ import torch
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.cpu_support import why_not_compiled
+from engine.models.decoder import Decoder
 from engine.models.read_config import load_decoder_config
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
@@ -41,5 +42,5 @@ def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:
 def embedding(runner: ModelRunner) -> torch.Tensor:
     """The embedding that the runner's model reads, to be changed: [vocab_size, hidden]."""
     model = runner._model
-    found: torch.Tensor = getattr(model, "_ends", model)._embed
+    found: torch.Tensor = model._embedding.weight if isinstance(model, Decoder) else model._embed
     return found

@@ -18,31 +18,53 @@ from engine.models.read_config import load_decoder_config
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
+    "MixtralForCausalLM": "llama",
+    "GraniteForCausalLM": "granite",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3moe",
     "GemmaForCausalLM": "gemma",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3",
+    "PhiForCausalLM": "phi2",
     "Phi3ForCausalLM": "phi3",
+    "StableLmForCausalLM": "stablelm",
+    "Starcoder2ForCausalLM": "starcoder2",
+    "GPTBigCodeForCausalLM": "starcoder",
+    "GPT2LMHeadModel": "gpt2",
+    "BloomForCausalLM": "bloom",
+    "FalconForCausalLM": "falcon",
+    "GPTNeoXForCausalLM": "gptneox",
 }
+_NEIGHBOURS = ("llama", "granite")
+"""Architectures of llama.cpp that rotate neighbours."""
+_UNGROUPED = ("bloom", "falcon", "gptneox")
+"""Architectures whose fused projections llama.cpp has in another order than Hugging Face."""
 
 
-def write_gguf(model_dir: Path, path: Path, kind: str = "F32", words: str = "gpt-2") -> Path:
-    """Write the checkpoint with its matrices of type `kind`; returns `path`. `words`: how it cuts them."""
+def write_gguf(
+    model_dir: Path, path: Path, kind: str = "F32", words: str = "gpt-2", *, is_from_2023: bool = False
+) -> Path:
+    """Write the checkpoint with its matrices of type `kind`; returns `path`. `words`: how it cuts them. In files
+    `is_from_2023` each expert has its own tensors, and the output matrix is always there.
+    """
     raw, config = json.loads((model_dir / "config.json").read_text()), load_decoder_config(model_dir)
     architecture = ARCHITECTURES[raw["architectures"][0]]
     writer = gguf.GGUFWriter(path, architecture)
     _describe(writer, raw, config)
     _write_vocabulary(writer, model_dir, words)
-    _finish(writer, model_dir, config, architecture, kind)
+    tensors = _as_llama_cpp(_weights(model_dir), architecture, config, is_from_2023=is_from_2023)
+    _finish(writer, model_dir, config, tensors, kind)
     return path
 
 
-def _finish(writer: gguf.GGUFWriter, model_dir: Path, config: ModelConfig, architecture: str, kind: str) -> None:
+def _finish(
+    writer: gguf.GGUFWriter, model_dir: Path, config: ModelConfig, tensors: Mapping[str, Numbers], kind: str
+) -> None:
     """Write the tensors, and close the file."""
     raw = json.loads((model_dir / "config.json").read_text())
-    for name, numbers in _as_llama_cpp(_weights(model_dir), architecture, config).items():
+    for name, numbers in tensors.items():
         quantised = gguf.GGMLQuantizationType[kind if numbers.ndim > 1 else "F32"]
         writer.add_tensor(name, quantize(numbers, quantised), raw_dtype=quantised)
     for name, factors in _rope_factors(raw, config).items():
@@ -71,7 +93,7 @@ def write_sentencepiece(model_dir: Path, path: Path) -> Path:
     writer.add_bos_token_id(model.bos_id())
     writer.add_eos_token_id(model.eos_id())
     writer.add_unk_token_id(model.unk_id())
-    _finish(writer, model_dir, config, "llama", "F32")
+    _finish(writer, model_dir, config, _as_llama_cpp(_weights(model_dir), "llama", config), "F32")
     return path
 
 
@@ -87,15 +109,27 @@ def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConf
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(raw["intermediate_size"])
+    writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
-    writer.add_rope_dimension_count(config.rope.dim)
+    if raw.get("head_dim"):
+        writer.add_key_length(config.head_dim)
+        writer.add_value_length(config.head_dim)
+    if config.norm == "layer":
+        writer.add_layer_norm_eps(config.norm_eps)
+    else:
+        writer.add_layer_norm_rms_eps(config.norm_eps)
+    if config.positions == "rotary" and writer.arch != "falcon":
+        writer.add_rope_freq_base(config.rope.theta)
+        writer.add_rope_dimension_count(config.rope.dim)
     writer.add_vocab_size(raw["vocab_size"])
+    if writer.arch == "gptneox":
+        writer.add_parallel_residual(config.block == "parallel")
+    if writer.arch == "granite":
+        writer.add_attention_scale(raw["attention_multiplier"])
+        writer.add_embedding_scale(raw["embedding_multiplier"])
+        writer.add_residual_scale(raw["residual_multiplier"])
+        writer.add_logit_scale(raw["logits_scaling"])
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     if (scaled := rope.get("rope_type")) in ("linear", "yarn"):
@@ -108,7 +142,10 @@ def _describe(writer: gguf.GGUFWriter, raw: Mapping[str, Any], config: ModelConf
     if config.experts:
         writer.add_expert_count(config.experts.num_experts)
         writer.add_expert_used_count(raw["num_experts_per_tok"])
-        writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+        if raw["model_type"] != "mixtral":
+            writer.add_expert_feed_forward_length(raw["moe_intermediate_size"])
+        if config.experts.shared_size:
+            writer.add_expert_shared_feed_forward_length(config.experts.shared_size)
     if raw.get("attn_logit_softcapping"):
         writer.add_attn_logit_softcapping(raw["attn_logit_softcapping"])
     if raw.get("final_logit_softcapping"):
@@ -139,7 +176,9 @@ def _write_vocabulary(writer: gguf.GGUFWriter, model_dir: Path, words: str) -> N
     writer.add_chat_template(settings["chat_template"])
 
 
-def _as_llama_cpp(tensors: Mapping[str, Numbers], architecture: str, config: ModelConfig) -> dict[str, Numbers]:
+def _as_llama_cpp(
+    tensors: Mapping[str, Numbers], architecture: str, config: ModelConfig, *, is_from_2023: bool = False
+) -> dict[str, Numbers]:
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
     table = gguf.get_tensor_name_map(arch, config.num_layers)
     found: dict[str, Numbers] = {}
@@ -150,15 +189,30 @@ def _as_llama_cpp(tensors: Mapping[str, Numbers], architecture: str, config: Mod
             number, _, rest = after.partition(".")
             experts.setdefault(f"{before}.experts.{rest}", {})[int(number)] = numbers
             continue
-        if architecture == "llama" and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+        if architecture in _NEIGHBOURS and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
             numbers = _neighbours(numbers, config.num_heads if "q_proj" in name else config.num_kv_heads)
+        if architecture in _UNGROUPED and "query_key_value" in name:
+            numbers = _ungrouped(numbers, config)
+        if architecture == "gpt2" and ".h." in name and name.endswith(".weight") and numbers.ndim == 2:
+            numbers = np.ascontiguousarray(numbers.T)
+        name = name.removeprefix("transformer.") if architecture == "bloom" else name
         if architecture.startswith("gemma") and name.endswith("norm.weight"):
             numbers = numbers + 1
         found[table.get_name(name, (".weight", ".bias"))] = numbers
     for name, matrices in experts.items():
-        stacked = np.stack([matrices[number] for number in range(len(matrices))])
-        found[table.get_name(name, (".weight",))] = stacked
+        of_experts = table.get_name(name, (".weight",))
+        if is_from_2023:
+            found |= {of_experts.replace("_exps", f".{number}"): matrix for number, matrix in matrices.items()}
+        else:
+            found[of_experts] = np.stack([matrices[number] for number in range(len(matrices))])
+    if is_from_2023:
+        found.setdefault("output.weight", found["token_embd.weight"])
     return found
+
+
+def _ungrouped(numbers: Numbers, config: ModelConfig) -> Numbers:
+    groups = numbers.reshape(config.num_kv_heads, config.queries_per_kv_head + 2, config.head_dim, *numbers.shape[1:])
+    return np.concatenate([groups[:, part].reshape(-1, *numbers.shape[1:]) for part in (slice(-2), -2, -1)])
 
 
 def _neighbours(numbers: Numbers, heads: int) -> Numbers:

@@ -150,6 +150,11 @@ def test_configs_that_are_not_plain_are_refused(
         read_adapter("mine", folder, 64)
 
 
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"adapter mine: there is no folder {tmp_path / 'nowhere'}"):
+        read_adapter("mine", tmp_path / "nowhere", 8)
+
+
 def test_a_rank_over_the_cap_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
     folder = write_adapter(checkpoint("llama"), tmp_path / "mine", rank=9)
     with pytest.raises(ConfigurationError, match="adapter mine: its rank is 9, over max_lora_rank 8: raise"):

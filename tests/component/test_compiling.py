@@ -20,11 +20,10 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key, why_not_kept
-from engine.kernels.cpu import compiler
-from engine.kernels.cpu.activations import activate_rows
+from engine.kernels.cpu import activations, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.compiler import entry
 from engine.load_runner import load_model_runner
 from engine.models.compiled_decoder import KERNEL_ACTIVATIONS
 from engine.models.cpu_support import why_not_compiled
@@ -90,8 +89,13 @@ def test_every_activation_is_compiled() -> None:
     for name, number in KERNEL_ACTIVATIONS.items():
         ours = x[None, : len(x) // 16 * 16].clone()
         expected = ACTIVATIONS[name](ours)
-        activate_rows(ours.numpy(), number, Range(0, 1))
+        entry(activations.activate_rows)(ours.numpy(), number, Range(0, 1))
         torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6, msg=name)
+
+
+def test_parts_of_compiled_functions_are_not_called_from_python() -> None:
+    with pytest.raises(TypeError, match="only compiled code calls activate_rows"):
+        activations.activate_rows(torch.zeros(1, 16).numpy(), 0, Range(0, 1))
 
 
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,13 +133,13 @@ def _without_known_folder(base: Path) -> Iterator[Path]:
 
 
 def test_code_is_kept_in_a_folder_of_this_version(cache_base: Path) -> None:
-    assert jit(double)(21) == 42
+    assert entry(double)(21) == 42
     assert list(cache_base.glob("compiled-*/test_compiling.double*.nbi"))
 
 
 def test_a_folder_that_cannot_be_written_is_done_without(cache_base: Path) -> None:
     cache_base.touch()
-    assert jit(double)(21) == 42
+    assert entry(double)(21) == 42
     assert not list(Path(__file__).parent.glob("__pycache__/*.nbi")), "code that no version tells apart"
 
 
@@ -153,9 +157,9 @@ def test_folders_of_versions_that_nobody_uses_are_deleted(tmp_path: Path) -> Non
 
 def test_code_is_compiled_once(cache_base: Path) -> None:
     before = code_counts()
-    assert jit(double)(21) == 42
+    assert entry(double)(21) == 42
     assert code_counts().since(before) == CodeCounts(num_loaded=0, num_compiled=1)
-    assert jit(double)(21) == 42  # as another process would
+    assert entry(double)(21) == 42  # as another process would
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=1)
 
 
@@ -165,10 +169,10 @@ def test_code_is_found_wherever_the_same_sources_lie(cache_base: Path, tmp_path:
         file = tmp_path / name / "doubling.py"
         file.parent.mkdir()
         file.write_text("def double(x):\n    return x + x\n")
-        assert jit(runpy.run_path(str(file))["double"])(21) == 42
+        assert entry(runpy.run_path(str(file))["double"])(21) == 42
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=1)
     file.write_text("def double(x):\n    return 2 * x\n")
-    assert jit(runpy.run_path(str(file))["double"])(21) == 42
+    assert entry(runpy.run_path(str(file))["double"])(21) == 42
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
 
 
@@ -176,22 +180,22 @@ def test_code_is_found_wherever_the_same_sources_lie(cache_base: Path, tmp_path:
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_code_that_ends_too_early_is_compiled_again(cache_base: Path, suffix: str, share: float) -> None:
     before = code_counts()
-    assert jit(double)(21) == 42
+    assert entry(double)(21) == 42
     (file,) = cache_base.glob(f"compiled-*/*.{suffix}")
     os.truncate(file, int(file.stat().st_size * share))
-    assert [jit(double)(21), jit(double)(21)] == [42, 42]
+    assert [entry(double)(21), entry(double)(21)] == [42, 42]
     assert code_counts().since(before) == CodeCounts(num_loaded=1, num_compiled=2)
 
 
 def test_a_folder_that_was_removed_is_made_again(cache_base: Path) -> None:
-    compiled = jit(double)
+    compiled = entry(double)
     shutil.rmtree(cache_base)
     assert compiled(21) == 42
     assert list(cache_base.glob("compiled-*/*.nbc"))
 
 
 def test_a_full_disk_is_named_and_done_without(cache_base: Path) -> None:
-    compiled, before = jit(double), resource.getrlimit(resource.RLIMIT_FSIZE)
+    compiled, before = entry(double), resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (16, before[1]))
     try:
@@ -222,11 +226,11 @@ def test_a_folder_of_somebody_else_is_read(cache_base: Path, tmp_path: Path) -> 
     file, before = tmp_path / "doubling.py", code_counts()
     file.write_text("def double(x):\n    return x + x\n")
     function = runpy.run_path(str(file))["double"]
-    assert jit(function)(21) == 42
+    assert entry(function)(21) == 42
     compiler.code_folder.cache_clear()
     os.seteuid(65534)
     try:
-        compiled = jit(function)
+        compiled = entry(function)
         assert (compiled(21), compiled(21.0)) == (42, 42.0)
     finally:
         os.seteuid(0)
@@ -237,7 +241,7 @@ def test_a_folder_of_somebody_else_is_read(cache_base: Path, tmp_path: Path) -> 
 def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:
     folder = compiler.code_folder()
     assert folder is not None
-    compiled = jit(double)
+    compiled = entry(double)
     with open(Path(folder, "lock"), "w") as lock, ThreadPoolExecutor() as other:
         fcntl.flock(lock, fcntl.LOCK_EX)
         answer = other.submit(compiled, 21)
@@ -263,13 +267,13 @@ def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:
 def test_code_for_another_key_is_not_loaded(
     cache_base: Path, monkeypatch: pytest.MonkeyPatch, target: str, value: object
 ) -> None:
-    assert jit(double)(21) == 42
+    assert entry(double)(21) == 42
     before, folder = code_counts(), compiler.code_folder()
     monkeypatch.setattr(target, value)
     for known in (compiler.code_folder, compiler.code_version):
         known.cache_clear()
     assert compiler.code_folder() != folder
-    jit(double)  # is not run: it would be compiled for that CPU
+    entry(double)  # is not run: it would be compiled for that CPU
     assert len(list(cache_base.glob("compiled-*"))) == 2
     assert code_counts().since(before) == CodeCounts(0, 0)
 

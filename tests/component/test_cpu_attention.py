@@ -14,16 +14,20 @@ from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import SharedMemory
+from engine.kernels.cpu import attention, matmul
 from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
-from engine.kernels.cpu.attention import attend
 from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
-from engine.kernels.cpu.matmul import Operand, begin_products, end_products
+from engine.kernels.cpu.matmul import Operand
 from engine.kv_cache import KVCache, elements
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from mesh.domain.kv import KVLayout
 from tests.fakes.requests import make_request
+
+attend = entry(attention.attend)
+begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
 
 CPU = torch.device("cpu")
 NUM_TOKENS = 9600

@@ -7,10 +7,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.barrier import wait
-from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.compiler import entry
 
 
-@jit
+@entry
 def rounds(counter: NDArray[np.int64], num_threads: int, seen: NDArray[np.int64], count: int) -> None:
     for i in range(count):
         seen[i] = counter[0]

@@ -9,14 +9,19 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from engine.kernels.cpu import matmul
+from engine.kernels.cpu import rows as row_phases
 from engine.kernels.cpu.arguments import Address, Matrix, Part, Range
-from engine.kernels.cpu.compiler import OPTIONS
+from engine.kernels.cpu.compiler import OPTIONS, entry
 from engine.kernels.cpu.machine import INT4_GROUPS, TILE_ROWS, UNIT, amx_shapes, has_amx, knows_bf16
-from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
+from engine.kernels.cpu.matmul import Operand, Target
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
-from engine.kernels.cpu.rows import Norm, norm_rows, put_rows
+from engine.kernels.cpu.rows import Norm
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
 from engine.models.encodings import ENCODINGS, LinearParameters
+
+begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
+product, norm_rows, put_rows = entry(matmul.product), entry(row_phases.norm_rows), entry(row_phases.put_rows)
 
 Array = NDArray[Any]
 MAX_ROWS = 70

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.attention.backend import attention_shape
+from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kv_cache import KVCache
@@ -20,6 +20,7 @@ from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encoder_decoder.step import SequenceTokens
 from engine.models.expert_products import FEW_ROWS
+from engine.models.layer import Layer, run_layer
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.resolve import attention_shape_of, kv_layout
@@ -144,9 +145,9 @@ def test_a_step_that_waits_would_be_found_out(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, mistake: str
 ) -> None:
     """In each of its layers, and not to be seen in what it computes."""
-    reads, run_layer = HostReads(), Decoder._run_layer
+    reads = HostReads()
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
-    monkeypatch.setattr(Decoder, "_run_layer", lambda *about: WRONG[mistake](run_layer(*about)))
+    monkeypatch.setattr("engine.models.decoder.run_layer", lambda *about: WRONG[mistake](run_layer(*about)))
     runner, found = load(checkpoint("llama"), "float32"), False
     try:
         with no_waiting(), reads:
@@ -161,15 +162,15 @@ def test_memory_that_is_not_counted_would_be_found_out(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, wasted: int
 ) -> None:
     """So many rows of a layer that live until its end."""
-    run_layer, used, step = Decoder._run_layer, PeakBytes(), prompts()
+    used, step = PeakBytes(), prompts()
 
-    def wasteful(self: Decoder, index: int, residual: torch.Tensor, *about: Any) -> torch.Tensor:
+    def wasteful(layer: Layer, heads: AttentionShape, residual: torch.Tensor, *about: Any) -> torch.Tensor:
         kept = residual.new_empty(wasted * residual.shape[0], residual.shape[1])
-        result = run_layer(self, index, residual, *about)
+        result = run_layer(layer, heads, residual, *about)
         return result.add_(kept[0])
 
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
-    monkeypatch.setattr(Decoder, "_run_layer", wasteful)
+    monkeypatch.setattr("engine.models.decoder.run_layer", wasteful)
     runner, config = load(checkpoint("llama"), "bfloat16"), load_decoder_config(checkpoint("llama"))
     with HostReads(), used:
         runner.begin(step)()

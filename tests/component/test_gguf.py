@@ -47,15 +47,24 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     name: (FAMILIES | OTHER_FAMILIES)[name]
     for name in (
         *("llama", "llama-tied", "llama-biases", "llama-multi-query", "llama-linear", "llama-yarn", "qwen2", "qwen3"),
-        *("qwen3-moe", "gemma", "phi3", "phi3-longrope"),
+        *("qwen3-moe", "gemma", "phi3", "phi3-longrope", "phi", "granite", "stablelm", "gpt2", "gpt-bigcode", "bloom"),
+        *("falcon-7b", "falcon-40b", "falcon-11b", "gpt-neox", "gpt-neox-sequential"),
     )
 }
 MODELS |= {
     "llama3": lambda: llama_like("llama", rope_parameters=_LLAMA3, tie_word_embeddings=True),
+    "mixtral": lambda: llama_like("mixtral", num_local_experts=4),
+    "qwen2-moe": lambda: llama_like(
+        "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48
+    ),
+    "starcoder2": lambda: llama_like("starcoder2"),
     "gemma2": lambda: llama_like("gemma2", **_GEMMA),
     "gemma3": lambda: llama_like("gemma3_text", num_hidden_layers=7, rope_local_base_freq=10_000.0, **_GEMMA),
 }
-KNOWN_TO_TRANSFORMERS = {"llama", "llama-tied", "llama-multi-query", "qwen2", "gemma2", "phi3"}
+KNOWN_TO_TRANSFORMERS = {
+    *("llama", "llama-tied", "llama-multi-query", "qwen2", "gemma2", "phi3"),
+    *("gpt2", "bloom", "falcon-7b", "stablelm", "starcoder2"),
+}
 
 
 def write_model(model: PreTrainedModel, folder: Path) -> Path:
@@ -106,8 +115,21 @@ def test_quantised_matrices_are_dequantised(kind: str, dtype: str, most: float, 
         assert distance <= (most if wanted.ndim > 1 else 0.0), key
 
 
-def test_what_is_converted_is_served(tmp_path: Path) -> None:
-    model_dir, out = write_model(MODELS["llama3"](), tmp_path / "model"), tmp_path / "out"
+@pytest.mark.parametrize("name", ["mixtral", "gpt2"])
+def test_old_files_become_what_they_were(name: str, tmp_path: Path) -> None:
+    """Each expert has tensors of its own, and the embedding is there twice."""
+    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf", is_from_2023=True)
+    assert main(["convert", str(path), str(out)]) == 0
+    assert load_config(out) == load_config(model_dir)
+    found, wanted = weights(out), weights(model_dir)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], tensor) for key, tensor in wanted.items())
+
+
+@pytest.mark.parametrize("name", ["llama3", "mixtral", "qwen2-moe", "falcon-40b", "granite", "gpt2"])
+def test_what_is_converted_is_served(name: str, tmp_path: Path) -> None:
+    model_dir, out = write_model(MODELS[name](), tmp_path / "model"), tmp_path / "out"
     main(["convert", str(write_gguf(model_dir, tmp_path / "model.gguf")), str(out)])
     check_parity(model_dir, load_model_runner(settings(out)))
 
@@ -191,7 +213,7 @@ def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:
     model_dir = write_model(MODELS["llama"](), tmp_path / "model")
     path = write_gguf(model_dir, tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"llama", b"lLaMa"))
-    with pytest.raises(ConfigurationError, match="architecture lLaMa; those that are read: llama, qwen2"):
+    with pytest.raises(ConfigurationError, match="architecture lLaMa; those that are read: llama, qwen2, qwen2moe"):
         convert_gguf(path, tmp_path / "out", None)
 
 

@@ -18,7 +18,7 @@ async def test_a_mesh_is_measured(capsys: pytest.CaptureFixture[str]) -> None:
     rows = await measure(Shape(4, 1, has_redis=False, tokens_per_s=4.0), [3, 6], 1.0)
     assert [(row.num_workers, row.num_streams, row.num_failed) for row in rows] == [(4, 0, 0), (4, 3, 0), (4, 6, 0)]
     assert all(row.tokens_per_s > 0 and row.heartbeats_per_s > 0 and row.first_token_s > 0 for row in rows[1:])
-    assert all(row.router_bytes > 0 and row.probes_s for row in rows)
+    assert all(row.memory.routers > 0 and row.memory.clients > 0 and row.probes_s for row in rows)
     show([rows])
     assert "heartbeats" in capsys.readouterr().out
 

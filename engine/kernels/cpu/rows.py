@@ -24,7 +24,7 @@ from engine.kernels.cpu.arguments import (
     Range,
     Weights,
 )
-from engine.kernels.cpu.compiler import address, jit, select_by_dtype
+from engine.kernels.cpu.compiler import address, entry, jit, select_by_dtype
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
@@ -227,7 +227,7 @@ def _write_heads(keys: Address, values: Address, token_slot: TokenSlot, element:
         write_head(keys + at, values + at, segments, token, shape, element)
 
 
-@jit
+@entry
 def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shape: HeadShape) -> None:
     """Write keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
     token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES

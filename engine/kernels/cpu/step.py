@@ -37,6 +37,7 @@ from engine.kernels.cpu.compiler import (
     Value,
     Values,
     emitted,
+    entry,
     jit,
 )
 from engine.kernels.cpu.experts import (
@@ -135,7 +136,7 @@ class _Matrices(NamedTuple):
     down: int
 
 
-@jit
+@entry
 def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
     operand, adapted = work.operand, work.adapted
@@ -310,7 +311,7 @@ def _finish_own_phase(team: Team, phase: int) -> None:
     end_phase(team.phase_cycles, phase)
 
 
-@jit
+@entry
 def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
     """Compute logits [rows, vocab_size] from rows of the residual. Every thread of every rank calls this function.
     `logits` begins at the first column that the rank computes.
@@ -354,7 +355,7 @@ def end_phase(phase_cycles: Int64s, phase: int) -> None:
     phase_cycles[-1] = now
 
 
-@jit
+@entry
 def _now() -> int:
     return _cycle_counter()
 

@@ -24,7 +24,7 @@ from router.workers.membership import Membership
 from router.workers.redis_registry import SharedRegistry
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
-from tests.fakes.redis_server import RedisServer
+from tests.fakes.redis_server import RedisServer, num_leased
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_redis_registry import Router, Worker
 from tests.service.mesh.test_registry import KEY
@@ -112,7 +112,8 @@ async def test_a_mesh_with_the_users_of_the_documents(redis_server: RedisServer,
         ("router", "CONFIG GET *"),
         ("router", "ACL LIST"),
         ("router", "SCRIPT FLUSH"),
-        ("worker", "ZADD tandem:permits 1 x"),
+        ("worker", "ZADD tandem:held 1 x"),
+        ("worker", "ZADD tandem:routers 1 x"),
         ("worker", "SET tandem:settling 1"),
         ("worker", "EVAL return(1) 0"),
         ("worker", "MGET tandem:worker:decode-0"),
@@ -252,7 +253,7 @@ async def test_a_failover_that_loses_all_writes(redis_server: RedisServer, evide
 
 async def _num_leased(redis_server: RedisServer) -> int:
     async with redis_server.client() as redis:
-        return int(await redis.zcard("tandem:permits"))
+        return await num_leased(redis)
 
 
 async def _is_settling(redis_server: RedisServer) -> bool:

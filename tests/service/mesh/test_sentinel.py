@@ -17,7 +17,7 @@ from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.evidence import Evidence
 from tests.fakes.redis_cluster import Clustered
-from tests.fakes.redis_server import free_port
+from tests.fakes.redis_server import free_port, num_leased
 from tests.fakes.router_model import write_checkpoint
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
 from tests.fakes.sentinels import Watched
@@ -29,7 +29,6 @@ from worker.redis_agent import RedisAgent
 KEY = "sentinel " * 4
 CAP = 6
 NUM_TOKENS = 400  # at 20 ms each: longer than a failover
-PERMITS = "tandem:permits@tiny"
 Replicated = Watched | Clustered
 
 
@@ -78,14 +77,14 @@ async def two_routers(url: str, model_dir: Path) -> AsyncIterator[list[RouterPro
 async def until_leased(watched: Replicated, count: int) -> None:
     """Return when the master, whichever it is, has this many leases."""
 
-    async def num_leased() -> int | None:
+    async def num_leased_there() -> int | None:
         try:
             async with watched.client() as redis:
-                return int(await redis.zcard(name_in(redis, PERMITS)))
+                return await num_leased(redis, "tiny")
         except FAILURES:
             return None  # there is no master now
 
-    await until_told(num_leased, lambda found: found == count)
+    await until_told(num_leased_there, lambda found: found == count)
 
 
 async def test_a_failover_under_load_loses_no_permit_and_no_stream(

@@ -63,6 +63,27 @@ def test_messages_take_longer_while_decode_workers_compute() -> None:
     assert slowed_beside_s == pytest.approx(beside_s + 2 * 0.005)
 
 
+def test_the_first_token_takes_longer_to_come_while_the_next_prompt_is_computed() -> None:
+    arrivals = [Arrival(0.0, 100, 1), Arrival(0.05, 100, 1)]  # the second one's step begins when the first one's ends
+    (plain, _), (slowed, _) = (
+        simulate(each, RouterSettings(model="simulated"), arrivals, (1, 1)).records
+        for each in (PLAIN, replace(PLAIN, overhead_stretch=3.0))
+    )
+    assert plain.ttft_s is not None
+    assert slowed.ttft_s == pytest.approx(plain.ttft_s + 2 * 0.001)
+
+
+def test_a_prompt_takes_longer_as_soon_as_the_one_before_it_is_answered() -> None:
+    """The second prompt waits for the first. When its step begins, the decode worker has not got the first one's KV."""
+    arrivals = [Arrival(0.0, 100, 200), Arrival(0.05, 100, 1)]
+    stretched = profile(replace(NO_CONTEXT, stretch=3.0), NO_CONTEXT)
+    (_, alone), (_, beside) = (
+        simulate(each, RouterSettings(model="simulated"), arrivals, (1, 1)).records for each in (PLAIN, stretched)
+    )
+    assert alone.ttft_s is not None
+    assert beside.ttft_s == pytest.approx(alone.ttft_s + 2 * 0.1, abs=0.02)
+
+
 def test_equal_arguments_have_equal_results() -> None:
     arrivals = trace.steady(6, 5, MIX, seed=3)
     once, again = (run(arrivals, 2, 2) for _ in range(2))

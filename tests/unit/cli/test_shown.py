@@ -4,10 +4,12 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 import tandem
 from tandem_cli.chat import Conversation, command
-from tandem_cli.terminal import StreamedAnswer, show_confidence
+from tandem_cli.terminal import FittingTable, StreamedAnswer, show_confidence
 from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
 
 
@@ -137,3 +139,36 @@ def test_commands_of_the_conversation(capsys: pytest.CaptureFixture[str]) -> Non
     assert command("/what", conversation)
     assert capsys.readouterr().err.startswith("there is no /what: /reset")
     assert not command("/quit", conversation)
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_a_table_that_is_too_wide_loses_nothing(width: int) -> None:
+    """Its rows are lines of names and values, and no value is in two lines that fits in one."""
+    table = Table("pid", "address", "in\nall", "logs", "", box=None, title="a title", caption="a caption")
+    values = ("22865", "http://127.0.0.1:8080", "2 min", "/tmp/tandem-" + "x" * (width - 20), "")
+    table.add_row(*values)
+    table.add_row(Text("22866"), "", "[bold]3 min[/bold]", "/" + "y" * (2 * width), "last")
+    console = Console(width=width)
+    with console.capture() as capture:
+        console.print(FittingTable(table))
+    lines = capture.get().splitlines()
+    assert max(map(len, lines)) <= width
+    assert (lines[0], lines[-1]) == ("a title", "a caption")
+    for name, value in zip(("pid", "address", "in all", "logs"), values, strict=False):
+        assert any(f"{name} {value}" in line for line in lines), name
+    assert "in all 3 min" in capture.get()
+    assert capture.get().count("y") == 2 * width
+    assert lines[-2].split(" · ")[-1].strip() == "last"
+
+
+def test_a_table_that_fits_stays_a_table() -> None:
+    table = Table("pid", "address", box=None, pad_edge=False)
+    table.add_row("22865", "127.0.0.1:50051")
+    outputs = []
+    for shown in (table, FittingTable(table)):
+        console = Console(width=len("22865  127.0.0.1:50051"))
+        with console.capture() as capture:
+            console.print(shown)
+        outputs.append(capture.get())
+    assert outputs[0] == outputs[1]
+    assert outputs[0].splitlines()[1].rstrip() == "22865  127.0.0.1:50051"

@@ -83,6 +83,43 @@ def test_steps_take_longer_while_neighbours_compute() -> None:
     assert busy == [True, False]
 
 
+@pytest.mark.parametrize(("begun_s", "ended_s"), [(0.05, 100.0), (0.0, 0.15)], ids=["begins", "rests"])
+def test_a_running_step_goes_on_at_another_pace(begun_s: float, ended_s: float) -> None:
+    """The neighbour computes in one part of a prompt that takes 0.1 s alone: half of it takes three times as long."""
+    stretched = replace(NO_CONTEXT, stretch=3.0)
+
+    async def main() -> Watched:
+        watched, loop = Watched(stretched), asyncio.get_running_loop()
+        watched.engine = ModelledEngine(
+            stretched, SampledToken(5, -1.0), watched._note, neighbours=lambda: float(begun_s <= loop.time() < ended_s)
+        )
+        for changed_s in (begun_s, ended_s):
+            loop.call_at(changed_s, watched.engine.keep_pace)
+        watched.add(sequence("a", 100, 1))
+        await asyncio.sleep(100)
+        return watched
+
+    watched = run_in_virtual_time(main())
+    assert watched.steps == [(0.2, {"a": 1})]
+    assert watched.engine.busy_s == pytest.approx(0.2)
+
+
+def test_prompts_beside_neighbours_have_a_pace_of_their_own() -> None:
+    """The neighbour computes all the time: the prompt's 0.1 s take five times as long, decodes three times."""
+    stretched = replace(NO_CONTEXT, stretch=3.0)
+
+    async def main() -> Watched:
+        watched = Watched(stretched)
+        watched.engine = ModelledEngine(
+            stretched, SampledToken(5, -1.0), watched._note, prompt_stretch=5.0, neighbours=lambda: 1.0
+        )
+        watched.add(sequence("a", 100, 2))
+        await asyncio.sleep(100)
+        return watched
+
+    assert run_in_virtual_time(main()).steps == [(0.5, {"a": 1}), (0.53, {"a": 1})]
+
+
 def test_a_newcomer_waits_for_the_running_step_only() -> None:
     watched = run(
         NO_CONTEXT,

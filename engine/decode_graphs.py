@@ -228,4 +228,5 @@ class DecodeBuffers:
             num_decodes=0 if has_drafts else num_seqs,
             chunks=chunks_of(range(0, num_rows + 1, num_queries), lens, 0) if has_drafts else (),
             max_decode_context=0 if has_drafts else self._max_context,
+            is_captured=True,
         )

@@ -45,9 +45,7 @@ def why_no_graphs(settings: RunnerSettings, config: AnyConfig) -> str | None:
         return "cuda_graphs is 0, enforce_eager is set, or this worker computes prompts only"
     if settings.degrees.pipeline > 1:
         return "the host hands residuals over from stage to stage"
-    if isinstance(config, EncoderDecoderConfig):
-        return "encoder-decoder models read lengths on the host"
-    return None if config.experts is None else "experts are selected on the host"
+    return "encoder-decoder models read lengths on the host" if isinstance(config, EncoderDecoderConfig) else None
 
 
 def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> int:
@@ -58,7 +56,7 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
         return 0
     shapes = graph_shapes(settings)
     kept_numbers = sum(shape.num_rows for shape in shapes) * config.hidden_size
-    numbers = shapes[0].num_rows * row_numbers(config) + kept_numbers
+    numbers = shapes[0].num_rows * row_numbers(config, experts_on_device=True) + kept_numbers
     tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * torch.int32.itemsize
     activations = numbers * int(getattr(torch, settings.dtype).itemsize)
     return activations + tables + len(shapes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes
@@ -88,10 +86,12 @@ def can_capture(settings: RunnerSettings, model: "Decoder") -> bool:
 
 def why_not_captured(settings: RunnerSettings, model: "Decoder") -> str | None:
     """As `why_no_graphs`, once attention is known."""
-    reason = why_no_graphs(settings, model.config)
-    if reason is None and model.attention_backend not in _CAPTURED_ATTENTION:
-        reason = f"attention backend {model.attention_backend} reads lengths on the host"
-    return reason
+    if reason := why_no_graphs(settings, model.config):
+        return reason
+    if model.attention_backend not in _CAPTURED_ATTENTION:
+        return f"attention backend {model.attention_backend} reads lengths on the host"
+    reason = model.why_experts_on_host
+    return reason and f"experts are selected on the host: {reason}"
 
 
 def capture_for(device: torch.device) -> Capture:

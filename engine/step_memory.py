@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.expert_products import FEW_ROWS
 from engine.runner_settings import RunnerSettings
 
 # Priors, not measured yet: workspaces of libraries, and partial results of attention.
@@ -21,25 +22,36 @@ class StepSize:
     num_sampled: int
 
 
-def activation_bytes(config: AnyConfig, size: StepSize, itemsize: int) -> int:
+def activation_bytes(config: AnyConfig, size: StepSize, itemsize: int, *, experts_on_device: bool = False) -> int:
     """Return the bytes that the tensors of a step take at most, with numbers of `itemsize` bytes. The layers are over
-    when the step is sampled, so memory is counted for the larger of the two.
+    when the step is sampled, so memory is counted for the larger of the two. With `experts_on_device`, kernels compute
+    the experts of small steps.
     """
     layers = size.num_tokens * row_numbers(config) * itemsize
+    if experts_on_device:
+        few = min(size.num_tokens, FEW_ROWS)
+        layers = max(layers, few * row_numbers(config, experts_on_device=True) * itemsize)
     sampling = size.num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * size.num_tokens * config.hidden_size * itemsize
     return max(layers, sampling)
 
 
-def row_numbers(config: AnyConfig) -> int:
+def row_numbers(config: AnyConfig, *, experts_on_device: bool = False) -> int:
     """Numbers of a token that are held at the same time in a layer, at most."""
     width = config.hidden_size
     if isinstance(config, EncoderDecoderConfig):
         return 8 * width + 8 * config.num_heads * config.head_dim + 3 * config.intermediate_size
-    heads, inner, routed = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, config.intermediate_size, 0
-    if config.experts is not None:  # a token's row in each expert, one after the other, and its weights in fp32
-        inner = max(inner, config.experts.intermediate_size, config.experts.shared_size)
-        routed = 4 * width + 6 * config.experts.num_experts
-    return 6 * width + 3 * heads + 3 * inner + routed
+    heads, experts = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim, config.experts
+    mlp, routed = 3 * config.intermediate_size, 0
+    if experts is not None:
+        mlp = max(mlp, 3 * experts.intermediate_size, 3 * experts.shared_size)
+        # A token's row in each expert, one after the other; its scores in fp32; its choices in 64 bits.
+        routed = 4 * width + 6 * experts.num_experts + 16 * experts.top_k
+    if experts is not None and experts_on_device:
+        # The rows of all its experts at once, and the lists of choices.
+        inner = experts.top_k * experts.intermediate_size
+        mlp = max(mlp, 4 * inner, inner + experts.top_k * width)
+        routed += 2 * experts.num_experts
+    return 6 * width + 3 * heads + mlp + routed
 
 
 def step_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
@@ -47,4 +59,6 @@ def step_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
     if torch.device(settings.device).type != "cuda":
         return 0
     size = StepSize(settings.max_batch_tokens, settings.max_sampled_rows)
-    return activation_bytes(config, size, int(getattr(torch, settings.dtype).itemsize)) + _WORKSPACE_BYTES
+    itemsize = int(getattr(torch, settings.dtype).itemsize)
+    on_device = settings.attention != "torch"  # see why_not_on_device
+    return activation_bytes(config, size, itemsize, experts_on_device=on_device) + _WORKSPACE_BYTES

@@ -66,6 +66,7 @@ class ForwardMetadata:
     chunks: tuple[Chunk, ...]
     max_decode_context: int
     adapters: tuple[AdapterRows, ...] = ()  # in the order of their rows; rows of the base model are in none
+    is_captured: bool = False  # the host must not read what the device computes
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
 
     @property

@@ -51,6 +51,11 @@ def why_too_old(device: torch.device) -> str | None:
     return f"the GPU has compute capability {'.'.join(map(str, capability))}, less than 8.0"
 
 
+def launching_on(device: torch.device) -> AbstractContextManager[object]:
+    """Triton launches on the current GPU, whichever holds the tensors."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """The tensors of one layer's attention: see AttentionBackend.attend. The kernels fill `out`."""
@@ -104,7 +109,7 @@ class TritonAttention:
             return
         keys, values = _dense_heads(keys), _dense_heads(values)
         row = self._shape.num_kv_heads * self._shape.head_dim
-        with self._on_device():
+        with launching_on(self._device):
             self._kernels.write_rows[(keys.shape[0],)](
                 keys,
                 values,
@@ -177,7 +182,7 @@ class TritonAttention:
         num_tiles = -(-sequences.max_queries // (rows // group))
         num_tiles *= shape.num_kv_heads
         grid = (sequences.count, num_tiles, min(num_splits, -(-_MAX_PROGRAMS // (sequences.count * num_tiles))))
-        with self._on_device():
+        with launching_on(self._device):
             self._kernels.attend_tiles[grid](
                 layer.queries,
                 layer.out,
@@ -213,7 +218,7 @@ class TritonAttention:
 
     def _combine(self, layer: _Layer, sequences: _Sequences, num_splits: int, partials: tuple[Tensor, Tensor]) -> None:
         shape, metadata = self._shape, layer.metadata
-        with self._on_device():
+        with launching_on(self._device):
             self._kernels.combine_splits[(sequences.count * sequences.max_queries, shape.num_heads)](
                 *partials,
                 layer.out,
@@ -230,10 +235,6 @@ class TritonAttention:
                 SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
                 enable_fp_fusion=True,
             )
-
-    def _on_device(self) -> AbstractContextManager[object]:
-        """Triton launches on the current GPU, whichever holds the tensors."""
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
 
 def _num_splits(sequences: _Sequences, window: int | None) -> int:

@@ -14,6 +14,7 @@ from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.encodings import Parameters
+from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import run_layer, take_layer, take_norm
 from engine.models.linear import Adapters, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
@@ -44,13 +45,16 @@ class Decoder:
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = memory.cache.span.layers
+        self.why_experts_on_host = _why_experts_on_host(config, parameters.encoding, memory)
+        on_device = config.experts is not None and self.why_experts_on_host is None
+        self._expert_products = ExpertProducts(memory.cache.tensor.device) if on_device else None
         self._embedding: Embedding | None = None
         self._output: Output | None = None
         if self.layers.first == 0:
             self._embedding = Embedding(parameters, config)
             self._output = Output(parameters, config, self._embedding.weight)
         self._layers = [
-            take_layer(parameters, layer, config, ranks, self._adapters)
+            take_layer(parameters, layer, config, ranks, self._adapters, self._expert_products)
             for layer in range(self.layers.first, self.layers.end)
         ]
         self._like = self._layers[0].input_norm.weight  # has the residual's width, dtype and device
@@ -88,6 +92,8 @@ class Decoder:
         every rank does. Returns the residual [num_tokens, hidden_size].
         """
         self._adapters.begin(metadata.adapters)
+        if self._expert_products is not None:
+            self._expert_products.begin(metadata)
         if self._embedding is not None:
             residual = self._embedding(token_ids, metadata.positions)
         else:
@@ -115,6 +121,17 @@ class Decoder:
             return self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
         return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
+
+
+def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:
+    """The reason why the host selects experts; None if kernels can, or if there are no experts."""
+    if config.experts is None:
+        return None
+    if encoding != "float":
+        return f"the kernels multiply in floating point, not in {encoding}"
+    if config.mlp_bias:
+        return "the kernels add no biases"
+    return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 
 class Embedding:

@@ -11,11 +11,13 @@ from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
+from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import rotate
 from engine.models.share import rank_share
+from mesh.domain.kv import Span
 
 Rotation = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -62,54 +64,74 @@ class DenseMlp:
         self._bend = down.ops.gated if gated else down.ops.activated
 
     def __call__(self, x: Rows) -> Tensor:
-        return self._down(self._bend(self._activation, self._up(x)))
+        return self._down(self.inner(self._up(x)))
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return self._down.add_to(residual, self._bend(self._activation, self._up(x)))
+        return self._down.add_to(residual, self.inner(self._up(x)))
+
+    def inner(self, up: Tensor) -> Rows:
+        """The input rows of `down` from the results of `up`."""
+        return self._bend(self._activation, up)
 
 
 class Experts:
     """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
     quantised. `experts`: by number, all of them or those of this rank.
 
-    Experts run in order, each with all of its rows, so a row's result does not depend on its batch.
+    On a GPU, `on_device` computes steps of few rows, and those that are captured. Otherwise the host reads once how
+    many rows each expert has, and the experts run in order, each with all of its rows, so a row's result does not
+    depend on its batch.
     """
 
     def __init__(
-        self, config: ExpertsConfig, router: Tensor, experts: Mapping[int, DenseMlp], linears: LinearLayers
+        self,
+        config: ExpertsConfig,
+        router: Tensor,
+        experts: Mapping[int, DenseMlp],
+        linears: LinearLayers,
+        on_device: ChosenExperts | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
         self._router = router  # [num_experts, hidden_size]
         self._experts = experts
         self._linears = linears
+        self._on_device = on_device
 
     def __call__(self, x: Rows) -> Tensor:
         values = self.ops.values(x)
-        weights = self._route(values)  # [rows, num_experts]
-        total = torch.zeros_like(values)
-        selected = weights.any(0).tolist()
-        for expert, mlp in self._experts.items():
-            if not selected[expert]:
-                continue
-            rows = weights[:, expert].nonzero()[:, 0]
-            with self._linears.among(rows):
-                result = mlp(self.ops.rows(values[rows]))
-            total.index_add_(0, rows, result * weights[rows, expert, None])
-        return total
+        chosen, shares = self._choose(values)
+        if self._on_device is not None and self._on_device.products.fit_step:
+            return self._on_device(values, chosen, shares)
+        return self._one_by_one(values, chosen.flatten(), shares.flatten())
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)
 
-    def _route(self, values: Tensor) -> Tensor:
-        # -> [rows, num_experts], 0 for experts that are not selected
-        shares = F.linear(values, self._router).softmax(-1, dtype=torch.float32)
-        top = shares.topk(self._config.top_k, -1)
-        chosen = top.values
+    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each row, and the weights of their results: both [rows, top_k]."""
+        scores = F.linear(values, self._router).softmax(-1, dtype=torch.float32)
+        shares, chosen = scores.topk(self._config.top_k, -1)
         if self._config.normalised:
-            chosen = chosen / chosen.sum(-1, keepdim=True)
-        weights = torch.zeros_like(shares).scatter_(1, top.indices, chosen)
-        return weights.to(values.dtype)
+            shares = shares / shares.sum(-1, keepdim=True)
+        return chosen, shares.to(values.dtype)
+
+    def _one_by_one(self, values: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """chosen, shares: [choices], `top_k` of each row."""
+        total = torch.zeros_like(values)
+        order = chosen.argsort(stable=True)  # by expert; rows of an expert ascend, as adapters need them
+        rows, shares = order // self._config.top_k, shares[order, None]
+        counts = torch.zeros(self._config.num_experts, dtype=torch.int64, device=chosen.device)
+        end = 0
+        for expert, count in enumerate(counts.index_add_(0, chosen, torch.ones_like(chosen)).tolist()):
+            first, end = end, end + count
+            if not count or expert not in self._experts:
+                continue
+            of_expert = rows[first:end]
+            with self._linears.among(of_expert):
+                result = self._experts[expert](self.ops.rows(values[of_expert]))
+            total.index_add_(0, of_expert, result * shares[first:end])
+        return total
 
 
 class SharedExpert:
@@ -181,12 +203,20 @@ def take_layer(
     config: ModelConfig,
     ranks: SummingGroup | None,
     linears: LinearLayers,
+    products: ExpertProducts | None = None,
 ) -> Layer:
-    """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share."""
+    """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share. With
+    `products`, its experts can be computed on the device.
+    """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     o = _take_linear(parameters, f"{prefix}o", linears)
-    mlp = _take_any_mlp(parameters, index, config, ranks, linears)
+    facts = config.experts
+    if facts is None or not facts.layers[index]:
+        mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
+    else:
+        held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
+        mlp = _take_mixture(parameters, prefix, config, held, linears, products)
     return Layer(
         block=config.block,
         input_norm=norms["input_norm"],
@@ -216,21 +246,43 @@ def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> Li
 
 
 def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
-    up = _take_linear(parameters, prefix + ("gate_up" if config.gated else "up"), linears)
-    down = _take_linear(parameters, f"{prefix}down", linears)
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears)
+
+
+def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
+    """The two matrices of an MLP, by their names."""
+    names = (prefix + ("gate_up" if config.gated else "up"), f"{prefix}down")
+    return {name: parameters.take_linear(name) for name in names}
+
+
+def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+    up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
     return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
 
 
-def _take_any_mlp(
-    parameters: Parameters, index: int, config: ModelConfig, ranks: SummingGroup | None, linears: LinearLayers
+def _take_mixture(
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    held: Span,
+    linears: LinearLayers,
+    products: ExpertProducts | None,
 ) -> Mlp:
-    prefix, facts = f"layers.{index}.", config.experts
-    if facts is None or not facts.layers[index]:
-        return _take_mlp(parameters, prefix, config, linears)
+    facts = config.experts
+    assert facts is not None
     router = parameters.take(f"{prefix}router")
-    held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
-    mlps = {i: _take_mlp(parameters, f"{prefix}experts.{i}.", config, linears) for i in range(held.first, held.end)}
-    experts = Experts(facts, router, mlps, linears)
+    mlps: dict[int, DenseMlp] = {}
+    matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
+    for number in range(held.first, held.end):
+        taken = _take_matrices(parameters, f"{prefix}experts.{number}.", config)
+        mlps[number] = _make_mlp(taken, config, linears)
+        if products is not None:
+            matrices += taken.values()
+    on_device = None
+    if products is not None:
+        on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], mlps[held.first].inner)
+        on_device.compile(facts.top_k)
+    experts = Experts(facts, router, mlps, linears, on_device)
     if not facts.shared_size:
         return experts
     shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)

@@ -1,9 +1,7 @@
 """Triton kernels in Triton's interpreter, on CPU; run by test_triton_attention.py in a process of its own."""
 
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from engine.speculation.drafters import NgramDrafter
 from engine.speculation.speculator import Speculator
 from tests.component import arms, parity
 from tests.component.encoder_decoders import EncoderDecoderReference, build_encoder_decoder
+from tests.component.mistakes import changed
 from tests.component.paged_attention import Case, attend, change_beside_others, random_inputs, require_near
 from tests.component.parity import check_parity
 from tests.component.test_decode_graphs import Traffic, load, require_same_kv, require_same_steps
@@ -123,19 +122,7 @@ MISTAKES = {
 def test_a_mistake_in_a_kernel_would_be_found_out(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mistake: str
 ) -> None:
-    """It is made in a copy of the kernels, whose file Triton reads."""
-    source = inspect.getsource(triton_kernels)
-    if mistake:
-        right, wrong = MISTAKES[mistake]
-        assert source.count(right) == 1
-        source = source.replace(right, wrong)
-    path = tmp_path / "kernels_with_a_mistake.py"
-    path.write_text(source)
-    spec = spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    kernels = module_from_spec(spec)
-    spec.loader.exec_module(kernels)
+    kernels = changed(triton_kernels, tmp_path, *([MISTAKES[mistake]] if mistake else []))
     monkeypatch.setattr(triton_paged, "import_module", lambda name: kernels)
     case = Case(GROUPED, [(599, 600), (10, 30)], block_size=32, window=300)
     if not mistake:

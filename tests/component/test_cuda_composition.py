@@ -19,6 +19,7 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encoder_decoder.step import SequenceTokens
+from engine.models.expert_products import FEW_ROWS
 from engine.models.layer import Layer, run_layer
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
@@ -30,9 +31,11 @@ from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
 from tests.component.encoder_decoders import FORMS, build_encoder_decoder
 from tests.fakes.device import DEVICE, FakeCopies, HostReads, MixesDevices, PeakBytes, no_waiting
+from tests.fakes.launches import Launches
 from tests.fakes.requests import make_request
 
 BLOCK_SIZE = 4
+EXPERTS = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
 
 
 def batch() -> ScheduledBatch:
@@ -45,13 +48,24 @@ def batch() -> ScheduledBatch:
     return ScheduledBatch(tuple(items))
 
 
-def load(model_dir: Path, dtype: str) -> ModelRunner:
+def load(model_dir: Path, dtype: str, attention: str = "torch") -> ModelRunner:
+    """With torch's attention, whatever it calls itself."""
     wanted = settings(model_dir, dtype=dtype, kv_dtype=dtype, block_size=BLOCK_SIZE)
     config = load_decoder_config(model_dir)
     cache = KVCache(kv_layout(config, wanted), 16, DEVICE)
     parameters = dummy_weights(parameter_specs(config), WeightsTarget(DEVICE, getattr(torch, dtype)))
-    model = Decoder(config, parameters, DecoderMemory(cache, TorchAttention(attention_shape(config))))
-    return assemble_runner(wanted, model, cache)
+    backend = TorchAttention(attention_shape(config))
+    backend.name = attention
+    return assemble_runner(wanted, Decoder(config, parameters, DecoderMemory(cache, backend)), cache)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """Those of the kernels of experts, which run where attention is called triton."""
+    found = Launches()
+    monkeypatch.setattr("engine.models.expert_products.why_not_triton", lambda device: None)
+    monkeypatch.setattr("engine.models.expert_products.import_module", lambda name: found)
+    return found
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -59,7 +73,7 @@ def load(model_dir: Path, dtype: str) -> ModelRunner:
 def test_a_step_reads_from_the_gpu_once(
     checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, family: str, dtype: str
 ) -> None:
-    """And mixtures of experts twice more in each of their layers: which are chosen, and by which rows."""
+    """And mixtures of experts once more in each of their layers, without the kernels: how many rows each expert has."""
     copies, reads = FakeCopies(), HostReads()
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: copies)
     experts = load_decoder_config(checkpoint(family)).experts
@@ -74,7 +88,47 @@ def test_a_step_reads_from_the_gpu_once(
     assert copies.num_sent == 2, "the step's arrays, and the parameters of sampling"
     total, tokens, logprobs = ((), (4,), (4,))
     assert copies.read == [[total, tokens, logprobs]]
-    assert reads.count == (0 if experts is None else sum(experts.layers) * (1 + experts.num_experts))
+    assert reads.count == (0 if experts is None else sum(experts.layers))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_kernels_of_experts_read_nothing_back(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, launches: Launches, family: str
+) -> None:
+    """And get tensors of the GPU and numbers of the host only."""
+    copies, reads, experts = FakeCopies(), HostReads(), load_decoder_config(checkpoint(family)).experts
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: copies)
+    runner = load(checkpoint(family), "bfloat16", "triton")
+    runner.begin(batch())()
+    launches.noted.clear()
+    with no_waiting(), reads:
+        runner.begin(batch())()
+    assert reads.count == 0
+    assert experts is not None
+    assert len(launches.noted) == 3 * sum(experts.layers)
+    for _, arguments, constants in launches.noted:
+        assert {value.device for value in arguments if isinstance(value, torch.Tensor)} == {DEVICE}
+        assert all(isinstance(value, int | torch.Tensor) for value in (*arguments, *constants.values()))
+
+
+@pytest.mark.parametrize("family", EXPERTS)
+def test_long_steps_of_experts_are_left_to_the_host(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, launches: Launches, family: str
+) -> None:
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
+    runner, counts = load(checkpoint(family), "bfloat16", "triton"), []
+    sequence = SequenceState(make_request("long", range(FEW_ROWS + 2)))
+    sequence.block_table += range(FEW_ROWS // BLOCK_SIZE + 1)
+    for num_tokens in (FEW_ROWS, FEW_ROWS + 1):
+        launches.noted.clear()
+        with HostReads() as reads:
+            runner.begin(ScheduledBatch((ScheduledSequence(sequence, 0, num_tokens),)))()
+        counts.append((len(launches.noted), reads.count))
+    experts = load_decoder_config(checkpoint(family)).experts
+    assert experts is not None
+    (short_launches, short_reads), long = counts
+    assert short_launches == 3 * sum(experts.layers)
+    assert long == (0, short_reads + sum(experts.layers))
 
 
 WRONG: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -150,6 +204,29 @@ def test_a_step_holds_as_much_memory_as_is_counted(
         with used:
             runner.begin(step)()
     counted = activation_bytes(config, StepSize(step.num_tokens, num_sampled), torch.bfloat16.itemsize)
+    assert counted / 4 <= used.peak <= counted
+
+
+@pytest.mark.parametrize("steps", [batch, prompts])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_kernels_of_experts_hold_as_much_memory_as_is_counted(
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    launches: Launches,
+    family: str,
+    steps: Callable[[], ScheduledBatch],
+) -> None:
+    monkeypatch.setattr("engine.model_runner.copies_for", lambda device: FakeCopies())
+    runner = load(checkpoint(family), "bfloat16", "triton")
+    config, used, step = load_decoder_config(checkpoint(family)), PeakBytes(), steps()
+    with HostReads():
+        runner.begin(step)()
+        launches.noted.clear()
+        with used:
+            runner.begin(step)()
+    assert launches.noted
+    size = StepSize(step.num_tokens, 4 if steps is batch else 0)
+    counted = activation_bytes(config, size, torch.bfloat16.itemsize, experts_on_device=True)
     assert counted / 4 <= used.peak <= counted
 
 

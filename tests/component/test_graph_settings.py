@@ -6,16 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from decode_worker.settings import DecodeSettings
 from engine.decode_graphs import step_shapes
-from engine.load_graphs import graph_bytes, why_no_graphs
+from engine.load_graphs import graph_bytes, why_no_graphs, why_not_captured
+from engine.models.decoder import Decoder
+from engine.models.expert_products import why_not_on_device
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout
 from engine.settings import NO_GRAPHS, GraphSettings, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import settings
 from tests.component.encoder_decoders import build_encoder_decoder
+from tests.component.test_decode_graphs import load
 
 USUAL = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -51,7 +55,7 @@ def test_wrong_sizes_are_refused(value: str) -> None:
         ("llama", {"graphs": NO_GRAPHS}, "cuda_graphs is 0"),
         ("llama", {"tensor_parallel": 2}, None),
         ("llama", {"pipeline_parallel": 2}, "from stage to stage"),
-        ("mixtral", {}, "experts"),
+        ("mixtral", {}, None),
         ("t5", {}, "encoder-decoder"),
     ],
 )
@@ -73,6 +77,29 @@ def test_graphs_are_captured_on_cuda_only_and_counted_then(
         assert given is not None
         assert reason in given
         assert num_bytes == 0
+
+
+def test_experts_are_captured_unless_the_host_selects_them(
+    checkpoint: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it does with torch's attention, which is not captured anyway."""
+    model = load(checkpoint("mixtral"), None)._model
+    assert isinstance(model, Decoder)
+    wanted = settings(checkpoint("mixtral"), device="cuda", graphs=GraphSettings((1, 2, 4), 512))
+    assert why_not_captured(wanted, model) == "attention backend torch reads lengths on the host"
+    monkeypatch.setattr("engine.load_graphs._CAPTURED_ATTENTION", ("torch",))
+    assert why_not_captured(wanted, model) == (
+        "experts are selected on the host: attention backend torch does without Triton"
+    )
+    model.why_experts_on_host = None
+    assert why_not_captured(wanted, model) is None
+
+
+def test_why_experts_are_selected_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert why_not_on_device("torch", torch.device("cuda")) == "attention backend torch does without Triton"
+    assert "CUDA" in str(why_not_on_device("triton", torch.device("cpu")))
+    monkeypatch.setattr("engine.attention.triton_paged.find_spec", lambda name: None)
+    assert why_not_on_device("flash", torch.device("cuda")) == "Triton is not installed"
 
 
 def test_what_is_captured_is_the_largest_first() -> None:

@@ -1,4 +1,6 @@
-"""Decode steps that several ranks capture and replay together: threads, gloo, and a stand-in for CUDA graphs."""
+"""Decode steps that several ranks capture and replay together: threads, or processes, gloo, and a stand-in for CUDA
+graphs.
+"""
 
 import re
 import threading
@@ -14,12 +16,13 @@ from torch import Tensor
 
 from engine.decode_graphs import Captured, Run, StepShape
 from engine.model_runner import ModelRunner
-from engine.ranks.collectives import summing
 from engine.ranks.commands import CaptureSteps, Replay, decode_command, encode_command
 from engine.settings import NO_GRAPHS, GraphSettings
 from mesh.domain.kv import Degrees
 from tests.component.own_memory import ThreadRanks, own_memory_runner
 from tests.component.test_decode_graphs import GRAPHS, Traffic, load, require_same_kv, require_same_steps
+from tests.component.test_remote_ranks import remote_runner
+from tests.fakes.captured_rank import REPLAYS, stand_ins
 from tests.fakes.tape import ReplayDiffers, TapeCapture, TapedSums
 
 LEADER, OTHER = True, False
@@ -40,14 +43,11 @@ class BrokenCapture(TapeCapture):
 @pytest.fixture
 def captures(monkeypatch: pytest.MonkeyPatch) -> dict[bool, TapeCapture]:
     """The stand-ins of two ranks, by whether the rank is the leader, which is this thread."""
-    stand_ins: dict[bool, TapeCapture] = {LEADER: TapeCapture(), OTHER: TapeCapture()}
+    of_ranks: dict[bool, TapeCapture] = {LEADER: TapeCapture(), OTHER: TapeCapture()}
     main = threading.current_thread()
-    monkeypatch.setattr(
-        "engine.load_graphs._CAPTURES", {"cpu": lambda device: stand_ins[threading.current_thread() is main]}
-    )
-    monkeypatch.setattr("engine.load_graphs._CAPTURED_ATTENTION", ("torch",))
-    monkeypatch.setattr("engine.ranks.rank.summing", lambda store, place: TapedSums(summing(store, place)))
-    return stand_ins
+    for (module, name), stand_in in stand_ins(lambda device: of_ranks[threading.current_thread() is main]).items():
+        monkeypatch.setattr(module, name, stand_in)
+    return of_ranks
 
 
 @contextmanager
@@ -69,6 +69,24 @@ def test_ranks_replay_the_same_steps(checkpoint: Callable[[str], Path], captures
     assert counts[0] == counts[1]
     assert len(counts[0]) == len(GRAPHS.sizes)
     assert sum(counts[0]) > 30
+
+
+@pytest.mark.timeout(900)
+def test_rank_processes_replay_the_same_steps(
+    checkpoint: Callable[[str], Path],
+    captures: dict[bool, TapeCapture],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Over gRPC and gloo, with the second rank in a process of its own."""
+    replays = tmp_path / "replays"
+    monkeypatch.setenv(REPLAYS, str(replays))
+    plain = load(checkpoint("llama"), None)
+    asked = {"graphs": GRAPHS, "block_size": 4, "num_blocks": 200, "attention": "torch"}
+    with remote_runner(checkpoint("llama"), module="tests.fakes.captured_rank", **asked) as (runner, _, _):
+        require_same_steps(plain, runner, Traffic(seed=1), 40)
+    assert captures[LEADER].num_replays > 20
+    assert replays.stat().st_size == captures[LEADER].num_replays
 
 
 @pytest.mark.parametrize(

@@ -73,10 +73,10 @@ Checkpoint = Callable[[str], Path]
 
 
 class RankProcess:
-    """`python -m rank_worker` that dials `port`."""
+    """`python -m rank_worker`, or another module like it, that dials `port`."""
 
-    def __init__(self, port: int, rank: int, model_dir: Path, *flags: str) -> None:
-        command = [sys.executable, "-m", "rank_worker", "--leader", f"127.0.0.1:{port}", "--rank", str(rank)]
+    def __init__(self, port: int, rank: int, model_dir: Path, *flags: str, module: str = "rank_worker") -> None:
+        command = [sys.executable, "-m", module, "--leader", f"127.0.0.1:{port}", "--rank", str(rank)]
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by `close`
         self.process = subprocess.Popen(
             [*command, "--model", str(model_dir), "--num-threads", "1", *flags],
@@ -106,8 +106,10 @@ class RankProcess:
 
 
 @contextmanager
-def rank_processes(port: int, model_dir: Path, size: int, *flags: str) -> Iterator[list[RankProcess]]:
-    ranks = [RankProcess(port, rank, model_dir, *flags) for rank in range(1, size)]
+def rank_processes(
+    port: int, model_dir: Path, size: int, *flags: str, module: str = "rank_worker"
+) -> Iterator[list[RankProcess]]:
+    ranks = [RankProcess(port, rank, model_dir, *flags, module=module) for rank in range(1, size)]
     try:
         yield ranks
     finally:
@@ -127,10 +129,11 @@ def remote_runner(
     *flags: str,
     tls: Issued | None = None,
     on_lost: Callable[[str], None] = pytest.fail,
+    module: str = "rank_worker",
     **changes: object,
 ) -> Iterator[tuple[ModelRunner, list[RankProcess], tuple[RankLink, ...]]]:
     ranks = listener(size, tls=tls)
-    with rank_processes(ranks.port, model_dir, size, *flags, *(tls.flags if tls else ())) as processes:
+    with rank_processes(ranks.port, model_dir, size, *flags, *(tls.flags if tls else ()), module=module) as processes:
         runner = load_remote_runner(settings(model_dir, tensor_parallel=size, **changes), ranks, on_lost=on_lost)
         try:
             yield runner, processes, ranks.links

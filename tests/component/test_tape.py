@@ -90,11 +90,12 @@ def test_launches_of_kernels_are_repeated_as_they_were() -> None:
     "run",
     [
         lambda: torch.ones(3) * torch.ones(3).sum().item(),
+        lambda: torch.ones(3) * torch.ones(3).tolist()[0],
         lambda: torch.ones(3)[torch.ones(3).nonzero()],
         lambda: torch.ones(3) * torch.tensor([1.0, 2.0, 3.0]),
         lambda: torch.ones(3) * torch.from_numpy(np.ones(3)),
     ],
-    ids=["reads a value", "a shape by values", "a tensor of numbers", "an array"],
+    ids=["reads a value", "reads a list", "a shape by values", "a tensor of numbers", "an array"],
 )
 def test_what_waits_for_the_device_is_refused(run: Callable[[], Tensor]) -> None:
     with pytest.raises(NotCapturable):

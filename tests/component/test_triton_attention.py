@@ -1,4 +1,6 @@
-"""The Triton kernels, run by Triton's interpreter: in its own process, because it is switched on when imported."""
+"""The Triton kernels of attention and of experts, run by Triton's interpreter: in processes of their own, because it is
+switched on when imported.
+"""
 
 import os
 import subprocess
@@ -14,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("part", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
-def test_kernels_equal_torch(part: str) -> None:
+@pytest.mark.parametrize("kernels", ["triton", "experts"])
+def test_kernels_equal_torch(kernels: str, part: str) -> None:
     plain = ("-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--timeout", "600")
-    command = [sys.executable, "-m", "pytest", *plain, "tests/component/interpreted_triton.py", "-m", part]
+    command = [sys.executable, "-m", "pytest", *plain, f"tests/component/interpreted_{kernels}.py", "-m", part]
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'client'}"}
     done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=890, check=False)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

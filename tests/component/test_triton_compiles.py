@@ -1,7 +1,7 @@
 """Triton's compiler needs no GPU: it makes machine code of every kernel that a step would launch, for several GPUs."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+import re
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,7 +11,9 @@ import torch
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import TritonAttention
 from engine.kv_types import FP8
+from tests.component.expert_cases import ExpertCase, random_experts, random_rows
 from tests.component.paged_attention import Case, random_inputs
+from tests.fakes.launches import Launches
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
@@ -33,35 +35,12 @@ WORK = [(0, 1), (299, 300), (290, 295), (5, 40)]
 BF16 = Case(SHAPE, WORK, dtype=torch.bfloat16)
 
 
-@dataclass
-class Launches:
-    """Stands in for the module of kernels, and notes how each would be launched."""
-
-    noted: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
-
-    def __getattr__(self, name: str) -> Any:
-        def note(*arguments: Any, **constants: Any) -> None:
-            self.noted.append((name, arguments, constants))
-
-        return _Grids(note)
-
-
-@dataclass
-class _Grids:
-    launch: Callable[..., None]
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return self.launch
-
-
 def launches_of(case: Case) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
-    """The launches of a step, without those that would need no other code."""
     backend, given, found = TritonAttention(case.shape, CPU), random_inputs(case, CPU), Launches()
     backend._kernels = found
     backend.attend(given.queries, given.keys, given.values, given.cache, case.window, given.metadata)
     backend.attend(*_decode_of_one_split(case))
-    different = {(name, str(constants)): (name, arguments, constants) for name, arguments, constants in found.noted}
-    return list(different.values())
+    return found.different()
 
 
 def _decode_of_one_split(case: Case) -> tuple[Any, ...]:
@@ -76,8 +55,9 @@ def compiled(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], c
     from triton.compiler import ASTSource
 
     from engine.attention import triton_kernels
+    from engine.models import expert_kernels
 
-    kernel = getattr(triton_kernels, name)
+    kernel = getattr(triton_kernels, name, None) or getattr(expert_kernels, name)
     options = {key: value for key, value in constants.items() if key in OPTIONS}
     constants = {key: value for key, value in constants.items() if key not in OPTIONS}
     signature, attributes = {}, {}
@@ -115,3 +95,32 @@ def test_machine_code_is_made(case: Case, capability: int) -> None:
         code = compiled(name, arguments, constants, capability)
         assert "cubin" in code.asm
         assert code.metadata.shared <= LEAST_SHARED_BYTES, f"{name} {constants}"
+
+
+@pytest.mark.parametrize(
+    ("case", "capability"),
+    [
+        (ExpertCase(1, 8, 2, 4096, 1408, dtype=torch.bfloat16), 90),
+        (ExpertCase(256, 8, 2, 4096, 1408, dtype=torch.bfloat16), 80),
+        (ExpertCase(300, 8, 2, 2048, 768, dtype=torch.float16), 90),
+        (ExpertCase(1, 4, 2, 512, 256, dtype=torch.float32), 80),
+        (ExpertCase(20, 4, 2, 72, 40, dtype=torch.bfloat16), 80),
+    ],
+    ids=str,
+)
+def test_machine_code_of_experts_is_made(case: ExpertCase, capability: int) -> None:
+    """It brings matrices to shared memory by 16 bytes, if rows of a matrix are whole steps."""
+    experts, found = random_experts(case, CPU), Launches()
+    assert experts._on_device is not None
+    experts._on_device.products._kernels = found
+    experts(random_rows(case, CPU))
+    assert [name for name, _, _ in found.noted] == ["list_choices", "multiply_chosen", "multiply_chosen"]
+    for name, arguments, constants in found.different():
+        code = compiled(name, arguments, constants, capability)
+        assert "cubin" in code.asm
+        assert code.metadata.shared <= LEAST_SHARED_BYTES, f"{name} {constants}"
+        if constants.get("DEPTH", 1) % 64 == 0:
+            copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]+\], \[[^]]+\], (\w+)", code.asm["ptx"])
+            assert set(copies) == {"0x10"}, f"{constants}: {set(copies)}"
+            loads = re.findall(r"ld\.global\S*", code.asm["ptx"])  # of counts, choices and shares
+            assert len(loads) < 16, f"{constants}: {loads}"

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
@@ -96,6 +97,15 @@ class _Tape(TorchDispatchMode):
         self.calls.append(_Call(launch, arguments, {}, [], repeats=True))
 
 
+class _NoLists(TorchFunctionMode):
+    """On CPU `tolist` reads without an operation."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.tolist:
+            raise NotCapturable("tolist reads values on the host")
+        return func(*args, **(kwargs or {}))
+
+
 def _poison(tensors: Iterable[Tensor]) -> None:
     for tensor in tensors:
         tensor.fill_(float("nan") if tensor.is_floating_point() else 0)
@@ -160,7 +170,7 @@ class TapeGraph:
         self._run = run
         self._is_checked = is_checked
         self.num_replays = 0
-        with _Tape() as tape:
+        with _NoLists(), _Tape() as tape:
             self.hidden = run()
         self._calls, self._inputs = tape.calls, tape.inputs
 
@@ -177,7 +187,7 @@ class TapeGraph:
         return (result for call in self._calls for result in call.results)
 
     def _check(self) -> None:
-        with _Tape() as tape:
+        with _NoLists(), _Tape() as tape:
             wanted = self._run()
         if moved := tape.inputs.keys() ^ self._inputs.keys():
             shapes = [tuple((tape.inputs | self._inputs)[address].shape) for address in moved]

@@ -1,9 +1,10 @@
-"""Steps of attention for a GPU, the most telling first; on CPU the same with short contexts, for the interpreter."""
+"""Steps of attention and of experts for a GPU, the most telling first; on CPU short ones, for the interpreter."""
 
 import torch
 
 from engine.attention.backend import AttentionShape
 from engine.kv_types import FP8
+from tests.component.expert_cases import ExpertCase
 from tests.component.paged_attention import Case, Work
 
 _LLAMA_8B = AttentionShape(32, 8, 128)
@@ -61,3 +62,27 @@ def timed_cases(device: torch.device) -> list[tuple[str, Case]]:
     }
     sizes = (16, 256, 32) if is_large else (16,)
     return [(name, Case(shape, work[name], size, None, dtype)) for size in sizes for name in work]
+
+
+def expert_cases(device: torch.device) -> list[ExpertCase]:
+    """Every type and height of a tile."""
+    is_large = device.type == "cuda"
+    half = torch.bfloat16 if is_large else torch.float16
+    hidden, inner = (2048, 768) if is_large else (64, 32)
+    return [
+        ExpertCase(num_rows, 16, 4, hidden, inner, dtype=dtype)
+        for dtype in (half, torch.float32, torch.float16)
+        for num_rows in ((1, 32, 200, 1000) if is_large else (3,))
+    ]
+
+
+def timed_experts(device: torch.device) -> list[tuple[str, ExpertCase]]:
+    """By what they are: two models' experts, with as many rows as a decode step or a short prompt has."""
+    if device.type != "cuda":
+        return [("experts", ExpertCase(2))]
+    shapes = {"2 of 8, as Mixtral": (8, 2, 4096, 14336), "8 of 128, as Qwen 3": (128, 8, 2048, 768)}
+    return [
+        (name, ExpertCase(num_rows, *shape, dtype=torch.bfloat16))
+        for name, shape in shapes.items()
+        for num_rows in (1, 32, 256)
+    ]

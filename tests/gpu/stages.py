@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Figures = dict[str, object]
 Item = TypeVar("Item")
-PARITY_FAMILIES = ("llama", "qwen2-window", "gemma2", "bloom", "mistral", "gpt2")
+PARITY_FAMILIES = ("llama", "mixtral", "qwen2-window", "gemma2", "bloom", "mistral", "gpt2")
 _PACKAGES = ("torch", "triton", "flash-attn", "transformers", "numba", "grpcio")
 _CHUNK_BYTES = 8 << 20  # as workers send KV
 _NUM_STREAMED = 300  # tokens of a stream, so that none ends before all have begun
@@ -53,14 +53,14 @@ def facts(device: torch.device, seconds: float) -> Figures:
 
 
 def attention(device: torch.device, seconds: float) -> Figures:
-    """The Triton kernels against torch in fp32."""
+    """The Triton kernels against torch in fp32, those of experts last."""
     from tests.component.paged_attention import TOLERANCES, change_beside_others, difference
     from tests.gpu.cases import alone_case, cases
 
     every, worst = cases(device), dict.fromkeys(TOLERANCES, 0.0)
     wrong: list[str] = []
     num_done = 0
-    for case in _until(seconds, every):
+    for case in _until(0.8 * seconds, every):
         try:
             found = difference(case, device)
         except (AssertionError, RuntimeError) as error:  # the others still tell something
@@ -73,11 +73,30 @@ def attention(device: torch.device, seconds: float) -> Figures:
     changes = {num_drafts: change_beside_others(alone_case(device), num_drafts, device) for num_drafts in (0, 3)}
     if changes[0]:
         wrong.append(f"a token changes by {changes[0]} with the batch")
+    of_experts = _experts(device, 0.2 * seconds, wrong)
     if wrong:
         raise AssertionError("\n".join([f"{len(wrong)} cases are wrong, {num_done} ran", *wrong]))
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in worst}
     largest = {f"largest difference, {names[dtype]}": f"{value:.1e}" for dtype, value in worst.items() if value}
-    return {"cases": f"{num_done} of {len(every)}", "change of a token after drafts": changes[3]} | largest
+    return {"cases": f"{num_done} of {len(every)}", "change of a token after drafts": changes[3]} | largest | of_experts
+
+
+def _experts(device: torch.device, seconds: float, wrong: list[str]) -> Figures:
+    """The kernels of experts against torch in fp32. Cases that differ too much are added to `wrong`."""
+    from tests.component.expert_cases import TOLERANCES, difference
+    from tests.gpu.cases import expert_cases
+
+    worst: dict[torch.dtype, float] = {}
+    for case in _until(seconds, expert_cases(device)):
+        try:
+            found = difference(case, device)
+        except RuntimeError as error:  # the others still tell something
+            wrong.append(f"{case}: {error}")
+            continue
+        worst[case.dtype] = max(worst.get(case.dtype, 0.0), found)
+        if found > TOLERANCES[case.dtype]:
+            wrong.append(f"{case}: differs by {found}")
+    return {f"experts, {str(dtype).removeprefix('torch.')}": f"{value:.1e}" for dtype, value in worst.items()}
 
 
 def parity(device: torch.device, seconds: float) -> Figures:
@@ -261,13 +280,15 @@ def steps(device: torch.device, seconds: float) -> Figures:
 
 
 def attention_times(device: torch.device, seconds: float) -> Figures:
-    """Milliseconds of one layer's attention by backend and block size: decodes, and a prompt."""
+    """Milliseconds of one layer's attention by backend and block size: decodes, and a prompt; and of its experts,
+    by kernels and by the host.
+    """
     from engine.attention.select import AttentionTarget, available_backends, select_backend
     from tests.component.paged_attention import random_inputs
     from tests.gpu.cases import timed_cases
 
     figures: Figures = {}
-    for name, case in _until(seconds, timed_cases(device)):
+    for name, case in _until(0.7 * seconds, timed_cases(device)):
         shape = case.shape
         dtype = str(case.dtype).removeprefix("torch.")
         layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, case.block_size, dtype)
@@ -279,6 +300,19 @@ def attention_times(device: torch.device, seconds: float) -> Figures:
             # Masks are made once per step and kept in the metadata, as for the layers of a model.
             seconds_each = best_s(device, partial(backend.attend, *arguments, given.metadata))
             figures[f"{name}, {backend_name}, blocks of {case.block_size}, ms"] = round(1e3 * seconds_each, 3)
+    return figures | _expert_times(device, 0.3 * seconds)
+
+
+def _expert_times(device: torch.device, seconds: float) -> Figures:
+    from tests.component.expert_cases import random_experts, random_rows
+    from tests.gpu.cases import timed_experts
+
+    figures: Figures = {}
+    for name, case in _until(seconds, timed_experts(device)):
+        layer, x = random_experts(case, device), random_rows(case, device)
+        for by, are_used in (("kernels", True), ("the host", False)):
+            layer._on_device.products.fit_step = are_used  # type: ignore[union-attr]
+            figures[f"{name}, {case.num_rows} rows by {by}, ms"] = round(1e3 * best_s(device, partial(layer, x)), 3)
     return figures
 
 

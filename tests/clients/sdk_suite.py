@@ -17,7 +17,9 @@ _REASONS = {
         r"test_(batches|files).*test_method_create",
         r"test_models.*test_\w+_delete\b",
     ),
-    "sends every parameter at once, also those that are refused": (r"test_(completions|batches|files)\.py.*with_all_params",),
+    "sends every parameter at once, also those that are refused": (
+        r"test_(completions|batches|files)\.py.*with_all_params",
+    ),
     "needs a model that its own service deprecates": (r"test_deprecated_model_warning",),
 }
 _COMPILED = {reason: re.compile("|".join(patterns)) for reason, patterns in _REASONS.items()}

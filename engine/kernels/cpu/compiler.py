@@ -11,25 +11,24 @@ arguments; it returns the signature and `generate`, which gets the arguments' LL
 `Emitter`: byte pointers, vectors of 16 lanes, counted loops.
 """
 
-import inspect
 import os
 import platform
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, NoReturn, ParamSpec, TypeAlias, TypeVar
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import llvmlite
 import numba
 import numpy as np
 from llvmlite import binding, ir
 from numba import types
-from numba.core import cgutils, codegen, compiler, config, cpu
-from numba.core.registry import CPUDispatcher, cpu_target
-from numba.extending import intrinsic, overload
+from numba.core import cgutils, config
+from numba.core.registry import cpu_target
+from numba.extending import intrinsic
 
 from engine.kernels.cpu.code_cache import CodeCache, open_folder
 from engine.kernels.cpu.machine import (
@@ -42,6 +41,7 @@ from engine.kernels.cpu.machine import (
     knows_bf16,
     knows_vnni,
 )
+from engine.kernels.cpu.parts import OPTIONS, PART_OPTIONS, PartDispatcher
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,14 +54,8 @@ if LIMIT_NAME in os.environ and _config.CPU_FEATURES is None:
     _config.CPU_FEATURES = _features.flatten()
 # numba reads the declarations of its library, which takes a third of a second, before it runs its first function. It
 # does so here, because forked services share what was read before.
-# numba does not annotate its classes.
-_Compiler: Any = compiler.Compiler
-_CPUDispatcher: Any = CPUDispatcher
-_JITCodeLibrary: Any = codegen.JITCodeLibrary
-_cpu: Any = cpu
 _cpu_target: Any = cpu_target
 _cpu_target.target_context.refresh()
-OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 dispatchers: list[Any] = []
 """numba's objects of all functions that `entry` has made: they count what they load and compile."""
 
@@ -90,55 +84,10 @@ def code_folder() -> str | None:
     return open_folder(base, code_version())
 
 
-class _Part(_JITCodeLibrary):
-    """The LLVM code of a function that becomes a part of its callers. It is optimised there, and gets no machine code
-    of its own.
-    """
-
-    def _optimize_final_module(self) -> None:
-        pass
-
-    def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
-        self._finalized = True
-
-
-class _PartCompiler(_Compiler):
-    """Compiles a function for compiled callers only. Optimising it once more with each caller, and machine code for it
-    and for its call from Python with dozens of arrays, would double the time of a first start.
-    """
-
-    def compile_extra(self, function: Any) -> Any:
-        context = self.state.targetctx  # a copy, for this compilation
-        self.state.library = _Part(context.codegen(), function.__qualname__)
-        context.get_executable = _as_part
-        return super().compile_extra(function)
-
-
-def _as_part(library: Any, description: Any, environment: Any) -> Any:
-    """As `CPUContext.get_executable`: an object that identifies the function to its callers. It cannot be called."""
-    return _cpu._dynfunc.make_function(
-        description.lookup_module(), description.qualname, "", 0, environment, (library,)
-    )
-
-
-class _PartDispatcher(_CPUDispatcher):
-    def __call__(self, *args: object) -> NoReturn:
-        raise TypeError(f"only compiled code calls {self.__name__}: for calls from Python there is `entry`")
-
-
-_PART_OPTIONS: Any = {
-    **OPTIONS,
-    "no_cpython_wrapper": True,
-    "no_cfunc_wrapper": True,
-    "pipeline_class": _PartCompiler,
-}
-
-
 def jit(function: Callable[P, R]) -> Callable[P, R]:
     """Compile the function as a part of the compiled functions that call it, for each combination of argument types."""
-    dispatcher: Any = numba.njit(**_PART_OPTIONS)(function)
-    dispatcher.__class__ = _PartDispatcher
+    dispatcher: Any = numba.njit(**PART_OPTIONS)(function)
+    dispatcher.__class__ = PartDispatcher
     compiled: Callable[P, R] = dispatcher
     return compiled
 
@@ -154,20 +103,6 @@ def entry(function: Callable[P, R]) -> Callable[P, R]:
     dispatchers.append(dispatcher)
     compiled: Callable[P, R] = dispatcher
     return compiled
-
-
-def select_by_dtype(declared: Callable[P, R], matching: Mapping[object, Callable[P, R]], other: Callable[P, R]) -> None:
-    """Make compiled calls of `declared` run the function of `matching` whose numba type is that of the last argument,
-    and `other` if there is none.
-
-    All functions must have the same parameters and annotations, which numba compares.
-    """
-
-    def select(*args: Any) -> Callable[P, R]:
-        return matching.get(args[-1], other)
-
-    select.__signature__ = inspect.signature(other)  # type: ignore[attr-defined]
-    overload(declared, jit_options=_PART_OPTIONS)(select)
 
 
 Value: TypeAlias = ir.Value

@@ -42,7 +42,6 @@ from engine.kernels.cpu.compiler import (
     constant,
     emitted,
     largest_of,
-    select_by_dtype,
 )
 from engine.kernels.cpu.machine import (
     FLOAT_BYTES,
@@ -54,6 +53,7 @@ from engine.kernels.cpu.machine import (
     VECTOR_BYTES,
     knows_avx512,
 )
+from engine.kernels.cpu.parts import select_by_dtype
 
 SIGN_BITS = 0x80
 _QUERY_LEVELS = 127.0 * 256

@@ -11,9 +11,10 @@ from numba import types
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
-from engine.kernels.cpu.compiler import address, jit, select_by_dtype
+from engine.kernels.cpu.compiler import address, jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
+from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.tiles import (
     ADD,
     GATE,

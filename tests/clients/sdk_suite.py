@@ -1,4 +1,4 @@
-"""Which of the tests that OpenAI's and Anthropic's clients bring along cannot pass, and why: a plugin of pytest.
+"""Marks the tests of OpenAI's and Anthropic's clients that cannot pass, with a reason: a plugin of pytest.
 
 `python -m tests.clients.suites` loads it. The tests are generated from the specifications of these APIs, for a server
 of examples that knows every id. Tests that need such a server, or something that Tandem refuses in words, are marked
@@ -17,7 +17,9 @@ _REASONS = {
         r"test_(batches|files).*test_method_create",
         r"test_models.*test_\w+_delete\b",
     ),
-    "sends every parameter at once, also those that are refused": (r"test_(completions|batches|files)\.py.*with_all_params",),
+    "sends every parameter at once, also those that are refused": (
+        r"test_(completions|batches|files)\.py.*with_all_params",
+    ),
     "needs a model that its own service deprecates": (r"test_deprecated_model_warning",),
 }
 _COMPILED = {reason: re.compile("|".join(patterns)) for reason, patterns in _REASONS.items()}

@@ -1,4 +1,4 @@
-"""Which of the tests that OpenAI's and Anthropic's clients bring along cannot pass, and why: a plugin of pytest.
+"""Marks the tests of OpenAI's and Anthropic's clients that cannot pass, with a reason: a plugin of pytest.
 
 `python -m tests.clients.suites` loads it. The tests are generated from the specifications of these APIs, for a server
 of examples that knows every id. Tests that need such a server, or something that Tandem refuses in words, are marked

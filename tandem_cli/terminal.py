@@ -117,7 +117,7 @@ class FittingTable:
 
 
 def _lines_of(pairs: Iterable[Text], width: int) -> list[Text]:
-    """As many pairs to a line as fit into `width`; lines after the first are indented."""
+    """Put as many pairs on a line as fit into `width`, and indent all lines but the first."""
     lines: list[Text] = []
     for pair in pairs:
         if lines and lines[-1].cell_len + len(_SEPARATOR) + pair.cell_len <= width:

@@ -49,6 +49,7 @@ except anthropic.APIStatusError as error:
     errors.append([error.body["error"]["type"]])
 
 told = {
+    "models": [[model.id, model.display_name, model.type, model.max_input_tokens] for model in client.models.list()],
     "whole": whole.to_dict(),
     "streamed": streamed.to_dict(),
     "events": events,

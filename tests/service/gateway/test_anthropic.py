@@ -42,6 +42,9 @@ async def test_the_anthropic_client(python_with_client: str, gateway: RunningGat
     late = Refusal(overloaded.code, "full", overloaded.trailing, after_messages=40)
     gateway.script.refusals.extend([ok] * 4 + [unknown, overloaded, broken, late])
     told = json.loads(await output_of(python_with_client, _CLIENT, gateway.url))
+    ((name, shown_as, kind, max_input_tokens),) = told["models"]
+    assert (name, shown_as, kind) == ("fake", "fake", "model")
+    assert max_input_tokens > 0
     text, call = {"type": "text", "text": "I look."}, told["whole"]["content"][-1]
     assert told["whole"]["content"] == [THOUGHT, text, call]
     assert (call["type"], call["name"], call["input"]) == ("tool_use", "weather", {"city": "Zürich"})

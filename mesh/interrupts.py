@@ -68,9 +68,11 @@ def showing(results: Sized, show: Callable[[], object]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise at a place that leaves no lock of `logging` taken: whoever ends would wait for it for ever."""
-    if _is_logging(frame):
-        from threading import Timer  # which logging has imported; programs that start fast have not
+    """Raise at a place that leaves no lock of `logging` taken, and no bookkeeping of asyncio half done: the cleanup
+    would wait for ever, for the lock, or for a process whose end asyncio has missed.
+    """
+    if _is_logging(frame) or _is_asyncio(frame):
+        from threading import Timer  # which both have imported; programs that start fast have not
 
         again = Timer(_AGAIN_S, os.kill, (os.getpid(), number))
         again.daemon = True
@@ -88,3 +90,8 @@ def _is_logging(frame: FrameType | None) -> bool:
     while frame is not None and frame.f_globals.get("__name__") != "logging":
         frame = frame.f_back
     return frame is not None
+
+
+def _is_asyncio(frame: FrameType | None) -> bool:
+    """True if asyncio's own code runs. A loop that waits for events is in `selectors`."""
+    return frame is not None and str(frame.f_globals.get("__name__")).startswith("asyncio.")

@@ -23,6 +23,10 @@ _LIMIT_S = 200.0
 _MARK = "TANDEM_TEST_MARK"
 _TROUBLE = ("Traceback", "Exception ignored", "KeyboardInterrupt", "never retrieved", "unhandled exception")
 _MOMENTS_S = (0.05, 0.4, 1.5, 5.0, 15.0)
+_FOUND_S = 0.1
+"""CPU time after which Python has found the program, longer than the first moment on a busy machine. Until then a
+signal meets Python's own code only.
+"""
 _INTERRUPT, _TERMINATE = signal.SIGINT, signal.SIGTERM
 
 _WORKER = "--model {model} --registry-address 127.0.0.1:9 --port 0"
@@ -106,6 +110,7 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
     told = asyncio.create_task(process.communicate())
     try:
         await asyncio.wait([told], timeout=after_s)
+        await until(lambda: told.done() or _cpu_s(process) >= _FOUND_S, state=lambda: _cpu_s(process))
         for number in signals:
             _signal_group(process, number)
         out, err = await asyncio.wait_for(asyncio.shield(told), _LIMIT_S)
@@ -117,6 +122,13 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
     # PyTorch keeps a cache of its own.
     assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
     return Ended(process.returncode, out.decode(), err.decode())
+
+
+def _cpu_s(process: asyncio.subprocess.Process) -> float:
+    with suppress(psutil.Error):
+        times = psutil.Process(process.pid).cpu_times()
+        return float(times.user + times.system)
+    return _FOUND_S
 
 
 def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:

@@ -37,7 +37,7 @@ def raise_at_each_ctrl_c() -> None:
 
 def _handle_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
     """A shell ignores SIGINT in background jobs, and so do they."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, _ignore):
         signal.signal(signal.SIGINT, handler)
 
 
@@ -79,10 +79,14 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         again.start()
         return
     for signal_number in _SIGNALS:  # another one would interrupt the cleanup
-        signal.signal(signal_number, signal.SIG_IGN)
+        signal.signal(signal_number, _ignore)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Do nothing. With SIG_IGN, Python would report a signal that has come a moment before as an error."""
 
 
 def _is_logging(frame: FrameType | None) -> bool:

@@ -1,10 +1,9 @@
 """A sender's gRPC: a connection per decode worker, closed after a time without transfers, and a call per transfer."""
 
 import asyncio
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar, cast
 
 import grpc
 
@@ -12,10 +11,8 @@ from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
 from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLost
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
-from mesh.rpc.status import error_from_rpc
+from mesh.rpc.status import FirstStatus, error_from_rpc
 from mesh.v1 import kvtransfer_pb2 as pb
-
-T = TypeVar("T")
 
 _METHOD = f"/{SERVICE_NAME}/Push"
 
@@ -87,8 +84,7 @@ class PushCall:
     def __init__(self, channel: grpc.aio.Channel, metadata: Metadata) -> None:
         push = channel.stream_stream(_METHOD, None, pb.PushResponse.FromString)
         self._call = push(metadata=metadata)
-        self._error: asyncio.Future[MeshError] = asyncio.get_running_loop().create_future()
-        self._call.add_done_callback(self._keep_status)
+        self._status = FirstStatus(self._call)
         self._writing = asyncio.Lock()  # grpc.aio takes one write at a time
         self._is_complete = False
 
@@ -109,9 +105,9 @@ class PushCall:
         try:
             response = await self._call.read()
         except grpc.aio.AioRpcError:
-            raise await self._error from None
+            raise await self._error() from None
         if response is grpc.aio.EOF:
-            raise await self._error
+            raise await self._error()
         return reply_from_proto(response)
 
     async def ended(self) -> None:
@@ -126,41 +122,17 @@ class PushCall:
         try:
             await self._call.write(request)
         except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call had ended before the write, or ends now
-            raise await self._error from None
+            raise await self._error() from None
 
-    def _keep_status(self, _: object) -> None:
-        """Keep the first status of the call, which is the receiver's.
-
-        A write that fails as the call ends replaces the status with INTERNAL (github.com/grpc/grpc/issues/36066),
-        perhaps right after this callback, before a task could read the status.
-        """
-        if not self._error.done():
-            self._error.set_result(_result_now(self._read_error()))
-
-    async def _read_error(self) -> MeshError:
-        """Return the error that ended the call. Does not wait if the call has ended.
+    async def _error(self) -> MeshError:
+        """Return the error that has ended the call.
 
         Where the connection has failed, either end or the network between them may be the cause.
         """
-        call = self._call
-        code = await call.code()
-        if code is grpc.StatusCode.OK:
+        status = await self._status.wait()
+        if status.code() is grpc.StatusCode.OK:
             return TransferFailed("the receiver ended the conversation early")
-        error = error_from_rpc(
-            grpc.aio.AioRpcError(
-                code, await call.initial_metadata(), await call.trailing_metadata(), await call.details()
-            )
-        )
-        if code is grpc.StatusCode.CANCELLED:
+        error = error_from_rpc(status)
+        if status.code() is grpc.StatusCode.CANCELLED:
             return ReceiverLost(str(error))
         return TransferFailed(f"the receiver cannot be reached: {error}") if type(error) is WorkerLost else error
-
-
-def _result_now(coroutine: Coroutine[object, None, T]) -> T:
-    """Run a coroutine that has nothing to wait for, and return its result."""
-    try:
-        coroutine.send(None)
-    except StopIteration as stop:
-        return cast(T, stop.value)
-    coroutine.close()
-    raise RuntimeError("the coroutine waits for something")

@@ -18,7 +18,7 @@ from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauth
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
-from mesh.rpc.status import error_from_rpc
+from mesh.rpc.status import FirstStatus, error_from_rpc
 from mesh.tasks import Backoff, is_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 
@@ -142,8 +142,12 @@ class RegistryAgent:
         """Register and send heartbeats until the stream ends, after the last heartbeat or by a failure."""
         stub = worker_pb2_grpc.RegistryStub(channel)
         call = stub.Register(metadata=self._credentials.metadata())
-        await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
-        first = await call.read()
+        status = FirstStatus(call)
+        try:
+            await call.write(worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info)))
+            first = await call.read()
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the router has refused, perhaps before the write
+            raise await status.wait() from None
         if first is grpc.aio.EOF:
             return
         log.info("registered", worker=self.info.worker_id)

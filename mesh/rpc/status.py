@@ -3,8 +3,10 @@
 The name of the error class travels in trailing metadata, so a caller inside the mesh gets the same class.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Coroutine, Mapping
 from types import MappingProxyType
+from typing import Any
 
 import grpc
 
@@ -69,6 +71,44 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError) -> MeshError:
     if cls is None:
         cls = _ERROR_BY_STATUS.get(rpc_error.code(), errors.WorkerLost)
     return cls((rpc_error.details() or rpc_error.code().name) + _hint(rpc_error))
+
+
+class FirstStatus:
+    """The status with which the other end ends a call.
+
+    A write that fails as the call ends replaces the call's status with INTERNAL (github.com/grpc/grpc/issues/36066),
+    perhaps right after the callback, before a task could read the status.
+    """
+
+    def __init__(self, call: grpc.aio.Call) -> None:
+        self._error: asyncio.Future[grpc.aio.AioRpcError] = asyncio.get_running_loop().create_future()
+        call.add_done_callback(self._keep)
+
+    async def wait(self) -> grpc.aio.AioRpcError:
+        """Return the status, of code OK too, as an error, once the call has ended."""
+        return await asyncio.shield(self._error)
+
+    def _keep(self, call: Any) -> None:
+        if not self._error.done():
+            self._error.set_result(_result_now(_as_error(call)))
+
+
+async def _as_error(call: grpc.aio.Call) -> grpc.aio.AioRpcError:
+    """Does not wait if the call has ended."""
+    return grpc.aio.AioRpcError(
+        await call.code(), await call.initial_metadata(), await call.trailing_metadata(), await call.details()
+    )
+
+
+def _result_now(coroutine: Coroutine[object, None, grpc.aio.AioRpcError]) -> grpc.aio.AioRpcError:
+    """Run a coroutine that has nothing to wait for, and return its result."""
+    try:
+        coroutine.send(None)
+    except StopIteration as stop:
+        error: grpc.aio.AioRpcError = stop.value
+        return error
+    coroutine.close()
+    raise RuntimeError("the coroutine waits for something")
 
 
 def named_error(name: str, message: str) -> MeshError:

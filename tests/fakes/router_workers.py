@@ -24,6 +24,7 @@ from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
+from mesh.rpc.status import FirstStatus
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.workers.canary import NAMESPACE
 from tests.waiting import LIMIT_S
@@ -223,8 +224,12 @@ class FakeWorker(worker_pb2_grpc.WorkerServicer):
         async with open_channel(address, self.credentials.tls) as channel:
             metadata = self.credentials.metadata()
             call = worker_pb2_grpc.RegistryStub(channel).Register(self._messages(), metadata=metadata)
-            async for _ in call:
-                self.registered.set()
+            status = FirstStatus(call)
+            try:
+                async for _ in call:
+                    self.registered.set()
+            except grpc.aio.AioRpcError:
+                raise await status.wait() from None
 
     async def _messages(self) -> AsyncIterator[worker_pb2.RegisterRequest]:
         yield worker_pb2.RegisterRequest(record=wire.worker_to_proto(self.info))

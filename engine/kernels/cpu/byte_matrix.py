@@ -10,9 +10,9 @@ from torch import Tensor
 from engine.kernels.cpu.arguments import Bytes, Floats, Part
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compiler import entry
-from engine.kernels.cpu.machine import PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.machine import GROUP, PANEL, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
 from engine.kernels.cpu.matmul import Operand, Target, product
-from engine.kernels.cpu.packing import MatrixShape, Packer
+from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
 from engine.kernels.cpu.tiles import STORE
 
 _product = entry(product)
@@ -33,8 +33,12 @@ class ByteMatrix:
     def multiply(self, q: Bytes, factors: Floats) -> Floats:
         """factors[row] * (q[row] - ZERO_POINT) @ scaled weight + bias, for bytes [rows, inputs] -> [rows, outputs]."""
         rows, depth = len(q), int(self._weights.matrices[0, 2])
-        a = np.empty((rows + TILE_ROWS, depth), np.uint8)
+        kind, _ = operand_dtypes(self._weights)
+        a = np.empty((rows + TILE_ROWS, depth), kind)
         a[:rows, : self._inputs] = q
+        if kind != np.uint8:
+            a -= ZERO_POINT
+            a = a.reshape(-1, GROUP)[:, SHORTS_ORDER].reshape(a.shape)
         padded = np.empty(rows + TILE_ROWS, np.float32)
         padded[:rows] = factors
         out = np.empty((rows, round_up(self._outputs, PANEL)), np.float32)

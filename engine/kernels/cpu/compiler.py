@@ -123,6 +123,7 @@ INTS, FLOATS, HALVES, SHORTS, BYTES = (
     ir.VectorType(kind, LANES) for kind in (INT32, FLOAT, HALF, ir.IntType(16), INT8)
 )
 _PAIRS = ir.VectorType(ir.IntType(16), 2 * LANES)
+_BYTE_BITS = ir.Constant(_PAIRS, [8] * 2 * LANES)
 # 2^x on [-0.5, 0.5], highest power first; float32 constants, exact in double.
 _POWERS = tuple(
     float(np.float32(c))
@@ -188,17 +189,17 @@ class Emitter:
         """Store a value at a byte pointer; `align` in bytes."""
         self.builder.store(value, self.builder.bitcast(pointer, value.type.as_pointer())).align = align
 
-    def load_if(self, condition: Value, pointer: Value) -> Value:
-        """Load 16 fp32 lanes if the condition holds, else zeros."""
-        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
-        return self.call(
-            "llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), self._mask(condition), constant(FLOATS, 0.0)
-        )
-
-    def store_if(self, condition: Value, value: Value, pointer: Value) -> None:
-        """Store 16 fp32 lanes at a byte pointer if the condition holds."""
-        at = self.builder.bitcast(pointer, FLOATS.as_pointer())
-        self.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), self._mask(condition))
+    def store_if(self, condition: Value, value: Value, pointer: Value, *, adds: bool = False) -> None:
+        """Store 16 fp32 lanes at a byte pointer, or add them to what is there, if the condition holds."""
+        if not knows_avx512():  # whose masked stores take tens of cycles on AMD's cores
+            with self.builder.if_then(condition):
+                self.store(self.builder.fadd(self.load(pointer, FLOATS), value) if adds else value, pointer)
+            return
+        at, mask = self.builder.bitcast(pointer, FLOATS.as_pointer()), self._mask(condition)
+        if adds:
+            there = self.call("llvm.masked.load.v16f32.p0", FLOATS, at, INT32(4), mask, constant(FLOATS, 0.0))
+            value = self.builder.fadd(there, value)
+        self.call("llvm.masked.store.v16f32.p0", VOID, value, at, INT32(4), mask)
 
     def _mask(self, condition: Value) -> Value:
         bits = self.builder.sext(condition, ir.IntType(LANES))
@@ -295,35 +296,52 @@ class Emitter:
             return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, totals, unsigned, signed)
         if knows_vnni():
             return self._in_halves("llvm.x86.avx512.vpdpbusd.256", INT32, totals, unsigned, signed)
-        builder = self.builder
-        left, right = (builder.bitcast(lanes, _PAIRS) for lanes in (unsigned, signed))
-        byte = ir.Constant(_PAIRS, [8] * 2 * LANES)
-        even = builder.and_(left, ir.Constant(_PAIRS, [0xFF] * 2 * LANES)), builder.ashr(builder.shl(right, byte), byte)
-        odd = builder.lshr(left, byte), builder.ashr(right, byte)
-        return builder.add(totals, builder.add(self._dot_pairs(*even), self._dot_pairs(*odd)))
+        left = self.builder.bitcast(unsigned, _PAIRS)
+        even = self.builder.and_(left, ir.Constant(_PAIRS, [0xFF] * 2 * LANES))
+        totals = self.dot_pairs(totals, even, self.even_bytes(signed))
+        return self.dot_pairs(totals, self.builder.lshr(left, _BYTE_BITS), self.odd_bytes(signed))
+
+    def even_bytes(self, lanes: Value) -> Value:
+        """The signed bytes 0 and 2 of each lane, as two int16."""
+        return self.odd_bytes(self.builder.shl(self.builder.bitcast(lanes, _PAIRS), _BYTE_BITS))
+
+    def odd_bytes(self, lanes: Value) -> Value:
+        """The signed bytes 1 and 3 of each lane, as two int16."""
+        return self.builder.bitcast(self.builder.ashr(self.builder.bitcast(lanes, _PAIRS), _BYTE_BITS), INTS)
 
     def dot_bf16(self, totals: Value, left: Value, right: Value) -> Value:
         """Add the products of each lane's two bf16 numbers, which are read as one fp32, to the lane's fp32 total."""
         function_type = ir.FunctionType(FLOATS, [FLOATS] * 3)
         return self.builder.asm(function_type, "vdpbf16ps $3, $2, $0", "=v,0,v,v", [totals, left, right], False)
 
-    def _dot_pairs(self, left: Value, right: Value) -> Value:
-        """The sum of the products of each lane's two int16."""
+    def dot_pairs(self, totals: Value, left: Value, right: Value) -> Value:
+        """Add the products of each lane's two int16 to the lane's total."""
+        left, right = (self.builder.bitcast(lanes, _PAIRS) for lanes in (left, right))
         if knows_avx512():
-            return self.call("llvm.x86.avx512.pmaddw.d.512", INTS, left, right)
-        return self._in_halves("llvm.x86.avx2.pmadd.wd", INT32, left, right)
+            sums = self.call("llvm.x86.avx512.pmaddw.d.512", INTS, left, right)
+        else:
+            sums = self._in_halves("llvm.x86.avx2.pmadd.wd", INT32, left, right)
+        return self.builder.add(totals, sums)
+
+    def registers(self, vector: Value) -> list[Value]:
+        """A whole vector as the CPU holds it: the same with AVX-512, else its halves."""
+        return [vector] if knows_avx512() else [self._part(vector, half) for half in range(2)]
+
+    def joined(self, registers: list[Value]) -> Value:
+        """The reverse of `registers`."""
+        if len(registers) == 1:
+            return registers[0]
+        return self.builder.shuffle_vector(*registers, ir.Constant(INTS, list(range(LANES))))
+
+    def _part(self, vector: Value, half: int) -> Value:
+        count = vector.type.count // 2
+        mask = ir.Constant(ir.VectorType(INT32, count), list(range(half * count, (half + 1) * count)))
+        return self.builder.shuffle_vector(vector, vector, mask)
 
     def _in_halves(self, name: str, element: LLVMType, *values: Value) -> Value:
         """Call an intrinsic of AVX2 for both halves of vectors; returns a vector of 16 elements."""
-        halves = []
-        for half in range(2):
-            parts = []
-            for value in values:
-                size = value.type.count // 2
-                mask = ir.Constant(ir.VectorType(INT32, size), list(range(half * size, (half + 1) * size)))
-                parts.append(self.builder.shuffle_vector(value, value, mask))
-            halves.append(self.call(name, ir.VectorType(element, LANES // 2), *parts))
-        return self.builder.shuffle_vector(*halves, ir.Constant(INTS, list(range(LANES))))
+        half_type = ir.VectorType(element, LANES // 2)
+        return self.joined([self.call(name, half_type, *(self._part(value, i) for value in values)) for i in range(2)])
 
     def align_stack(self) -> None:
         """Align the stack frame of the function, and of any function it is inlined into, to whole vectors.

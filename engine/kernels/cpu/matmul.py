@@ -168,7 +168,7 @@ def multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, 
 
 
 def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
-    depth = matrices.a.step // 4  # one fp32, 2 bf16 or 4 int8
+    depth = matrices.a.step // 4  # one fp32, 2 of two bytes or 4 of one
     if max_rows >= 9:
         multiply_tile(matrices, depth, 12, 2, element, ahead)
         return 12

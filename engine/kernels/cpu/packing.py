@@ -20,6 +20,7 @@ from engine.kernels.cpu.machine import (
     UNIT,
     ZERO_POINT,
     knows_bf16,
+    knows_vnni,
 )
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
@@ -166,9 +167,11 @@ def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
 
 
 def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
-    """The numpy types of the left operand of products with these weights, and of their sums."""
+    """The numpy types of the left operand of products with these weights, and of their sums. uint16 stands for int16,
+    as int16 does for bf16.
+    """
     if weights.packed.dtype == np.int8:
-        return np.uint8, np.int32
+        return np.uint8 if knows_vnni() else np.uint16, np.int32
     if weights.packed.dtype == np.int16 and knows_bf16():
         return np.int16, np.float32
     return np.int8 if weights.packed.dtype == np.uint8 else np.float32, np.float32

@@ -1,9 +1,10 @@
 """Loops over rows between matrix products: norm, quantisation, rotary positions and the write to the KV cache.
 
 A product reads a row of `a` and the row's factor, which is applied to the result. In fp32 the row is copied, in bf16
-rounded. For int8 weights it is `scale * (q - 128)` with q as unsigned bytes; for int4, signed bytes with a scale for
-each group. A norm's own factor is multiplied into the row's factor, so that the norm costs a single pass. A matrix may
-have its inputs in another order, in which the row's numbers are gathered first.
+rounded. For int8 weights it is `scale * (q - 128)` with q as unsigned bytes or, on CPUs without VNNI, `scale * q` with
+q as int16; for int4, signed bytes with a scale for each group. A norm's own factor is multiplied into the row's factor,
+so that the norm costs a single pass. A matrix may have its inputs in another order, in which the row's numbers are
+gathered first.
 """
 
 from typing import NamedTuple
@@ -76,7 +77,7 @@ def _copy_row(values: Address, num_vectors: int, out: Address, group: int, eleme
 
 def _quantise_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
     largest = largest_magnitude(values, num_vectors)
-    quantise_vectors(values, num_vectors, _LEVELS / largest, out)
+    quantise_vectors(values, num_vectors, _LEVELS / largest, out, element)
     return largest / _LEVELS
 
 
@@ -93,7 +94,7 @@ def _round_row(values: Address, num_vectors: int, out: Address, group: int, elem
     return np.float32(1.0)
 
 
-_ROWS = {types.uint8: _quantise_row, types.int8: _quantise_groups, types.int16: _round_row}
+_ROWS = {types.uint8: _quantise_row, types.uint16: _quantise_row, types.int8: _quantise_groups, types.int16: _round_row}
 select_by_dtype(put_row, _ROWS, _copy_row)
 
 

@@ -82,12 +82,15 @@ _FLOATS = _Arithmetic(FLOATS, "vbroadcastss", "vfmadd231ps")
 _HALVES = _FLOATS._replace(panel_bytes=LANES * HALF_BYTES)
 _OCTETS = _FLOATS._replace(panel_bytes=LANES)
 _WIDENED_PAIRS = _FLOATS._replace(numbers=PAIR)
+_WIDENED_BYTES = _BYTES._replace(numbers=PAIR)
 
 
 def _arithmetic(element: NumbaType) -> _Arithmetic:
     if element == types.int16:
         return _PAIRS if knows_bf16() else _WIDENED_PAIRS
-    return {types.int8: _BYTES, types.uint16: _HALVES, types.boolean: _OCTETS}.get(element, _FLOATS)
+    if element == types.int8:
+        return _BYTES if knows_vnni() else _WIDENED_BYTES
+    return {types.uint16: _HALVES, types.boolean: _OCTETS}.get(element, _FLOATS)
 
 
 @emitted
@@ -103,8 +106,8 @@ def multiply_tile(
     """out[rows, panels * 16] = a[rows, depth] @ b of a TileProduct. Sums stay in registers until they are complete.
 
     `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
-    a row of `a`: groups of 4 unsigned bytes for int8, pairs for bf16 on a CPU that multiplies it, else fp32. Meanwhile
-    the weights that lie `ahead` bytes further are prefetched; 0: none.
+    a row of `a`: for int8 groups of 4 unsigned bytes, or pairs without VNNI; for bf16 pairs on a CPU that multiplies
+    it; else fp32. Meanwhile the weights that lie `ahead` bytes further are prefetched; 0: none.
     """
     size = rows.literal_value, panels.literal_value
 
@@ -160,26 +163,26 @@ def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int) -> 
         return emit.floats(at, types.uint16)
     if arithmetic is _OCTETS:
         return emit.floats(at, types.boolean)
-    weights = emit.load(at, arithmetic.sums)
+    weights, builder = emit.load(at, arithmetic.sums), emit.builder
+    if arithmetic is _WIDENED_BYTES:
+        return emit.odd_bytes(weights) if number else emit.even_bytes(weights)
     if arithmetic is not _WIDENED_PAIRS:
         return weights
-    bits, builder = emit.builder.bitcast(weights, INTS), emit.builder
+    bits = builder.bitcast(weights, INTS)
     widened = builder.and_(bits, constant(INTS, -(2**16))) if number else builder.shl(bits, constant(INTS, 16))
     return builder.bitcast(widened, FLOATS)
 
 
 def _parts_in_registers(num_rows: int, num_panels: int, arithmetic: _Arithmetic) -> list[tuple[range, range]]:
     """Rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the operands."""
-    is_int8 = arithmetic is _BYTES
-    is_widened = is_int8 and not knows_vnni()
     if knows_avx512():
-        max_rows, max_panels = (8 if is_widened else TILE_ROWS), num_panels
+        max_rows, max_panels = TILE_ROWS, num_panels
     else:
-        max_rows, max_panels = (4 if is_widened else 6), (num_panels if num_rows <= 2 and not is_int8 else 1)
+        max_rows, max_panels = 6, (num_panels if num_rows <= 2 and arithmetic.sums is FLOATS else 1)
     size = -(-num_rows // -(-num_rows // max_rows))
     row_parts = [range(first, min(num_rows, first + size)) for first in range(0, num_rows, size)]
     panel_parts = [range(first, first + max_panels) for first in range(0, num_panels, max_panels)]
-    return [(some_rows, some_panels) for some_panels in panel_parts for some_rows in row_parts]
+    return [(some_rows, some_panels) for some_rows in row_parts for some_panels in panel_parts]
 
 
 def _multiply_column(
@@ -195,7 +198,7 @@ def _multiply_column(
     following: list[Value] = []
     for i, row in enumerate(rows):
         of_row = totals[i * len(columns) : (i + 1) * len(columns)]
-        if len(rows) > _ROWS_IN_REGISTERS:
+        if len(rows) > _ROWS_IN_REGISTERS or arithmetic is _WIDENED_BYTES:
             first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
             first_at = emit.at(at, emit.builder.mul(step, INT64(first)))
             following += _multiply_row(emit, arithmetic, (first_at, step), row - first, columns, of_row)
@@ -224,20 +227,29 @@ def _multiply_row(
 
     It is assembly because LLVM would read the numbers of many rows first, and spill them in the innermost loop.
     """
-    vector, count = arithmetic.sums, len(columns)
-    at = f"(${2 * count + 1}" + ("", f",${2 * count + 2}", f",${2 * count + 2},2")[row] + ")"
-    code = [f"{arithmetic.read} {at}, ${count}"]
-    code += [f"{arithmetic.multiply} ${count + 1 + i}, ${count}, ${i}" for i in range(count)]
-    operands = ["=&v"] * (count + 1) + ["v"] * count + ["r", "r"] + [str(i) for i in range(count)]
+    weights, sums = ([part for whole in values for part in emit.registers(whole)] for values in (columns, totals))
+    count, vector, adds = len(sums), sums[0].type, arithmetic is _WIDENED_BYTES
+    num_results = count + (2 if adds else 1)  # sums, the number, and a product that is to be added
+    number, product, pointer = count, count + 1, num_results + count
+    at = f"(${pointer}" + ("", f",${pointer + 1}", f",${pointer + 1},2")[row] + ")"
+    code = [f"{arithmetic.read} {at}, ${number}"]
+    for i, weight in enumerate(range(num_results, pointer)):
+        if adds:
+            code += [f"vpmaddwd ${weight}, ${number}, ${product}", f"vpaddd ${product}, ${i}, ${i}"]
+        else:
+            code.append(f"{arithmetic.multiply} ${weight}, ${number}, ${i}")
+    register = "v" if knows_avx512() else "x"
+    operands = [f"=&{register}"] * num_results + [register] * count + ["r", "r"] + [str(i) for i in range(count)]
     kinds = [vector] * count + [BYTE_POINTER, INT64] + [vector] * count
     results = emit.builder.asm(
-        ir.FunctionType(ir.LiteralStructType([vector] * (count + 1)), kinds),
+        ir.FunctionType(ir.LiteralStructType([vector] * num_results), kinds),
         "\n".join(code),
         ",".join([*operands, "~{memory}"]),
-        [*columns, *a, *totals],
+        [*weights, *a, *sums],
         True,
     )
-    return emit.members(results, count)
+    parts, per_vector = emit.members(results, count), count // len(totals)
+    return [emit.joined(parts[i : i + per_vector]) for i in range(0, count, per_vector)]
 
 
 class SumRows(NamedTuple):
@@ -305,8 +317,9 @@ class Finish:
         if self._mode == GATE:
             emit.store_if(exists, gated_silu(emit, low, high), out)
             return
-        self._store(low, out, exists)
-        self._store(high, emit.at(out, VECTOR_BYTES), builder.and_(exists, self._has_both_panels))
+        adds = self._mode == ADD
+        emit.store_if(exists, low, out, adds=adds)
+        emit.store_if(builder.and_(exists, self._has_both_panels), high, emit.at(out, VECTOR_BYTES), adds=adds)
 
     def _scaled(self, sums: Value, factor: Value, panel: int) -> Value:
         """(sum - offset) * scale * factor + bias."""
@@ -314,13 +327,8 @@ class Finish:
         offsets, scales, biases = self._columns[panel]
         total = emit.load(sums, INTS if self._is_int8 else FLOATS)
         if self._is_int8:
-            total = builder.sitofp(builder.sub(total, offsets), FLOATS)
+            total = builder.sitofp(builder.sub(total, offsets) if knows_vnni() else total, FLOATS)
         return emit.multiply_add(total, builder.fmul(scales, factor), biases)
-
-    def _store(self, value: Value, out: Value, condition: Value) -> None:
-        if self._mode == ADD:
-            value = self._emit.builder.fadd(self._emit.load_if(condition, out), value)
-        self._emit.store_if(condition, value, out)
 
 
 def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:

@@ -35,8 +35,10 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
+    GROUP,
     LANES,
     LOG2_E,
+    SHORTS_ORDER,
     VECTOR_BYTES,
     ZERO_POINT,
 )
@@ -104,20 +106,33 @@ def largest_magnitude(typing: TypingContext, values: NumbaType, num_vectors: Num
 
 @emitted
 def quantise_vectors(
-    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, factor: NumbaType, out: NumbaType
+    typing: TypingContext,
+    values: NumbaType,
+    num_vectors: NumbaType,
+    factor: NumbaType,
+    out: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
-    """Write a row as unsigned bytes: ZERO_POINT + round(value * factor)."""
+    """Write a row as round(value * factor): unsigned bytes, with ZERO_POINT added, or, if `element` is of two bytes,
+    signed numbers in SHORTS_ORDER.
+    """
+    shuffled = ir.Constant(INTS, [first + place for first in range(0, LANES, GROUP) for place in SHORTS_ORDER])
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         values_at, factor, out_at = emit.pointer(args[0]), emit.splat(args[2]), emit.pointer(args[3])
         with emit.loop(args[1], []) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
-            levels = builder.add(emit.rounded(builder.fmul(read, factor)), constant(INTS, ZERO_POINT))
-            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, builder.mul(loop.index, INT64(LANES))), 1)
+            levels = emit.rounded(builder.fmul(read, factor))
+            if element == types.uint8:
+                stored = builder.trunc(builder.add(levels, constant(INTS, ZERO_POINT)), BYTES)
+            else:
+                stored = builder.trunc(builder.shuffle_vector(levels, levels, shuffled), SHORTS)
+            num_bytes = LANES * element.bitwidth // 8
+            emit.store(stored, emit.at(out_at, builder.mul(loop.index, INT64(num_bytes))), 1)
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, types.float32, _INTP), generate
+    return types.void(_INTP, _INTP, types.float32, _INTP, element), generate
 
 
 @emitted

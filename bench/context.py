@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
+from bench.shapes import LONG, positions_of
 from mesh.interrupts import run_program
 from tandem_cli.load_test.figures import percentile
 
@@ -54,6 +55,8 @@ def main() -> None:
     parser.add_argument("--limit-s", type=float, default=900.0)
     parser.add_argument("--plot", type=Path, help="also draw the medians into this file")
     options = parser.parse_args()
+    if (most := positions_of(options.shape) - options.output_tokens) < max(options.tokens):
+        parser.error(f"--tokens: {options.shape} has room for prompts of {most} tokens; shapes in '{LONG}' have more")
     room = max(options.tokens) + options.output_tokens + _SPARE_TOKENS
     setup = replace(setup_of(options), kv_tokens=-(-room // _SPARE_TOKENS) * _SPARE_TOKENS)
     asyncio.run(compare(options, setup))

@@ -60,6 +60,11 @@ LONG = "-long"
 _POSITIONS, _LONG_POSITIONS = 2048, 2**18
 
 
+def positions_of(name: str) -> int:
+    """The most tokens of a prompt and its answer together that a model of the shape takes."""
+    return _LONG_POSITIONS if name.endswith(LONG) else _POSITIONS
+
+
 def write_shape(name: str, folder: Path) -> Path:
     """Write a model folder of the shape `name` below `folder`, for load_format=dummy; returns the model folder.
     A name may end with LONG.
@@ -72,7 +77,7 @@ def write_shape(name: str, folder: Path) -> Path:
         "hidden_act": "silu",
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
-        "max_position_embeddings": _LONG_POSITIONS if name.endswith(LONG) else _POSITIONS,
+        "max_position_embeddings": positions_of(name),
         "tie_word_embeddings": True,
         "bos_token_id": 1,
         "eos_token_id": 2,

@@ -73,7 +73,7 @@ _PROGRAMS = [
     "bench.peers.neighbours --arms tandem-colocated --repeats 100",
     "bench.peers.burst --arms tandem --repeats 100",
     "bench.peers.goodput --arms tandem --repeats 100",
-    "bench.context --shape 135m --arms tandem --tokens 2048 --repeats 100",
+    "bench.context --shape 135m --arms tandem --tokens 1024 --repeats 100",
     "tests.parity",
     "tests.clients openai",
 ]

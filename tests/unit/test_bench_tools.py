@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from bench.arithmetic import ARITHMETICS, operations_per_s
-from bench.context import Point, medians_of, request
+from bench.context import Point, main, medians_of, request
 from bench.guard import compare
 from bench.limits import read_comparison, roofline, tokens_per_s
 from bench.peers.arms import Arm
@@ -139,3 +139,12 @@ def test_slower_beyond_noise_is_counted() -> None:
 def test_a_small_difference_without_noise_is_no_verdict() -> None:
     _, num_slower = compare({"step": [10.0, 10.0]}, {"step": [10.2, 10.2]}, 1.03)
     assert num_slower == 0
+
+
+def test_prompts_that_a_shape_has_no_room_for_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["context", "--shape", "135m", "--tokens", "1024", "2048"])
+    with pytest.raises(SystemExit):
+        main()
+    assert "135m has room for prompts of 2032 tokens" in capsys.readouterr().err

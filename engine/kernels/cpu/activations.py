@@ -20,13 +20,13 @@ from engine.kernels.cpu.compiler import (
     TypingContext,
     Value,
     Values,
-    address,
     constant,
     emitted,
     jit,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
 from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
+from engine.kernels.cpu.vectors import address
 
 SILU, GELU, GELU_TANH, RELU = range(4)
 _INTP = types.intp

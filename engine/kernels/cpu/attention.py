@@ -10,9 +10,10 @@ import numpy as np
 
 from engine.kernels.cpu.arguments import Attending, AttentionMemory, Batch, Cache, LayerKV, Part, Range
 from engine.kernels.cpu.chunk import Chunk, attend_chunk
-from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode import DecodeQuery, attend_decode, join_splits, segments_of, splits_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, SLOT_BYTES
+from engine.kernels.cpu.vectors import address
 
 _int64: Any = np.int64
 """Widens in compiled code: the batch holds int32."""

@@ -27,11 +27,11 @@ from engine.kernels.cpu.compiler import (
     TypingContext,
     Value,
     Values,
-    address,
     emitted,
     entry,
 )
 from engine.kernels.cpu.machine import why_no_loops
+from engine.kernels.cpu.vectors import address
 
 STRIPE_BYTES = 64
 _STRIPES_PER_BLOCK = 16

@@ -291,15 +291,10 @@ class Emitter:
         return self.builder.fmul(estimate, correction)
 
     def dot_bytes(self, totals: Value, unsigned: Value, signed: Value) -> Value:
-        """Add the products of each lane's four bytes to the lane's total. The int32 sums are exact on every CPU."""
-        if knows_vnni() and knows_avx512():
+        """Add the products of each lane's four bytes to the lane's total. The CPU must have VNNI."""
+        if knows_avx512():
             return self.call("llvm.x86.avx512.vpdpbusd.512", INTS, totals, unsigned, signed)
-        if knows_vnni():
-            return self._in_halves("llvm.x86.avx512.vpdpbusd.256", INT32, totals, unsigned, signed)
-        left = self.builder.bitcast(unsigned, _PAIRS)
-        even = self.builder.and_(left, ir.Constant(_PAIRS, [0xFF] * 2 * LANES))
-        totals = self.dot_pairs(totals, even, self.even_bytes(signed))
-        return self.dot_pairs(totals, self.builder.lshr(left, _BYTE_BITS), self.odd_bytes(signed))
+        return self._in_halves("llvm.x86.avx512.vpdpbusd.256", INT32, totals, unsigned, signed)
 
     def even_bytes(self, lanes: Value) -> Value:
         """The signed bytes 0 and 2 of each lane, as two int16."""
@@ -398,13 +393,3 @@ def largest_of(emit: Emitter, values: Value, num_vectors: Value) -> Value:
         magnitude = emit.call("llvm.fabs.v16f32", FLOATS, read)
         loop.next.append(emit.call("llvm.maxnum.v16f32", FLOATS, loop.carried[0], magnitude))
     return emit.call("llvm.vector.reduce.fmax.v16f32", FLOAT, loop.next[0])
-
-
-@emitted
-def address(typing: TypingContext, array: NumbaType) -> Intrinsic:
-    """The address of an array's first element."""
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
-
-    return types.intp(array), generate

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arguments import Floats, Int64s, Matrix, Part, Range, Weights
-from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, PANEL
 from engine.kernels.cpu.matmul import Operand, Target, multiply_panel, product
 from engine.kernels.cpu.rows import Norm, norm_row, put_row_at
 from engine.kernels.cpu.tiles import GATE, STORE, TileProduct
-from engine.kernels.cpu.vectors import mix_rows, scale_row
+from engine.kernels.cpu.vectors import address, mix_rows, scale_row
 
 _ONE = np.float32(1.0)
 

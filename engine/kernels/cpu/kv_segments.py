@@ -6,9 +6,6 @@ int8 segments are grouped by head and laid out as VNNI multiplies them: GROUP by
 [4 dims]; the lane of a token sums its dot product. Values: [4][head_dim][4 tokens]; the lane of a dim sums its weighted
 sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token.
 
-For int8, queries are rounded to 16 bits and split into two bytes ("limbs"), whose sums are exact. The error is 1/32512
-of a query's largest number; that of softmax weights (`decode_vectors.py`) is 1/65535 of a segment's largest weight.
-
 `element` is any element of the cache; its dtype selects the layout at compile time: compiled code calls the functions
 without a body, and `select_by_dtype` replaces them. Arguments of vector loops are as in `vectors.py`; `segment` is an
 address.
@@ -19,7 +16,7 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, Matrix
+from engine.kernels.cpu.arguments import Address, Element, HeadShape
 from engine.kernels.cpu.compiler import (
     BYTES,
     FLOAT,
@@ -44,19 +41,16 @@ from engine.kernels.cpu.compiler import (
     largest_of,
 )
 from engine.kernels.cpu.machine import (
-    FLOAT_BYTES,
     GROUP,
     INT8_LEVELS,
     KEYS,
     LANES,
-    LIMBS_TAIL_BYTES,
     VECTOR_BYTES,
     knows_avx512,
 )
 from engine.kernels.cpu.parts import select_by_dtype
 
 SIGN_BITS = 0x80
-_QUERY_LEVELS = 127.0 * 256
 _QUADS = ir.VectorType(INT32, LANES // GROUP)
 _ALL_BYTES = ir.VectorType(INT8, LANES * GROUP)
 _INTP = types.intp
@@ -69,39 +63,6 @@ def scales_at(emit: Emitter, segment: Value, num_vectors: Value) -> Value:
 
 def vector_at(emit: Emitter, segment: Value, index: Value) -> Value:
     return emit.at(segment, emit.builder.mul(index, INT64(VECTOR_BYTES)))
-
-
-@emitted
-def split_query(
-    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType, factor: NumbaType
-) -> Intrinsic:
-    """Split a query of fp32 values. The factor of its scores is written to the address `factor`.
-
-    out: the high bytes, the low bytes, then for each an int32 that cancels what the keys' zero point adds to the sums.
-    """
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
-        largest, dim = largest_of(emit, args[0], args[1]), builder.mul(args[1], INT64(LANES))
-        factor = emit.splat(builder.fdiv(FLOAT(_QUERY_LEVELS), largest))
-        with emit.loop(args[1], [constant(INTS, 0)] * 2) as loop:
-            read = emit.load(vector_at(emit, values_at, loop.index), FLOATS)
-            levels = emit.rounded(builder.fmul(read, factor))
-            high = builder.ashr(builder.add(levels, constant(INTS, 128)), constant(INTS, 8))
-            low = builder.sub(levels, builder.shl(high, constant(INTS, 8)))
-            at = emit.at(out_at, builder.mul(loop.index, INT64(LANES)))
-            for i, limb in enumerate((high, low)):
-                emit.store(builder.trunc(limb, BYTES), emit.at(at, builder.mul(dim, INT64(i))), 1)
-                loop.next.append(builder.add(loop.carried[i], limb))
-        for i, totals in enumerate(loop.next):
-            total = emit.call("llvm.vector.reduce.add.v16i32", INT32, totals)
-            added = builder.mul(total, INT32(-SIGN_BITS))
-            emit.store(added, emit.at(out_at, builder.add(builder.mul(dim, INT64(2)), INT64(4 * i))))
-        emit.store(builder.fdiv(largest, FLOAT(_QUERY_LEVELS)), emit.pointer(args[3]))
-        return context.get_dummy_value()
-
-    return types.void(*[_INTP] * 4), generate
 
 
 def _store_scale(emit: Emitter, values: Value, num_vectors: Value, segment: Value, token: Value) -> Value:
@@ -363,34 +324,7 @@ def _read_values_of_rows(head: Address, shape: HeadShape, out: Address, element:
     read_rows(head, shape.num_kv_heads * shape.row_bytes, shape.head_dim // LANES, out, element)
 
 
-def prepare_queries(
-    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
-) -> Matrix:
-    """Bring fp32 rows [num_rows, head_dim] into the form that `score_keys` reads.
-
-    Factors of the rows' scores that are not 1 are written to memory.factors. The result may be in memory.limbs.
-    """
-    raise NotImplementedError
-
-
-def _split_queries(
-    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
-) -> Matrix:
-    step = 2 * shape.head_dim + LIMBS_TAIL_BYTES
-    for row in range(num_rows):
-        at = query + row * shape.head_dim * FLOAT_BYTES
-        split_query(at, shape.head_dim // LANES, memory.limbs + row * step, memory.factors + row * FLOAT_BYTES)
-    return Matrix(memory.limbs, step)
-
-
-def _plain_queries(
-    query: Address, num_rows: int, shape: HeadShape, memory: AttentionMemory, element: Element
-) -> Matrix:
-    return Matrix(query, shape.head_dim * FLOAT_BYTES)
-
-
 select_by_dtype(head_of, {types.int8: _head_of_bytes}, _head_of_rows)
 select_by_dtype(write_head, {types.int8: _write_bytes}, _write_rows)
 select_by_dtype(read_keys, {types.int8: _read_keys_of_bytes}, _read_keys_of_rows)
 select_by_dtype(read_values, {types.int8: _read_values_of_bytes}, _read_values_of_rows)
-select_by_dtype(prepare_queries, {types.int8: _split_queries}, _plain_queries)

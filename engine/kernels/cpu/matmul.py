@@ -11,7 +11,7 @@ from numba import types
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
-from engine.kernels.cpu.compiler import address, jit
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
@@ -26,6 +26,7 @@ from engine.kernels.cpu.tiles import (
     finish_rows,
     multiply_tile,
 )
+from engine.kernels.cpu.vectors import address
 
 _AMX_MIN_ROWS = 5
 _AMX_ROW_BYTES = 64

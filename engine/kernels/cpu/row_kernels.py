@@ -10,9 +10,9 @@ is in the cache.
 import numpy as np
 
 from engine.kernels.cpu.arguments import Bytes, Floats, Int64s
-from engine.kernels.cpu.compiler import address, entry, jit
+from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.machine import LANES
-from engine.kernels.cpu.vectors import index_of_largest, sum_of_exponents
+from engine.kernels.cpu.vectors import address, index_of_largest, sum_of_exponents
 
 _TINY_BITS = int(np.float32(1e-20).view(np.int32))
 

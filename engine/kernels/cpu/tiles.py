@@ -65,13 +65,15 @@ class TileProduct(NamedTuple):
 
 
 class _Arithmetic(NamedTuple):
-    """How weights of a type are multiplied: the type of sums, the instructions for a row of `a`, and how much a pass of
-    the innermost loop takes: bytes of a panel, and numbers of 4 bytes in a row of `a`.
+    """How weights of a type are multiplied: the type of sums, the instructions for a row of `a` (one that adds if
+    `multiply` does not), and how much a pass of the innermost loop takes: bytes of a panel, and numbers of 4 bytes in a
+    row of `a`.
     """
 
     sums: LLVMType
     read: str
     multiply: str
+    add: str = ""
     panel_bytes: int = VECTOR_BYTES
     numbers: int = 1
 
@@ -82,7 +84,7 @@ _FLOATS = _Arithmetic(FLOATS, "vbroadcastss", "vfmadd231ps")
 _HALVES = _FLOATS._replace(panel_bytes=LANES * HALF_BYTES)
 _OCTETS = _FLOATS._replace(panel_bytes=LANES)
 _WIDENED_PAIRS = _FLOATS._replace(numbers=PAIR)
-_WIDENED_BYTES = _BYTES._replace(numbers=PAIR)
+_WIDENED_BYTES = _Arithmetic(INTS, "vpbroadcastd", "vpmaddwd", "vpaddd", numbers=PAIR)
 
 
 def _arithmetic(element: NumbaType) -> _Arithmetic:
@@ -198,7 +200,7 @@ def _multiply_column(
     following: list[Value] = []
     for i, row in enumerate(rows):
         of_row = totals[i * len(columns) : (i + 1) * len(columns)]
-        if len(rows) > _ROWS_IN_REGISTERS or arithmetic is _WIDENED_BYTES:
+        if len(rows) > _ROWS_IN_REGISTERS or arithmetic.add:
             first = row - row % 3  # x86 addresses reach rows 0, 1 and 2 from one pointer
             first_at = emit.at(at, emit.builder.mul(step, INT64(first)))
             following += _multiply_row(emit, arithmetic, (first_at, step), row - first, columns, of_row)
@@ -228,16 +230,15 @@ def _multiply_row(
     It is assembly because LLVM would read the numbers of many rows first, and spill them in the innermost loop.
     """
     weights, sums = ([part for whole in values for part in emit.registers(whole)] for values in (columns, totals))
-    count, vector, adds = len(sums), sums[0].type, arithmetic is _WIDENED_BYTES
-    num_results = count + (2 if adds else 1)  # sums, the number, and a product that is to be added
+    count, vector = len(sums), sums[0].type
+    num_results = count + (2 if arithmetic.add else 1)  # sums, the number, and a product that is to be added
     number, product, pointer = count, count + 1, num_results + count
     at = f"(${pointer}" + ("", f",${pointer + 1}", f",${pointer + 1},2")[row] + ")"
     code = [f"{arithmetic.read} {at}, ${number}"]
     for i, weight in enumerate(range(num_results, pointer)):
-        if adds:
-            code += [f"vpmaddwd ${weight}, ${number}, ${product}", f"vpaddd ${product}, ${i}, ${i}"]
-        else:
-            code.append(f"{arithmetic.multiply} ${weight}, ${number}, ${i}")
+        code.append(f"{arithmetic.multiply} ${weight}, ${number}, ${product if arithmetic.add else i}")
+        if arithmetic.add:
+            code.append(f"{arithmetic.add} ${product}, ${i}, ${i}")
     register = "v" if knows_avx512() else "x"
     operands = [f"=&{register}"] * num_results + [register] * count + ["r", "r"] + [str(i) for i in range(count)]
     kinds = [vector] * count + [BYTE_POINTER, INT64] + [vector] * count

@@ -47,6 +47,16 @@ _INTP = types.intp
 
 
 @emitted
+def address(typing: TypingContext, array: NumbaType) -> Intrinsic:
+    """The address of an array's first element."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        return builder.ptrtoint(Emitter(context, builder).array(signature.args[0], args[0]), INT64)
+
+    return types.intp(array), generate
+
+
+@emitted
 def read_float(typing: TypingContext, at: NumbaType) -> Intrinsic:
     """The fp32 number at an address."""
 
@@ -104,6 +114,12 @@ def largest_magnitude(typing: TypingContext, values: NumbaType, num_vectors: Num
     return types.float32(_INTP, _INTP), generate
 
 
+def shorts_of(emit: Emitter, lanes: Value) -> Value:
+    """16 int32 as int16, each four of them in SHORTS_ORDER."""
+    order = ir.Constant(INTS, [first + place for first in range(0, LANES, GROUP) for place in SHORTS_ORDER])
+    return emit.builder.trunc(emit.builder.shuffle_vector(lanes, lanes, order), SHORTS)
+
+
 @emitted
 def quantise_vectors(
     typing: TypingContext,
@@ -116,7 +132,6 @@ def quantise_vectors(
     """Write a row as round(value * factor): unsigned bytes, with ZERO_POINT added, or, if `element` is of two bytes,
     signed numbers in SHORTS_ORDER.
     """
-    shuffled = ir.Constant(INTS, [first + place for first in range(0, LANES, GROUP) for place in SHORTS_ORDER])
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -127,7 +142,7 @@ def quantise_vectors(
             if element == types.uint8:
                 stored = builder.trunc(builder.add(levels, constant(INTS, ZERO_POINT)), BYTES)
             else:
-                stored = builder.trunc(builder.shuffle_vector(levels, levels, shuffled), SHORTS)
+                stored = shorts_of(emit, levels)
             num_bytes = LANES * element.bitwidth // 8
             emit.store(stored, emit.at(out_at, builder.mul(loop.index, INT64(num_bytes))), 1)
         return context.get_dummy_value()

@@ -15,6 +15,10 @@ from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.01
+_CALLERS = ("logging", "grpc.", "llvmlite.binding.executionengine")
+"""Modules whose callees must not raise: logging would keep its lock, for which the cleanup waits; grpc.aio takes any
+exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions.
+"""
 
 
 def end_imports_quietly() -> None:
@@ -68,11 +72,9 @@ def showing(results: Sized, show: Callable[[], object]) -> Iterator[None]:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise at a place that leaves no lock of `logging` taken, and no bookkeeping of asyncio half done: the cleanup
-    would wait for ever, for the lock, or for a process whose end asyncio has missed.
-    """
-    if _is_logging(frame) or _is_asyncio(frame):
-        from threading import Timer  # which both have imported; programs that start fast have not
+    """Raise, but not at a place where the exception would be lost or leave something half done: try again later."""
+    if not _may_raise(frame):
+        from threading import Timer  # such places have imported it; programs that start fast have not
 
         again = Timer(_AGAIN_S, os.kill, (os.getpid(), number))
         again.daemon = True
@@ -89,13 +91,18 @@ def _ignore(number: int, frame: FrameType | None) -> None:
     """Do nothing. With SIG_IGN, Python would report a signal that has come a moment before as an error."""
 
 
-def _is_logging(frame: FrameType | None) -> bool:
-    """True if the frame, or one that has called it, is of the module `logging`."""
-    while frame is not None and frame.f_globals.get("__name__") != "logging":
+def _may_raise(frame: FrameType | None) -> bool:
+    """False where asyncio's own code runs, which would miss the end of a process (a loop that waits for events is in
+    `selectors`), in anything called by _CALLERS, and in `__del__`, whose exceptions Python drops.
+    """
+    if frame is not None and _module(frame).startswith("asyncio."):
+        return False
+    while frame is not None:
+        if _module(frame).startswith(_CALLERS) or frame.f_code.co_name == "__del__":
+            return False
         frame = frame.f_back
-    return frame is not None
+    return True
 
 
-def _is_asyncio(frame: FrameType | None) -> bool:
-    """True if asyncio's own code runs. A loop that waits for events is in `selectors`."""
-    return frame is not None and str(frame.f_globals.get("__name__")).startswith("asyncio.")
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__"))

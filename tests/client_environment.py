@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -17,10 +18,13 @@ def python_with(requirement: str, module: str, *others: str) -> str:
     folder = cache / f"{requirement}-{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / "bin" / "python"
     if not _has(python, module):
+        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement, *others]
         try:
-            subprocess.run([sys.executable, "-m", "venv", "--clear", folder], check=True, capture_output=True)
-            pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement, *others]
-            subprocess.run(pip, check=True, capture_output=True, timeout=280)
+            # Ctrl-C ends pip before it removes its own temporary files.
+            with TemporaryDirectory(prefix="tandem-test-pip-") as temporary:
+                environ = os.environ | {"TMPDIR": temporary}
+                for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], pip):
+                    subprocess.run(command, check=True, capture_output=True, timeout=280, env=environ)
         except (OSError, subprocess.SubprocessError) as error:
             give_up = pytest.fail if os.environ.get("CI") else pytest.skip
             give_up(f"no environment with {requirement}: {error}")

@@ -47,13 +47,64 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_A_REQUEST = """
+import asyncio, os, signal
+import grpc
+from mesh.interrupts import run_program
+
+async def requests():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**5):
+        pass
+    print("the request is complete", flush=True)
+    await asyncio.sleep(60)
+    yield b""
+
+async def call():
+    server = grpc.aio.server()
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            stream = channel.stream_stream("/a/b")(requests())
+            await asyncio.sleep(60)
+    finally:
+        await server.stop(None)
+
+run_program(lambda: asyncio.run(call()))
+"""
+
+
+_INTERRUPTED_IN_A_FINALISER = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the finaliser is complete")
+
+def main():
+    Dropped()
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
-    [(_INTERRUPTED_IN_A_LINE, "the line is complete\n"), (_INTERRUPTED_IN_ASYNCIO, "the books are complete\n")],
-    ids=["a line of the log", "bookkeeping of asyncio"],
+    [
+        pytest.param(_INTERRUPTED_IN_A_LINE, "the line is complete\n", id="a line of the log"),
+        pytest.param(_INTERRUPTED_IN_ASYNCIO, "the books are complete\n", id="bookkeeping of asyncio"),
+        pytest.param(_INTERRUPTED_IN_A_REQUEST, "the request is complete\n", id="messages of a gRPC request"),
+        pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
+    ],
 )
 def test_what_runs_is_completed_first(program: str, told: str) -> None:
-    """Otherwise a lock stays taken, or the end of a child is missed, and the end of the process waits for it."""
+    """Otherwise a lock stays taken, the end of a child is missed, or the exception is lost: the process never ends."""
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, told, "")

@@ -49,7 +49,7 @@ from mesh.tasks import mark_retrieved, run_to_end, task_group
 
 log = structlog.get_logger(__name__)
 
-# A lease has three renewals, and a sender without replies for a lease ends the transfer by itself.
+# A lease has three renewals: for twenty leases a sender has read nothing, and it should have given up after one.
 _MAX_UNREAD_RENEWALS = 64
 Reply = Callable[[ReceiverMessage], None]
 

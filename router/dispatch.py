@@ -4,13 +4,14 @@ queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              ▲                            │ Replayable: worker lost, KV refused, preempted, no capacity, draining
              └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, front of queue
                 (and budget)                          the failure counts against the workers that may have caused it
-deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ NoWorkers or Overloaded
+deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ AttemptsFailed or Overloaded
 cancelled ─▶ the attempt aborts on both workers and releases its reservation
 
 FailureHistory decides how often to replay, how soon, and on which workers not. Consecutive attempts without a new token
 are counted. So are workers lost under the request, because a request that crashes workers must not be retried forever.
 
-The first replay after progress is free and, if a worker was lost, immediate: all streams of a dead worker move at once.
+The first replay after progress is free and, unless workers lacked capacity, immediate: all streams of a dead worker
+move at once.
 Later replays draw on one budget per model and wait for it rather than fail, so that no failure causes a storm.
 """
 

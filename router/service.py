@@ -173,7 +173,8 @@ class ModelService:
             with suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._all_ended.wait()
-        self._is_grace_over = True  # failed streams release permits, for which requests may wait
+        # First, so that no request that is being admitted starts with a permit that a failing stream releases.
+        self._is_grace_over = True
         for stream in list(self._streams):
             stream.fail(NoWorkers(_STOPPING))
 

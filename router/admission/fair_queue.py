@@ -1,4 +1,4 @@
-"""A fair queue: replays first, then higher priorities; within a priority, tenants round robin; within a tenant, FIFO.
+"""A fair queue: replays first, in order; then higher priorities; within one, tenants round robin; within a tenant, FIFO.
 
 A tenant with a thousand waiting requests delays another tenant's first request by one request, not by a thousand.
 Lower priorities never starve: while they wait, at least one turn in `LOW_PRIORITY_INTERVAL` goes to the priority whose
@@ -73,9 +73,9 @@ class FairQueue(Generic[T]):
         self._lines[entry.priority].add(entry.tenant, next(self._arrivals), item)
         self._num_waiting += 1
 
-    def add_first(self, item: T) -> None:
-        """Enqueue a replay at the very front."""
-        self._replays.appendleft(item)
+    def add_replay(self, item: T) -> None:
+        """Enqueue a replay behind those that wait, before everything else."""
+        self._replays.append(item)
         self._num_waiting += 1
 
     def first(self) -> T:

@@ -4,7 +4,8 @@
        │          │ cancelled or past its deadline: removed at once
        │          │ its first token can no longer come in time: Overloaded
        │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
-       │          │ a replay, and those that could hold it or have its adapter are away: the same, while others pass it
+       │          │ those that could hold it or have its adapter are away: NoWorkers, at once; a replay is set aside for as
+       │          │     long, while others pass it
        └ queue full, or the first token is not expected in time: Overloaded, at once
 
 A pump runs after any event that can free capacity: a heartbeat, a worker joining, finished work. Only the head is
@@ -125,7 +126,7 @@ class PlacementQueue:
         """
         waiter = _Waiter(query, entry, asyncio.get_running_loop().create_future(), is_replay)
         if is_replay:
-            self._waiters.add_first(waiter)
+            self._waiters.add_replay(waiter)
             self._pump()
         else:
             self._join(waiter)
@@ -241,7 +242,7 @@ class PlacementQueue:
         del self._aside[waiter]
         assert waiter.timer is not None
         waiter.timer.cancel()
-        self._waiters.add_first(waiter)
+        self._waiters.add_replay(waiter)
 
     def _give_up(self, waiter: _Waiter, message: str) -> None:
         if self._leave(waiter) and not waiter.reservation.done():

@@ -35,8 +35,9 @@ def joined(waiting: Sequence[QueueEntry]) -> FairQueue[Item]:
 
 def test_one_tenant_is_first_come_first_served() -> None:
     queue = filled(("", STANDARD, "abc"))
-    queue.add_first("replay")
-    assert drain(queue) == ["replay", "a", "b", "c"]
+    queue.add_replay("replay")
+    queue.add_replay("later replay")
+    assert drain(queue) == ["replay", "later replay", "a", "b", "c"]
 
 
 def test_tenants_take_turns() -> None:
@@ -69,7 +70,7 @@ def test_nothing_is_lost(steps: list[tuple[str, QueueEntry]]) -> None:
             queue.add(entry, item)
             waiting[item] = None
         elif step == "urgent":
-            queue.add_first(item)
+            queue.add_replay(item)
             waiting[item] = None
         elif step == "remove":
             target = next(iter(waiting), item)

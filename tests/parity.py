@@ -160,6 +160,13 @@ async def ask(client: tandem.AsyncClient, theirs: Scores) -> Outcome:
     return outcome_of(found, moved_kv=_moved(results))
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """Leaves signals to this program: the workers in it would take them."""
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        pass
+
+
 @asynccontextmanager
 async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.AsyncClient]:
     """Router and workers in this process; colocated, the decode worker is alone."""
@@ -364,7 +371,8 @@ def main(argv: Sequence[str]) -> int:
         run_row, columns = run_quantized, (*_FAMILY, *_QUANTIZED)
     elif options.tensor_parallel is not None:
         run_row, columns = partial(run_ranks, options.tensor_parallel), _RANKS
-    return 1 if asyncio.run(run_all(names or list(ROWS), run_row, columns)) else 0
+    with asyncio.Runner(loop_factory=_Loop) as runner:
+        return 1 if runner.run(run_all(names or list(ROWS), run_row, columns)) else 0
 
 
 if __name__ == "__main__":

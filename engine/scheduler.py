@@ -181,7 +181,7 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that is not cached."""
+        """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
         hashes = self._prefixes.reusable(sequence)
         return hashes[len(self.pool.match(hashes)) :]
 
@@ -381,7 +381,7 @@ class Scheduler:
         return len(self._slots) + num_kept < self.config.max_num_seqs
 
     def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
-        """Occupy a slot with blocks for all tokens of the sequence; cached blocks are reused where `hashes` match.
+        """Occupy a slot with blocks for all tokens of the sequence; indexed blocks are reused where `hashes` match.
 
         Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """

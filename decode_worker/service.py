@@ -8,7 +8,8 @@ Life of a sequence here:
     ends                    finish_reason with the last token; or the router aborts it; or Failed (preempted, KV
                             refused, no capacity, draining), and the router replays it; or its deadline passes
     forks                   other choices of the same prompt: separate sequences that start when the prompt's KV is
-                            complete; if the prompt's sequence ends earlier, the router replays them
+                            complete; if the prompt's sequence ends earlier, or no slot or block is free for them then,
+                            they fail for lack of capacity, and the router replays them
     next attempt            of the same request: older attempts are ended first; a late older attempt is refused
     router disconnects      all its sequences are aborted
 
@@ -27,7 +28,15 @@ from decode_worker.session import Event, Failed, Reserved, Session, SessionEntry
 from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import ExpectedTransfer, RankedReceiver
-from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, ModelFailed, TransferCorrupt, WorkerBusy
+from mesh.domain.errors import (
+    InvalidRequest,
+    LayoutMismatch,
+    MeshError,
+    ModelFailed,
+    TooLarge,
+    TransferCorrupt,
+    WorkerBusy,
+)
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure
 from mesh.tracing import end_span, mark_failed
@@ -98,7 +107,7 @@ class DecodeService:
         forks = [fork for fork in fork_entries if fork is not None]
         if entry is None:
             for fork in forks:
-                self._fail(fork.sequence.key, SequenceFailure.PREEMPTED, _NO_ORIGIN)
+                self._fail(fork.sequence.key, SequenceFailure.NO_CAPACITY, _NO_ORIGIN)
             return
         entry.sequence.forks = [fork.sequence for fork in forks]
         entry.forks = [fork.sequence.key for fork in forks]
@@ -150,10 +159,8 @@ class DecodeService:
                 await self._reserve(session, entry, transfer_id)
             else:
                 await self._engine.call(lambda scheduler: scheduler.add(entry.sequence))
-        except WorkerBusy as error:
-            self._fail(key, SequenceFailure.NO_CAPACITY, str(error))
-        except InvalidRequest as error:
-            self._fail(key, SequenceFailure.TOO_LARGE, str(error))
+        except (WorkerBusy, InvalidRequest) as error:
+            self._fail(key, _reason_of(error), str(error))
         except Exception as error:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
@@ -203,7 +210,7 @@ class DecodeService:
         """Forget a sequence. The returned task ends when the engine has been told to free its blocks."""
         entry = self._forget(key).entry
         for fork in entry.forks:
-            self._fail(fork, SequenceFailure.PREEMPTED, _NO_ORIGIN)
+            self._fail(fork, SequenceFailure.NO_CAPACITY, _NO_ORIGIN)
         return self._spawn(self._release(entry))
 
     async def _release(self, entry: SessionEntry) -> None:
@@ -240,7 +247,7 @@ class DecodeService:
                 self._forget(key)
         for session, step in steps.values():
             self._send(session, step)
-        self._metrics.preempted(len(result.preempted))  # a fork that never began has lost no blocks: see _reason_of
+        self._metrics.preempted(len(result.preempted))
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
         for sequence, error in result.failed:
@@ -325,11 +332,9 @@ class DecodeService:
 
 
 def _reason_of(error: MeshError) -> SequenceFailure:
-    """The status of a sequence that the engine has refused.
-
-    A fork that finds no slot or block is reported as PREEMPTED, like one whose origin has ended: for the router both
-    mean a replay on its own, and no fault of this worker. It is not a preemption of the engine, which takes blocks.
-    """
+    """The reason to report for a sequence that the engine has refused."""
     if isinstance(error, WorkerBusy):
-        return SequenceFailure.PREEMPTED
+        return SequenceFailure.NO_CAPACITY
+    if isinstance(error, TooLarge):
+        return SequenceFailure.TOO_LARGE
     return SequenceFailure.MODEL_FAILED if isinstance(error, ModelFailed) else SequenceFailure.REFUSED

@@ -1,7 +1,7 @@
-"""The engine: runs one model, on one GPU or on the CPUs of one machine or several.
+"""The engine: runs one model, on GPUs or CPUs, of one machine or several.
 
-A scheduler without tensors plans, a model runner without policy computes. On CPUs several processes, the ranks, may
-compute a step together (ranks/); scheduler and sampler know nothing of them.
+A scheduler without tensors plans, a model runner without policy computes. Several processes, the ranks, may compute a
+step together, each on a GPU or cores of its own (ranks/); scheduler and sampler know nothing of them.
 
 Life of a step (`Engine.step` in loop.py):
 
@@ -17,7 +17,7 @@ Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (i
 speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
 Models: stored_parameters (what a checkpoint has of them), weights, models/, attention/; partition (weights packed
-ahead of time); kernels/ are the CPU's loops, and compile.py compiles them ahead of time.
+ahead of time); kernels/ are the CPU's loops, which compiled_code compiles ahead of time (`tandem compile`).
 Memory of the machine or GPU: memory and memory_ledger; a worker's share of it for KV: kv_memory.
 Cores: cores lends those of an idle worker to its partner.
 Several ranks of one worker: ranks/; models/share says what each holds, sharded_kv_cache shows their caches as one.

@@ -1,10 +1,11 @@
-"""KV blocks by id: reference counts, an index of cached blocks by content hash, sharing between sequences. No tensors.
+"""KV blocks by id: reference counts, an index of full blocks by content hash, sharing between sequences. No tensors.
 
-In the BlockPool a block is held (reference count > 0), cached (free, but its content can be found by hash and reused),
-or blank. Cached blocks are evicted only when no blank block remains: oldest first, unless clients have said what their
-KV is worth (eviction.py). (PagedAttention, Kwon et al. 2023, §4.3; hash-chained prefix caching as in vLLM.)
+In the BlockPool a block is indexed if its content can be found by hash and reused. It is held (reference count > 0,
+indexed or not), cached (free and indexed), or blank (free and not indexed). Cached blocks are evicted only when no
+blank block remains: oldest first, unless clients have said what their KV is worth (eviction.py). (PagedAttention, Kwon
+et al. 2023, §4.3; hash-chained prefix caching as in vLLM.)
 
-Two parts of the scheduler share blocks between sequences. PrefixCache finds cached blocks with a sequence's leading
+Two parts of the scheduler share blocks between sequences. PrefixCache finds indexed blocks with a sequence's leading
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
 write): a fork shares the full blocks of the prompt with its origin. Both will write to the last, partly filled block,
 so the fork gets a copy of it. The copy is made before the fork's first step; until then the fork also holds the
@@ -33,7 +34,7 @@ class CacheLog:
     _events: list[CacheEvent] = field(default_factory=list)
 
     def add(self, block_hash: BlockHash, *, evicted: bool) -> None:
-        """Append the event that a block was cached or evicted."""
+        """Append the event that a block was indexed or evicted."""
         self.next_number += 1
         self._events.append(CacheEvent(block_hash, evicted))
         if len(self._events) > self.max_events:
@@ -75,7 +76,7 @@ class BlockPool:
         return len(self._blank) + len(self._cached)
 
     @property
-    def cached_hashes(self) -> list[BlockHash]:
+    def indexed_hashes(self) -> list[BlockHash]:
         """Hashes of all blocks in the index, held or free."""
         return list(self._block_of)
 
@@ -209,7 +210,7 @@ class PrefixCache:
         return sequence.known_hashes
 
     def reusable(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the leading blocks that the sequence may reuse if they are cached. They exclude the last token."""
+        """Hashes of the leading blocks that the sequence may reuse if they are indexed. They exclude the last token."""
         if sequence.request.prompt_logprobs:
             return []
         # The last token is always computed: the first sample is drawn from its logits.

@@ -20,12 +20,12 @@ _Blocks = OrderedDict[int, None]
 
 
 class Worth(NamedTuple):
-    """The worth of a block to the tenant and session whose hint counts for it. Its priority holds until `until_s`; what
-    others have said counts `then`, and without that the block is worth nothing any more.
+    """The worth of a block to the tenant and conversation whose hint counts for it. Its priority holds until `until_s`;
+    what others have said counts `then`, and without that the block is worth nothing any more.
     """
 
     tenant: str = ""
-    session_id: str = ""
+    conversation: str = ""
     priority: KeepPriority = KeepPriority.NORMAL
     until_s: float = math.inf
     then: "Worth | None" = None
@@ -45,11 +45,11 @@ def worth_of(tenant: str, hints: CacheHints, now_s: float) -> Worth:
 def combined(old: Worth, new: Worth, now_s: float) -> Worth:
     """The worth of a block with worth `old` that another sequence has used since.
 
-    A session may take its own hints back. Those of others, which share the beginning of the prompt, count as long as
-    they are stronger, and a weaker hint counts after them if it holds for longer.
+    A conversation may take its own hints back. Those of others, which share the beginning of the prompt, count as
+    long as they are stronger, and a weaker hint counts after them if it holds for longer.
     """
-    is_same_session = old.session_id != "" and old.session_id == new.session_id
-    if is_same_session or old.until_s <= now_s:
+    is_same_conversation = old.conversation != "" and old.conversation == new.conversation
+    if is_same_conversation or old.until_s <= now_s:
         return new if old.then is None else combined(old.then, new, now_s)
     is_stronger = (old.priority, old.until_s) > (new.priority, new.until_s)
     strong, weak = (old, new) if is_stronger else (new, old)
@@ -149,4 +149,4 @@ class EvictionQueue:
             worth = self._worth.get(block_id)
             if worth is not None and worth.until_s == until_s:
                 self.remove(block_id)
-                self.add([block_id], worth.then or Worth(worth.tenant, worth.session_id, KeepPriority.LOW))
+                self.add([block_id], worth.then or Worth(worth.tenant, worth.conversation, KeepPriority.LOW))

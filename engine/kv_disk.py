@@ -2,7 +2,7 @@
 
     eviction     the engine's thread copies the block; the disk's thread writes the copy
     a prompt     before it is added, the disk's thread reads the blocks that memory lacks, and checks them
-    admission    the engine's thread copies them into blocks of the cache, which are then cached as any others
+    admission    the engine's thread copies them into blocks of the cache, which are then indexed as any others
 
 A file is named after the hash of a block, which covers all tokens before it, in a folder for each KV layout, so that
 all workers of a machine that serve a model find each other's blocks. A file gets its name when it is complete, and its
@@ -189,7 +189,7 @@ class DiskCache:
         self._writes = _Budget(max_waiting_bytes)
         self._reads = _Budget(max_waiting_bytes)
         self._queue: queue.SimpleQueue[tuple[BlockHash, bytearray] | None] = queue.SimpleQueue()
-        self._readers = ThreadPoolExecutor(1, "kv-disk-read")
+        self._reader = ThreadPoolExecutor(1, "kv-disk-read")
         self._writer = threading.Thread(target=self._write_all, name="kv-disk-write", daemon=True)
         self._complained_s = -_COMPLAIN_EVERY_S
         self._writer.start()
@@ -205,7 +205,7 @@ class DiskCache:
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
         """Read the leading ones of these blocks that are on disk."""
-        return self._readers.submit(self._fetch, hashes)
+        return self._reader.submit(self._fetch, hashes)
 
     def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
         """Copy blocks into the cache."""
@@ -215,7 +215,7 @@ class DiskCache:
 
     def close(self) -> None:
         """Write what was evicted so far, and end the threads."""
-        self._readers.shutdown()
+        self._reader.shutdown()
         self._queue.put(None)
         self._writer.join()
 

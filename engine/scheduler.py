@@ -43,7 +43,7 @@ from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.runner import RunnerOutput
 from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
-from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy
+from mesh.domain.errors import InvalidRequest, MeshError, TooLarge, WorkerBusy
 from mesh.domain.kv import BlockHash
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerLoad
@@ -116,7 +116,8 @@ class Scheduler:
     # -- commands ---------------------------------------------------------------------------------------------------
 
     def add(self, sequence: SequenceState) -> None:
-        """Queue a sequence whose KV is computed here. Raises InvalidRequest if it can never fit."""
+        """Queue a sequence whose KV is computed here. Raises TooLarge if it can never fit, InvalidRequest if it
+        cannot run here for another reason."""
         self._require_new(sequence)
         self._require_fits(sequence)
         sequence.status = SequenceStatus.WAITING
@@ -125,8 +126,8 @@ class Scheduler:
     def reserve(self, sequence: SequenceState) -> int:
         """Allocate blocks for the whole prompt of a sequence whose KV another worker will send.
 
-        Returns how many leading tokens are already cached here. Raises WorkerBusy if slots or blocks are short now,
-        InvalidRequest if the sequence can never fit.
+        Returns for how many leading tokens the KV is here already. Raises WorkerBusy if slots or blocks are short now,
+        TooLarge if the sequence can never fit, InvalidRequest if it cannot run here for another reason.
         """
         self._require_new(sequence)
         self._require_fits(sequence)
@@ -180,7 +181,7 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that is not cached."""
+        """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
         hashes = self._prefixes.reusable(sequence)
         return hashes[len(self.pool.match(hashes)) :]
 
@@ -380,7 +381,7 @@ class Scheduler:
         return len(self._slots) + num_kept < self.config.max_num_seqs
 
     def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
-        """Occupy a slot with blocks for all tokens of the sequence; cached blocks are reused where `hashes` match.
+        """Occupy a slot with blocks for all tokens of the sequence; indexed blocks are reused where `hashes` match.
 
         Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """
@@ -439,7 +440,7 @@ class Scheduler:
         # A sequence that is handed over needs no block for the KV of its first token.
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > max_tokens:
-            raise InvalidRequest(
+            raise TooLarge(
                 f"{sequence.num_tokens} tokens do not fit: {needed} are needed, and this worker has {max_tokens}"
             )
         adapter = sequence.request.adapter

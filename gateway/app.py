@@ -101,7 +101,7 @@ def _lmi_routes() -> list[BaseRoute]:
 
 
 def _tgi_routes() -> list[BaseRoute]:
-    """TGI's routes with a key, and the one of vLLM that belongs to them."""
+    """TGI's routes that need a key, and vLLM's /detokenize."""
     dialect = TgiDialect()
     return [
         Route("/", Endpoint(dialect, tgi.generate_compat, generates=True), methods=["POST"]),

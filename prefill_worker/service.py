@@ -44,7 +44,11 @@ _FAILURE_GRACE_S = 5.0
 @dataclass(frozen=True, slots=True)
 class KVDestination:
     """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
-    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens."""
+    takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens.
+
+    This class, PrefillStarted and TransferFinished are the worker's view; the router has its own classes of the same
+    names (`router/attempt.py`), because neither imports the other.
+    """
 
     address: str
     worker_id: str

@@ -48,7 +48,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class PrefillStarted:
-    """The prompt's first step began `elapsed_s` ago; the KV of its first layers exists by now."""
+    """The prompt's first step began `elapsed_s` ago; the KV of its first layers exists by now.
+
+    This class, TransferFinished and KVDestination are the router's view; the prefill worker has its own classes of the
+    same names (`prefill_worker/service.py`), because neither imports the other.
+    """
 
     elapsed_s: float
 
@@ -77,7 +81,8 @@ class KVDestination:
 
 
 class PrefillRunner(Protocol):
-    """Runs prompts at prefill workers. Plug point: PrefillClient, and modelled workers."""
+    """Runs prompts at prefill workers. Plug point: PrefillClient, and modelled workers
+    (tandem_cli/simulation/workers.py)."""
 
     def run(
         self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination

@@ -35,7 +35,7 @@ from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
-from router.traffic import Traffic, session_key
+from router.traffic import Traffic, conversation_key
 from router.validation import (
     GenerateParams,
     Limits,
@@ -326,7 +326,7 @@ class ModelServices:
         """Choose the model that answers, if `name` stands for several revisions."""
         if not self._traffic.revisions(name):
             return params  # without the hash of a prompt that may be long
-        model = self._traffic.choose(name, session_key(params.prompt, params.tenant.name))
+        model = self._traffic.choose(name, conversation_key(params.prompt, params.tenant.name))
         return replace(params, model=model, revision=model)
 
     def _public_name(self, name: str) -> str:

@@ -210,7 +210,7 @@ def traffic_from_json(text: str) -> TrafficTable:
         raise InvalidRequest("its content is that of another version") from None
 
 
-def session_key(prompt: Prompt | None, tenant: str) -> bytes:
+def conversation_key(prompt: Prompt | None, tenant: str) -> bytes:
     """Identify the conversation of a prompt: by all up to the first message of the user, which later turns repeat. A
     text or token ids count as a whole.
     """

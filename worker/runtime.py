@@ -310,4 +310,4 @@ def _report(scheduler: Scheduler) -> Report:
 
 def _snapshot(scheduler: Scheduler) -> CacheSnapshot:
     scheduler.pool.log.take()
-    return CacheSnapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.cached_hashes)
+    return CacheSnapshot(scheduler.load(), scheduler.pool.log.next_number, scheduler.pool.indexed_hashes)

@@ -39,6 +39,7 @@ _REASONS = {
 ERROR_BY_NAME: Mapping[str, type[TandemError]] = MappingProxyType(
     {
         "InvalidRequest": exceptions.InvalidRequest,
+        "TooLarge": exceptions.InvalidRequest,
         "ModelNotFound": exceptions.ModelNotFound,
         "Unauthenticated": exceptions.Unauthenticated,
         "PermissionDenied": exceptions.PermissionDenied,

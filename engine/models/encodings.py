@@ -20,11 +20,11 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": the same with `weight` in
-    e4m3. Encoding "int4": inputs are in groups, the last of
-    which may be narrower. Number [output, input] is `(weight[output, input] - zeros[output, group]) * scales[output,
-    group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32 scales [outputs, groups]. With an `order`, int64
-    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns.
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": the same with `weight` in e4m3.
+    Encoding "int4": inputs are in groups, the last of which may be narrower. Number [output, input] is `(weight[output,
+    input] - zeros[output, group]) * scales[output, group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32
+    scales [outputs, groups]. With an `order`, int64 [inputs], column i of `weight` is for input `order[i]`, and groups
+    are groups of columns.
     """
 
     weight: Tensor

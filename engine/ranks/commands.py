@@ -44,7 +44,7 @@ class CaptureSteps:
 
 
 @dataclass(frozen=True, slots=True)
-class Replay:
+class RunGraph:
     """The command to compute a step by the graph that was captured for `graph_seqs` sequences of up to `graph_queries`
     tokens. The other sizes are those of the step's arrays, as in Forward.
     """
@@ -68,8 +68,8 @@ class Report:
     count: int = 0
 
 
-Command = Forward | Logits | PutAdapter | CaptureSteps | Replay
-_KINDS: tuple[type[Command], ...] = (Forward, Logits, PutAdapter, CaptureSteps, Replay)
+Command = Forward | Logits | PutAdapter | CaptureSteps | RunGraph
+_KINDS: tuple[type[Command], ...] = (Forward, Logits, PutAdapter, CaptureSteps, RunGraph)
 _NUM_VALUES = 8
 _COMMAND = struct.Struct(f"<{_NUM_VALUES}q")  # kind, then the fields, padded with 0
 _REPORT = struct.Struct("<3q")
@@ -91,7 +91,7 @@ def decode_command(message: bytes) -> Command:
     is_possible = True
     if isinstance(command, Forward):
         is_possible = max(command.num_runs, command.num_decodes) <= command.num_seqs <= command.num_tokens
-    elif isinstance(command, Replay):
+    elif isinstance(command, RunGraph):
         is_possible = command.num_seqs <= command.num_tokens <= command.graph_seqs * command.graph_queries
     if not is_possible:
         raise ValueError(f"impossible command: {command}")

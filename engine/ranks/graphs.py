@@ -19,7 +19,7 @@ import torch
 from engine.decode_graphs import Capture, Captured, DecodeGraphs, Run, StepShape
 from engine.kv_cache import KVCache
 from engine.load_graphs import capture_for, capture_graphs, graph_shapes, why_not_captured
-from engine.ranks.commands import Replay
+from engine.ranks.commands import RunGraph
 from engine.ranks.shared import read_step
 from engine.runner_settings import RunnerSettings
 
@@ -63,7 +63,7 @@ class RankGraphs:
         self._graphs = graphs
         return graphs
 
-    def replay(self, command: Replay) -> None:
+    def replay(self, command: RunGraph) -> None:
         """In other ranks than 0: replay a step that rank 0 replays."""
         assert self._graphs is not None, "rank 0 replays only what all ranks have captured"
         step = read_step(self._group.steps.buffers, command)

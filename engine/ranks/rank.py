@@ -25,7 +25,7 @@ from engine.models.packed_decoder import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.models.share import adapter_specs, rank_share, share_specs
 from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, summing
-from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Replay
+from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, RunGraph
 from engine.ranks.graphs import RankGraphs
 from engine.ranks.shared import SharedGroup
 from engine.resolve import kv_layout, why_eager
@@ -176,7 +176,7 @@ def _execute_summed(decoder: Decoder, group: CollectiveGroup, graphs: RankGraphs
             group.end_stage(decoder.run_layers(*group.read_step(command, decoder.layers)))
         case CaptureSteps():
             graphs.capture()
-        case Replay():
+        case RunGraph():
             graphs.replay(command)
         case _:
             raise AssertionError("rank 0 alone computes logits")

@@ -26,7 +26,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.share import rank_share, share_specs
 from engine.ranks.collectives import require_backend
-from engine.ranks.commands import CaptureSteps, Command, Forward, Replay, decode_command, encode_command
+from engine.ranks.commands import CaptureSteps, Command, Forward, RunGraph, decode_command, encode_command
 from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
 from engine.ranks.remote_messages import BlockCopy, RemoteRanks, Step
@@ -220,7 +220,7 @@ class OwnMemoryRank:
 def _pack(memory: StepMemory, command: Command) -> Step:
     if isinstance(command, CaptureSteps):
         return Step(encode_command(command), b"", b"", b"")
-    assert isinstance(command, Forward | Replay), "rank 0 alone computes logits"
+    assert isinstance(command, Forward | RunGraph), "rank 0 alone computes logits"
     if isinstance(command, Forward):
         command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
     arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command))
@@ -232,7 +232,7 @@ def _unpack(memory: StepMemory, step: Step) -> Command:
     command = decode_command(step.command)
     if isinstance(command, CaptureSteps):
         return command
-    if not isinstance(command, Forward | Replay):
+    if not isinstance(command, Forward | RunGraph):
         raise ValueError(f"{command} is no step")
     contents = (step.token_ids, step.positions, step.sequences)
     for (name, size, dtype), content in zip(_arrays(command), contents, strict=True):
@@ -243,7 +243,7 @@ def _unpack(memory: StepMemory, step: Step) -> Command:
     return command
 
 
-def _arrays(command: Forward | Replay) -> list[tuple[str, int, type]]:
+def _arrays(command: Forward | RunGraph) -> list[tuple[str, int, type]]:
     """Name, size and type of the arrays of a step; see StepMemory and `shared.write_metadata`."""
     of_sequences = command.num_seqs * (command.max_blocks + 3) + 1
     return [

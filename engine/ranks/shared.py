@@ -26,7 +26,7 @@ from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
-from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Replay, Report
+from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Report, RunGraph
 from engine.runner_settings import RunnerSettings
 from engine.step_input import StepInput
 from mesh.domain.errors import ConfigurationError
@@ -189,7 +189,7 @@ class SharedGroup:
     def begin_replay(self, step: StepInput, shape: StepShape) -> None:
         """In rank 0 of a single stage: let the others replay this step."""
         num_seqs, max_blocks = step.block_tables.shape
-        command = Replay(len(step.token_ids), num_seqs, max_blocks, *shape)
+        command = RunGraph(len(step.token_ids), num_seqs, max_blocks, *shape)
         write_step(self.buffers, step, command)
         self._post(0, command)
 
@@ -278,7 +278,7 @@ def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
     )
 
 
-def write_step(memory: StageBuffers, step: StepInput, command: Replay) -> None:
+def write_step(memory: StageBuffers, step: StepInput, command: RunGraph) -> None:
     """Write a step that is replayed to the memory."""
     memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens] = step.token_ids
     tokens, (*sequences, _) = _views(memory, command)
@@ -293,7 +293,7 @@ def write_step(memory: StageBuffers, step: StepInput, command: Replay) -> None:
         view[:] = array
 
 
-def read_step(memory: StageBuffers, command: Replay) -> StepInput:
+def read_step(memory: StageBuffers, command: RunGraph) -> StepInput:
     """The step that rank 0 wrote; its arrays are views of the memory. Nothing says which rows are sampled."""
     (positions, rope_lengths, slots), (tables, context_lens, prompt_lens, query_starts, _) = _views(memory, command)
     none: NDArray[Any] = np.zeros(0, np.int64)
@@ -312,7 +312,7 @@ def read_step(memory: StageBuffers, command: Replay) -> StepInput:
     )
 
 
-def _views(memory: StageBuffers, command: Forward | Replay) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+def _views(memory: StageBuffers, command: Forward | RunGraph) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """The arrays of a step's metadata: of tokens (int64), and of sequences and runs (int32)."""
     num_tokens, num_seqs = command.num_tokens, command.num_seqs
     of_tokens = _split(memory.get("positions", 3 * num_tokens, np.int64), [num_tokens] * 3)

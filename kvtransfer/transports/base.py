@@ -19,9 +19,11 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
-    """The data that a receiver needs to access the sender's payloads: an arena, or one side of a process group.
+    """The data that a receiver needs to access the sender's payloads: an arena of this machine, one side of a process
+    group, or memory that a library's engine reads.
 
-    `rendezvous`: what that side has put into torch's store, where the two sides of a group meet.
+    `rendezvous`: what the sender's side tells the receiver's. A process group: what it has put into torch's store,
+    where the two sides meet. An engine: what other processes need to read the arena (`ReadEngine.told`).
     """
 
     name: str

@@ -2,6 +2,7 @@
 
     MeshError
     ├── InvalidRequest          the client sent a bad request; do not retry
+    │   └── TooLarge            the sequence can never fit on this worker
     ├── ModelNotFound           no served model has this name
     ├── Unauthenticated         the credential is missing or wrong
     ├── PermissionDenied        the caller is known but not allowed
@@ -18,7 +19,7 @@
         ├── TransferCorrupt     KV failed verification
         ├── LeaseExpired        the sender of a transfer never came, or was silent for a lease
         ├── ReceiverLost        the receiver of a transfer stops, as its sender was told
-        ├── WorkerBusy          the worker has no free blocks
+        ├── WorkerBusy          the worker has no room now: no free slot, blocks or adapter slot
         ├── SequencePreempted   the sequence lost its blocks to older sequences
         ├── WorkerDraining      the worker accepts no new work
         └── WorkerLost          the worker is unreachable, silent, or has failed
@@ -33,6 +34,10 @@ class MeshError(Exception):
 
 class InvalidRequest(MeshError):
     """The request violates a documented rule."""
+
+
+class TooLarge(InvalidRequest):
+    """The sequence needs more tokens than this worker can ever hold."""
 
 
 class ModelNotFound(MeshError):
@@ -104,7 +109,7 @@ class ReceiverLost(Replayable):
 
 
 class WorkerBusy(Replayable):
-    """The worker has too few free blocks for the sequence."""
+    """The worker has no room now: no free slot, too few free blocks, or no free adapter slot."""
 
 
 class SequencePreempted(Replayable):

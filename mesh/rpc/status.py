@@ -20,6 +20,7 @@ RETRY_AFTER_KEY = "retry-after-ms"
 STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
     {
         errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+        errors.TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
         errors.ModelNotFound: grpc.StatusCode.NOT_FOUND,
         errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
         errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,

@@ -172,7 +172,7 @@ class PlacementQuery:
     """The needs of one attempt. `avoid`: incarnations of workers that failed this request; they are chosen only if
     there is no other. `cut_off`: incarnations of prefill workers whose KV did not arrive; they are not chosen at all.
     `num_seqs`: sequences that share the prompt. `adapter`: digest of the LoRA adapter that its workers must have; empty
-    for none. `home`: incarnation of the decode worker that its session used last.
+    for none. `home`: incarnation of the decode worker that its conversation used last.
     """
 
     num_tokens: int
@@ -358,8 +358,8 @@ def prefill_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Cost
 def decode_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs:
     """The worker's utilisation minus the cached share of the prompt; both in [0, 1].
 
-    The session's home counts as if it had cached some of the prompt: it may not have reported it yet, or have it on
-    disk.
+    The conversation's home counts as if it had cached some of the prompt: it may not have reported it yet, or have it
+    on disk.
     """
     known = cached / query.num_tokens
     row = roster.row(query.home)

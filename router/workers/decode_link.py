@@ -78,7 +78,8 @@ class SequenceListener(Protocol):
 
 
 class Link(Protocol):
-    """Starts and aborts attempts at one run of a decode worker. Plug point: DecodeLink, and modelled workers."""
+    """Starts and aborts attempts at one run of a decode worker. Plug point: DecodeLink, and modelled workers
+    (tandem_cli/simulation/workers.py)."""
 
     def start(
         self,
@@ -96,7 +97,8 @@ class Link(Protocol):
 
 
 class Links(Protocol):
-    """The links to all decode workers. Plug point: DecodeLinks, and modelled workers."""
+    """The links to all decode workers. Plug point: DecodeLinks, and modelled workers
+    (tandem_cli/simulation/workers.py)."""
 
     def find(self, info: WorkerInfo) -> Link | None:
         """Return the working link to this run of a worker, or None."""

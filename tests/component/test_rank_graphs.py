@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.decode_graphs import Captured, Run, StepShape
 from engine.model_runner import ModelRunner
-from engine.ranks.commands import CaptureSteps, Replay, decode_command, encode_command
+from engine.ranks.commands import CaptureSteps, RunGraph, decode_command, encode_command
 from engine.settings import NO_GRAPHS, GraphSettings
 from mesh.domain.kv import Degrees
 from tests.component.own_memory import ThreadRanks, own_memory_runner
@@ -164,13 +164,13 @@ def test_a_sum_that_is_not_in_the_graph_is_found_out() -> None:
         graph.replay()
 
 
-@pytest.mark.parametrize("command", [CaptureSteps(), Replay(5, 3, 7, 4, 2)])
-def test_commands(command: CaptureSteps | Replay) -> None:
+@pytest.mark.parametrize("command", [CaptureSteps(), RunGraph(5, 3, 7, 4, 2)])
+def test_commands(command: CaptureSteps | RunGraph) -> None:
     assert decode_command(encode_command(command)) == command
 
 
-@pytest.mark.parametrize("command", [Replay(2, 3, 7, 4, 2), Replay(9, 3, 7, 4, 2)])
-def test_impossible_commands(command: Replay) -> None:
+@pytest.mark.parametrize("command", [RunGraph(2, 3, 7, 4, 2), RunGraph(9, 3, 7, 4, 2)])
+def test_impossible_commands(command: RunGraph) -> None:
     """More sequences than tokens; more tokens than the graph has rows."""
     with pytest.raises(ValueError, match="impossible"):
         decode_command(encode_command(command))

@@ -395,7 +395,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def _run_fork(self, session: _Session, model: FakeModel, prompt: "_SharedPrompt") -> None:
         key = (model.request.request_id, model.request.attempt)
         if not await prompt.is_there():
-            return self._fail(session, key, SequenceFailure.PREEMPTED)
+            return self._fail(session, key, SequenceFailure.NO_CAPACITY)
         self.forked.add(key)
         return await self._generate(session, model, self._script(model.request), is_first=True)
 

@@ -123,6 +123,17 @@ async def test_no_room_is_said_at_once_and_too_large_differs() -> None:
         assert (await router.box("c").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_TOO_LARGE
 
 
+@pytest.mark.parametrize("transfer_id", ["", "t"])
+async def test_only_sequences_that_never_fit_are_too_large(transfer_id: str) -> None:
+    async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
+        await router.start(make_request("a", range(1, 9), adapter="unknown"), transfer_id)
+        failed = (await router.box("a").get()).failed
+        assert failed.reason == decode_pb2.SEQUENCE_FAILURE_REFUSED
+        assert failed.detail == "this worker has no adapter unknown"
+        await router.start(make_request("b", range(1, 60), adapter="unknown"), transfer_id)
+        assert (await router.box("b").get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_TOO_LARGE
+
+
 async def test_preemption_is_reported_for_replay() -> None:
     async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
         rig.decode.runner.gate.clear()
@@ -279,7 +290,7 @@ async def test_forks_of_a_prompt_that_never_comes_are_given_back(how: str) -> No
             while not (message := await router.box(fork.request_id).get()).HasField("failed"):
                 pass
             reasons.add(message.failed.reason)
-        expected = {decode_pb2.SEQUENCE_FAILURE_PREEMPTED}
+        expected = {decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY}
         assert reasons <= expected | ({decode_pb2.SEQUENCE_FAILURE_DEADLINE} if how == "out of time" else set())
         if how == "newer attempt":
             await router.abort(replace(request, attempt=1))
@@ -297,17 +308,17 @@ async def test_a_choice_whose_grammar_is_refused_takes_the_others_with_it(refuse
         assert rig.decode_service.num_sequences == 0
 
 
-async def test_forks_without_a_slot_are_replayed_and_are_no_preemption() -> None:
+async def test_forks_without_a_slot_fail_for_capacity_and_are_no_preemption() -> None:
     async with worker_rig(decode=EngineRig.make(max_num_seqs=2)) as rig, fake_router(rig) as router:
         request = forking(list(range(9)), max_new_tokens=6)
         first, second = request.forked()
         await router.start(request)
-        assert (await router.box(second.request_id).get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_PREEMPTED
+        assert (await router.box(second.request_id).get()).failed.reason == decode_pb2.SEQUENCE_FAILURE_NO_CAPACITY
         for each in (request, first):
             assert await router.collect(each) == fake_continuation(request.token_ids, 6)
         value = rig.decode_metrics.registry.get_sample_value
         assert value("tandem_engine_preemptions_total", {"role": "decode"}) == 0
-        failures = {"role": "decode", "reason": "preempted"}
+        failures = {"role": "decode", "reason": "no_capacity"}
         assert value("tandem_engine_sequence_failures_total", failures) == 1
 
 

@@ -45,12 +45,12 @@ async def test_separated_stream_is_one_sequence(make_mesh: Any) -> None:
     mesh.assert_at_rest()
 
 
-async def test_cache_hints_reach_both_workers_and_a_session_goes_on_where_it_was(make_mesh: Any) -> None:
+async def test_cache_hints_reach_both_workers_and_a_conversation_goes_on_where_it_was(make_mesh: Any) -> None:
     mesh = await make_mesh()
     prefill = await mesh.prefill()
     decoders = [await mesh.decode(f"decode-{number}") for number in range(3)]
     hints = {"session_id": "agent", "keep_priority": KEEP_PRIORITY_HIGH, "time_to_live": {"seconds": 60}}
-    for first in range(65, 73):  # prompts that share no prefix, so that nothing but the session binds them
+    for first in range(65, 73):  # prompts that share no prefix, so that nothing but the conversation binds them
         await mesh.generate(token_ids=[first, *PROMPT], max_new_tokens=2, cache_hints=hints)
     served = [[start.sequence for start in decode.started.items] for decode in decoders]
     assert sorted(map(len, served)) == [0, 0, 8]

@@ -113,10 +113,10 @@ def test_the_stronger_hint_counts_for_shared_blocks_unless_it_is_taken_back() ->
     other = Worth("t", "other", LOW, math.inf)
     assert combined(keep, plain, now_s=50.0) == keep._replace(then=plain)
     assert combined(keep, plain, now_s=100.0) is plain  # it is over
-    assert combined(keep, done, now_s=50.0) is done  # the session itself
+    assert combined(keep, done, now_s=50.0) is done  # the conversation itself
     assert combined(keep, other, now_s=50.0) == keep._replace(then=other)
     assert combined(done, plain, now_s=50.0) is plain
-    assert combined(keep, keep._replace(session_id="third", until_s=99.0), now_s=50.0) is keep
+    assert combined(keep, keep._replace(conversation="third", until_s=99.0), now_s=50.0) is keep
 
 
 def test_what_others_have_said_counts_when_the_strongest_hint_is_over() -> None:
@@ -129,7 +129,7 @@ def test_what_others_have_said_counts_when_the_strongest_hint_is_over() -> None:
     assert three == keep._replace(then=for_longer._replace(then=low))
     assert combined(three, Worth("t", "agent", LOW, math.inf), now_s=70.0) == for_longer._replace(
         then=Worth("t", "agent", LOW, math.inf)
-    ), "the session takes its own hint back, not that of the other"
+    ), "the conversation takes its own hint back, not that of the other"
     assert combined(three, plain, now_s=150.0) is plain
 
 

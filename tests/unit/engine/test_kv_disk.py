@@ -240,7 +240,7 @@ def test_a_prompt_gets_its_evicted_blocks_back() -> None:
     assert not again.from_disk
     scheduler.check_integrity()
     after = SequenceState(make_request("after", first, max_new_tokens=1))
-    assert scheduler.missing(after) == [], "restored blocks are cached as any others"
+    assert scheduler.missing(after) == [], "restored blocks are indexed as any others"
 
 
 def run(scheduler: Scheduler, sequence: SequenceState) -> None:

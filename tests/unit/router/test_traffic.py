@@ -12,14 +12,14 @@ from router.traffic import (
     RoutedRequests,
     Traffic,
     TrafficTable,
+    conversation_key,
     parse_traffic,
-    session_key,
     traffic_from_json,
     traffic_to_json,
 )
 
 _NUM_REQUESTS = 20_000
-KEYS = [session_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
+KEYS = [conversation_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
 
 
 class Served:
@@ -96,23 +96,23 @@ def test_the_turns_of_a_conversation_stay_together() -> None:
     system, first = ChatMessage("system", "be kind"), ChatMessage("user", "hello")
     begun = ChatPrompt((system, first))
     continued = ChatPrompt((system, first, ChatMessage("assistant", "hi"), ChatMessage("user", "and now?")))
-    assert session_key(begun, "t") == session_key(continued, "t")
+    assert conversation_key(begun, "t") == conversation_key(continued, "t")
     others = (
-        session_key(ChatPrompt((system, ChatMessage("user", "bye"))), "t"),
-        session_key(ChatPrompt((first,)), "t"),
-        session_key(begun, "u"),
-        session_key(TextPrompt("hello"), "t"),
-        session_key(TokenPrompt([1, 2]), "t"),
-        session_key(TokenPrompt([1, 3]), "t"),
+        conversation_key(ChatPrompt((system, ChatMessage("user", "bye"))), "t"),
+        conversation_key(ChatPrompt((first,)), "t"),
+        conversation_key(begun, "u"),
+        conversation_key(TextPrompt("hello"), "t"),
+        conversation_key(TokenPrompt([1, 2]), "t"),
+        conversation_key(TokenPrompt([1, 3]), "t"),
     )
-    assert len({session_key(begun, "t"), *others}) == 7
+    assert len({conversation_key(begun, "t"), *others}) == 7
 
 
 @pytest.mark.parametrize(
     "prompt", [TextPrompt("\ud800"), ChatPrompt(()), ChatPrompt((ChatMessage("system", "x"),)), None]
 )
 def test_every_prompt_has_a_key(prompt: TextPrompt | ChatPrompt | None) -> None:
-    assert session_key(prompt, "\ud800")
+    assert conversation_key(prompt, "\ud800")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import grpc
 
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 
 _STEP_S = 0.01
@@ -61,4 +61,4 @@ async def _main() -> None:
 
 
 if __name__ == "__main__":
-    run_program(lambda: asyncio.run(_main()))
+    run_program(lambda: run_async(_main()))

@@ -25,7 +25,7 @@ from rich.table import Table
 import tandem
 from bench.paced_mesh import paced_mesh, service
 from bench.pinned import on_cores
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
 
@@ -130,7 +130,7 @@ def main() -> None:
     os.environ[PACE_ENV] = f"{args.step_ms},0"
     rounds: list[Round] = []
     with showing(rounds, lambda: show(rounds, f"{args.idle:,} idle and {args.dripping:,} dripping connections")):
-        asyncio.run(measure(args.idle, args.dripping, args.requests, rounds, args.rounds))
+        run_async(measure(args.idle, args.dripping, args.requests, rounds, args.rounds))
 
 
 if __name__ == "__main__":

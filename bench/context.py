@@ -24,7 +24,7 @@ from rich.table import Table
 
 from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
 from bench.shapes import LONG, positions_of
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
 
 _VOCAB = range(3, 250)
@@ -59,7 +59,7 @@ def main() -> None:
         parser.error(f"--tokens: {options.shape} has room for prompts of {most} tokens; shapes in '{LONG}' have more")
     room = max(options.tokens) + options.output_tokens + _SPARE_TOKENS
     setup = replace(setup_of(options), kv_tokens=-(-room // _SPARE_TOKENS) * _SPARE_TOKENS)
-    asyncio.run(compare(options, setup))
+    run_async(compare(options, setup))
 
 
 async def compare(options: argparse.Namespace, setup: Setup) -> None:

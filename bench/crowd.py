@@ -11,7 +11,7 @@ import contextlib
 import resource
 import sys
 
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 
 _DRIP_S = 1.0
 _RECONNECT_S = 0.5
@@ -59,7 +59,7 @@ def main() -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     port, num_idle, num_dripping = map(int, sys.argv[1:4])
-    asyncio.run(_run(port, num_idle, num_dripping))
+    run_async(_run(port, num_idle, num_dripping))
 
 
 if __name__ == "__main__":

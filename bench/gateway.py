@@ -27,7 +27,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from mesh.tasks import together
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile
@@ -225,7 +225,7 @@ def main() -> None:
     os.environ[PACE_ENV] = f"{args.step_ms},0"
     measured: list[Measured] = []
     with showing(measured, lambda: show(measured)):
-        asyncio.run(measure(args.streams, args.tokens, args.repeats, measured))
+        run_async(measure(args.streams, args.tokens, args.repeats, measured))
 
 
 if __name__ == "__main__":

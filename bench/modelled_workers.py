@@ -31,7 +31,7 @@ from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from mesh.logs import configure_logging
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -235,7 +235,7 @@ def main() -> None:
     parser.add_argument("--tokens-per-s", type=float, default=4.0, help="of each decode worker and router")
     raise_open_files()
     configure_logging("modelled_workers", level="error")
-    asyncio.run(_serve(parser.parse_args()))
+    run_async(_serve(parser.parse_args()))
 
 
 if __name__ == "__main__":

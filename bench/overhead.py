@@ -8,7 +8,6 @@ tokens in every row; twice the figure at twice the length is a quadratic. Memory
 """
 
 import argparse
-import asyncio
 import os
 import random
 import statistics
@@ -23,7 +22,7 @@ from rich.table import Table
 
 import tandem
 from bench.shapes import write_shape
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import own_mesh
 
 _PACE = "0,0"
@@ -63,7 +62,7 @@ def main() -> None:
     options = parser.parse_args()
     costs: dict[str, list[Cost]] = {}
     with showing(costs, lambda: Console(width=120).print(table_of(costs))):
-        asyncio.run(measure(options.tokens, options.output_tokens, options.requests, costs))
+        run_async(measure(options.tokens, options.output_tokens, options.requests, costs))
 
 
 async def measure(lengths: Sequence[int], num_output: int, num_requests: int, costs: dict[str, list[Cost]]) -> None:

@@ -9,7 +9,6 @@ machine: the profile knows nothing of what others do while the trace runs.
 """
 
 import argparse
-import asyncio
 import json
 import logging
 import shlex
@@ -23,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from tandem_cli.load_test import figures as load_figures
@@ -122,7 +121,7 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="tandem-predicted-") as folder:
         path = Path(folder) / "trace.jsonl"
-        profile, num_workers, runs = asyncio.run(measure(args, path))
+        profile, num_workers, runs = run_async(measure(args, path))
         table_rows = rows(predict(profile, path, num_workers), runs)
     if args.json:
         print(json.dumps({"profile": asdict(profile), "rows": table_rows}))

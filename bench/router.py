@@ -36,7 +36,7 @@ from rich.table import Table
 import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from router.admission.placement import PlacementQuery, PrefixChain, place
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
@@ -224,7 +224,7 @@ def _measure_clients(args: argparse.Namespace) -> None:
     runs: list[list[RouterRun]] = []
     with showing(runs, lambda: show(runs)):
         for _ in range(args.repeats):
-            runs.append(asyncio.run(measure(args.clients, args.tokens)))
+            runs.append(run_async(measure(args.clients, args.tokens)))
     if args.json:
         args.json.write_text(json.dumps(_medians(runs)))
 
@@ -247,7 +247,7 @@ def main() -> None:
         scaling: list[list[RouterRun]] = []
         with showing(scaling, lambda: show_scaling(scaling, args.replicas)):
             for _ in range(args.repeats):
-                scaling.append(asyncio.run(measure_scaling(args.replicas, args.tokens)))
+                scaling.append(run_async(measure_scaling(args.replicas, args.tokens)))
     else:
         _measure_clients(args)
 

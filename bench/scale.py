@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.modelled_mesh import Memory, Mesh, MeshFailed, Shape, running
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from tandem.v1 import generation_pb2, generation_pb2_grpc
 from tandem_cli.load_test.figures import percentile
 
@@ -180,7 +180,7 @@ def main() -> None:
     try:
         with showing(runs, lambda: show(runs)):
             for shape in shapes:
-                runs.append(asyncio.run(measure(shape, args.streams, args.seconds)))
+                runs.append(run_async(measure(shape, args.streams, args.seconds)))
     except MeshFailed as error:
         raise SystemExit(str(error)) from None
 

@@ -28,7 +28,7 @@ from decode_worker.settings import DecodeSettings
 from engine.loop import EngineLoop, LoopCallbacks, StepResult
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from worker.engine_host import load_engine_host
@@ -177,14 +177,14 @@ def main() -> None:
     if sys.argv[1:2] == [_ENGINE]:
         _, _, folder, cores, quantize, *numbers = sys.argv
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
-        asyncio.run(measure_engine(Path(folder), quantize, [int(number) for number in numbers]))
+        run_async(measure_engine(Path(folder), quantize, [int(number) for number in numbers]))
     else:
         parser = argparse.ArgumentParser(prog="python -m bench.serving", description=__doc__.split("\n\n")[0])
         parser.add_argument("--shape", default="135m")
         parser.add_argument("--quantize", default="none", help="none or int8")
         parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
         parser.add_argument("--repeats", type=int, default=3)
-        asyncio.run(compare(parser.parse_args()))
+        run_async(compare(parser.parse_args()))
 
 
 if __name__ == "__main__":

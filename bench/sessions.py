@@ -29,7 +29,7 @@ from rich.table import Table
 import tandem
 from bench.shapes import SHAPES, write_shape
 from engine.settings import QUANTIZATIONS
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import own_mesh
 
 _FIRST_TOKENS, _QUESTION_TOKENS, _ANSWER_TOKENS = 400, 40, 24
@@ -125,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     console = Console(width=120)
     with showing(table.rows, lambda: console.print(table)), tempfile.TemporaryDirectory() as folder:
         model = write_shape(options.shape, Path(folder))
-        asyncio.run(compare(options, model, Path(folder) / "kv", table))
+        run_async(compare(options, model, Path(folder) / "kv", table))
 
 
 if __name__ == "__main__":

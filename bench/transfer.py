@@ -46,7 +46,7 @@ from kvtransfer import (
 )
 from mesh.domain.host import host_and_port
 from mesh.domain.kv import KVLayout, Span
-from mesh.interrupts import run_program, showing
+from mesh.interrupts import run_async, run_program, showing
 from mesh.process import keep_freed_memory
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
@@ -113,7 +113,7 @@ def receive(plan: TransferBenchPlan, pipe: Connection) -> None:
     """Run the receiver, as in a decode worker, in the other process. Stops when the pipe closes."""
     quiet()
     keep_freed_memory()
-    asyncio.run(_receive(plan, pipe))
+    run_async(_receive(plan, pipe))
 
 
 async def _receive(plan: TransferBenchPlan, pipe: Connection) -> None:
@@ -271,13 +271,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     quiet()
     keep_freed_memory()
     if options.receive:
-        asyncio.run(receive_from_others(plan, options.receive))
+        run_async(receive_from_others(plan, options.receive))
         return
     columns = ("transport", "prompt tokens", "MB", "memcpy GB/s", "GB/s", "of memcpy", "ms", "tail ms")
     table = Table(*columns, "sender CPU ms", "receiver", title="KV transfer, medians")
     measured = measure(plan, options.send, None, table) if options.send else measure_own(plan, table)
     with showing(table.rows, lambda: Console().print(table)):
-        medians_ms = asyncio.run(measured)
+        medians_ms = run_async(measured)
     if options.json:
         options.json.write_text(json.dumps(medians_ms))
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import tandem
 from demo_model.questions.numbers import ADD, MULTIPLY, SUBTRACT, difference_of, product_of, sum_of
 from demo_model.questions.sample import Sample
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 
 ROWS = 128
 REQUESTS_AT_ONCE = 32
@@ -139,7 +139,7 @@ def main() -> int:
     torch.set_num_threads(arguments.threads)
     asked = list(islice(questions(), 0, None, arguments.every))
     if arguments.address:
-        wrong = asyncio.run(wrong_of_mesh(arguments.address, asked))
+        wrong = run_async(wrong_of_mesh(arguments.address, asked))
     else:
         wrong = wrong_in_transformers(arguments.folder, asked)
     print("| claim | questions | right |\n|---|---:|---:|")

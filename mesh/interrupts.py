@@ -1,20 +1,28 @@
 """Ctrl-C and SIGTERM end the programs that people run by hand, without a traceback, whenever the signal comes.
 
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
-the program      `run_program`: the first signal raises, so that all that is open is closed; others are ignored
+the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
+                 closed; others are ignored
 the process ends Ctrl-C ends it at once
 """
 
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Coroutine, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+if TYPE_CHECKING:  # programs that start fast import asyncio later, or never
+    import asyncio
+
+T = TypeVar("T")
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.01
+_BLOCKED_S = 1.0
 _CALLERS = ("logging", "grpc.", "llvmlite.binding.executionengine")
 """Modules whose callees must not raise: logging would keep its lock, for which the cleanup waits; grpc.aio takes any
 exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions.
@@ -71,20 +79,81 @@ def showing(results: Sized, show: Callable[[], object]) -> Iterator[None]:
     show()
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise, but not at a place where the exception would be lost or leave something half done: try again later."""
-    if not _may_raise(frame):
-        from threading import Timer  # such places have imported it; programs that start fast have not
+def run_async(main: Coroutine[Any, Any, T], loop_factory: "Callable[[], asyncio.AbstractEventLoop] | None" = None) -> T:
+    """`asyncio.run` for a program of `run_program`. The first signal cancels `main`; when all has ended, it raises."""
+    import asyncio
 
-        again = Timer(_AGAIN_S, os.kill, (os.getpid(), number))
-        again.daemon = True
-        again.start()
-        return
+    async def run() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        _in_loop.append(_InLoop(asyncio.get_running_loop(), task))
+        return await main
+
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(run())
+    finally:
+        if _in_loop and (number := _in_loop.pop().number):
+            _raise(number)
+
+
+@dataclass(slots=True, eq=False)
+class _InLoop:
+    """What `run_async` runs, and the signal that has come."""
+
+    loop: "asyncio.AbstractEventLoop"
+    main: "asyncio.Task[Any]"
+    number: int = 0
+    is_cancelled: bool = False
+
+    def interrupt(self, number: int) -> None:
+        """Cancel as asyncio does at Ctrl-C: an exception in the middle of its loop has crashed Python 3.11."""
+        if self.number:
+            return
+        self.number = number
+        if not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self._cancel)
+            _after(_BLOCKED_S, self._interrupt_blocked)
+
+    def _cancel(self) -> None:
+        self.is_cancelled = True
+        self.main.cancel()
+
+    def _interrupt_blocked(self) -> None:
+        """Raise in code that keeps the loop from running."""
+        if not self.is_cancelled and self in _in_loop:
+            _in_loop.clear()
+            os.kill(os.getpid(), self.number)
+
+
+_in_loop: list[_InLoop] = []
+"""None or one."""
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
+    if _in_loop:
+        _in_loop[0].interrupt(number)
+    elif _may_raise(frame):
+        _raise(number)
+    else:
+        _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
+
+
+def _raise(number: int) -> NoReturn:
     for signal_number in _SIGNALS:  # another one would interrupt the cleanup
         signal.signal(signal_number, _ignore)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
+
+
+def _after(seconds: float, call: Callable[[], object]) -> None:
+    from threading import Timer  # programs that start fast have not imported it
+
+    timer = Timer(seconds, call)
+    timer.daemon = True
+    timer.start()
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

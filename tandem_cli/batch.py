@@ -1,7 +1,6 @@
 """`tandem batch`: answers a file of requests, in OpenAI's batch format, with capacity that nobody else uses."""
 
 import argparse
-import asyncio
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from rich.console import Console
 
 from gateway.batches.files import AnswerFile, BatchRefused, check_requests, read_requests
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import run_async
 from mesh.settings import load_settings, setting
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
         with AnswerFile(args.answers) as answers, _progress_bar() as bar:
             num_before = len(ids & answers.done)
             task = bar.add_task("answers", total=len(ids), completed=num_before)
-            tally = asyncio.run(_send_all(args, answers, lambda: bar.advance(task)))
+            tally = run_async(_send_all(args, answers, lambda: bar.advance(task)))
     except BatchRefused as refused:
         raise ConfigurationError(str(refused)) from None
     except OSError as error:

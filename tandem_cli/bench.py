@@ -1,7 +1,6 @@
 """`tandem bench`: a load test of a mesh, or of any OpenAI-compatible server."""
 
 import argparse
-import asyncio
 import os
 import shlex
 import sys
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
@@ -170,7 +170,7 @@ def _measure(args: argparse.Namespace) -> Report:
     arms = _arms(args, report)
     try:
         with Progress(benchmark, len(arms), Console(stderr=True)) as progress:
-            asyncio.run(Sweep(benchmark, arms, report, progress).run(lambda: _save(args, report)))
+            run_async(Sweep(benchmark, arms, report, progress).run(lambda: _save(args, report)))
         _save(args, report)  # with what is known when the last mesh stops
     except (KeyboardInterrupt, SystemExit):
         if not report.points:

@@ -21,6 +21,7 @@ from rich.text import Text
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import run_async
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed, percentile
@@ -88,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("requests", "concurrency", "input_tokens", "output_tokens"):
         if getattr(args, name) < 1:
             raise ConfigurationError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
-    requests = asyncio.run(_measure(args))
+    requests = run_async(_measure(args))
     if args.json:
         sys.stdout.write(json.dumps(describe(requests)) + "\n")
     else:

@@ -5,7 +5,6 @@ computes for a model on a device. The router is imported only to simulate.
 """
 
 import argparse
-import asyncio
 import json
 import logging
 import sys
@@ -19,6 +18,7 @@ from rich import progress
 from rich.console import Console
 
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import run_async
 from mesh.settings import flag_name, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
@@ -127,7 +127,7 @@ def _add_mesh(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, or measure a profile; print the figures on stdout."""
     if args.measure is not None:
-        profile = asyncio.run(_measure(args))
+        profile = run_async(_measure(args))
         profile.save(args.measure)
         sys.stderr.write(f"{profile.about}: {args.measure}\n")
         return 0

@@ -1,7 +1,6 @@
 """`tandem up`: starts and supervises a mesh."""
 
 import argparse
-import asyncio
 import importlib.util
 import json
 import os
@@ -23,6 +22,7 @@ from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.fork_server.client import ForkServer, can_fork
+from mesh.interrupts import run_async
 from mesh.line_writer import steady_output
 from mesh.process import PARENT_ENV, end_with
 from mesh.rpc.server import require_free
@@ -143,7 +143,7 @@ def _serve(
 
                 local = LocalLauncher(programs, environ, log_dir, fork_server)
                 supervisor = Supervisor(deployment, launcher(local), display, trial, scaling)
-                asyncio.run(supervisor.run(on_ready))
+                run_async(supervisor.run(on_ready))
         except MeshFailed as error:
             sys.stderr.write(f"tandem: {error}\n")
             return 1
@@ -319,7 +319,7 @@ def _require_redis(num_routers: int, url: str) -> None:
             await redis.ping()
 
     try:
-        asyncio.run(ping())
+        run_async(ping())
     except FAILURES as error:  # the message has host and port, never the URL, which may contain a password
         raise ConfigurationError(f"the Redis of registry_url does not answer: {cause_of(error)}") from error
 

@@ -36,7 +36,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -371,8 +371,7 @@ def main(argv: Sequence[str]) -> int:
         run_row, columns = run_quantized, (*_FAMILY, *_QUANTIZED)
     elif options.tensor_parallel is not None:
         run_row, columns = partial(run_ranks, options.tensor_parallel), _RANKS
-    with asyncio.Runner(loop_factory=_Loop) as runner:
-        return 1 if runner.run(run_all(names or list(ROWS), run_row, columns)) else 0
+    return 1 if run_async(run_all(names or list(ROWS), run_row, columns), _Loop) else 0
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from rich.table import Table
 
 from bench.closed_loop import Workload
 from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
 
 _STEADY = Workload(num_clients=4, requests_per_client=1, input_tokens=256, output_tokens=128, seed=2)
@@ -139,7 +139,7 @@ def main() -> None:
     add_common_flags(parser, default)
     options = parser.parse_args()
     setup = setup_of(options)
-    asyncio.run(compare(options.arms, setup, options.repeats, options.json))
+    run_async(compare(options.arms, setup, options.repeats, options.json))
 
 
 if __name__ == "__main__":

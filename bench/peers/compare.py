@@ -10,7 +10,6 @@ bench.peers.arms describes how to write arms; docs/benchmarking-peers.md describ
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -23,7 +22,7 @@ from rich.table import Table
 
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, parse_arm, send_through, setup_of, started
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
 
 _PROMPTS = Workload(num_clients=6, requests_per_client=1, input_tokens=48, output_tokens=24, seed=1)
@@ -214,10 +213,10 @@ def main() -> None:
     options = parser.parse_args()
     setup = setup_of(options)
     if options.check:
-        asyncio.run(print_agreement(options.arms, setup))
+        run_async(print_agreement(options.arms, setup))
     else:
         load = Load(tuple(options.clients), options.input_tokens, options.output_tokens)
-        asyncio.run(compare(options.arms, setup, load, options))
+        run_async(compare(options.arms, setup, load, options))
 
 
 if __name__ == "__main__":

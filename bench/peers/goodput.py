@@ -9,7 +9,6 @@ higher rates. Figures are medians over the rounds. Arms are written as in bench.
 """
 
 import argparse
-import asyncio
 import json
 import statistics
 import sys
@@ -22,7 +21,7 @@ from rich.table import Table
 import tandem
 from bench.peers.arms import Arm, Serving, Setup, add_common_flags, in_turn, send_through, setup_of, started
 from bench.peers.process import PeerFailed
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
 from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, as_failure, poisson_arrivals
@@ -118,7 +117,7 @@ def main() -> None:
     options = parser.parse_args()
     if min(*options.rates, options.seconds) <= 0:
         parser.error("rates and seconds must be more than 0")
-    asyncio.run(compare(options.arms, setup_of(options), options))
+    run_async(compare(options.arms, setup_of(options), options))
 
 
 if __name__ == "__main__":

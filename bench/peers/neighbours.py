@@ -8,7 +8,6 @@ rounds: tokens/s, their share of what the arm reaches alone, and the ratio to th
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
 import os
@@ -24,7 +23,7 @@ from rich.table import Table
 
 from bench.closed_loop import Workload, run_closed_loop
 from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, send_through, setup_of, started
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 
 _ENDLESS = "while True: pass"
 
@@ -114,7 +113,7 @@ def main() -> None:
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
-    asyncio.run(compare(options.arms, setup_of(options), options))
+    run_async(compare(options.arms, setup_of(options), options))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ The quality of a precision is how far it is from the base: next-token distributi
 the user's questions and their references, or the base's own answers where there are none.
 """
 
-import asyncio
 import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -21,6 +20,7 @@ from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.request import SamplingParams, SequenceSpec
+from mesh.interrupts import run_async
 from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, Demand, flags_of
 from tandem_cli.optimization.choice import PrecisionQuality
 from tandem_cli.optimization.progress import ShownProgress
@@ -81,7 +81,7 @@ class CandidateTrial:
             num_done += 1
             self.progress.doing(candidate.name, num_done / num_requests)
 
-        return asyncio.run(serve(flags, jobs, num_timed, self.recipe.concurrency, on_done))
+        return run_async(serve(flags, jobs, num_timed, self.recipe.concurrency, on_done))
 
     def assess(self, precision: str, base_answers: Sequence[Answer], answers: Sequence[Answer]) -> PrecisionQuality:
         """Raises ConfigurationError."""

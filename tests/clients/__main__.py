@@ -20,7 +20,7 @@ import structlog
 from rich.console import Console
 from rich.table import Table
 
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tests.client_environment import output_of, python_with
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import running_gateway
@@ -75,7 +75,7 @@ async def _ask(table: Table, name: str, url: str, calls_url: str) -> bool:
 def main(names: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     table = Table("client", "version", "asked", "answered")
-    is_right = asyncio.run(fill(table, names or tuple(CLIENTS)))
+    is_right = run_async(fill(table, names or tuple(CLIENTS)))
     Console(width=150).print(table)
     return 0 if is_right else 1
 

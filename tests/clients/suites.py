@@ -19,7 +19,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.shapes import BUNDLED
-from mesh.interrupts import run_program
+from mesh.interrupts import run_async, run_program
 from tests.client_environment import python_with
 from tests.e2e.mesh_process import mesh
 
@@ -100,7 +100,7 @@ def main(names: Sequence[str]) -> int:
     known = ("langchain", *_SDKS)
     if unknown := [name for name in names if name not in known]:
         sys.exit(f"no suite {', '.join(unknown)}; there are {', '.join(known)}")
-    return asyncio.run(run_suites(names or known))
+    return run_async(run_suites(names or known))
 
 
 if __name__ == "__main__":

@@ -108,3 +108,45 @@ def test_what_runs_is_completed_first(program: str, told: str) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, told, "")
+
+
+_INTERRUPTED_IN_A_LOOP = """
+import asyncio, os, signal
+from mesh.interrupts import run_async, run_program
+
+async def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.sleep(60)
+    finally:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(0.05)
+        print("closed")
+
+run_program(lambda: run_async(main()))
+"""
+
+
+_INTERRUPTED_IN_A_BLOCKED_LOOP = """
+import os, signal, time
+from mesh.interrupts import run_async, run_program
+
+async def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        time.sleep(60)
+    finally:
+        print("closed")
+
+run_program(lambda: run_async(main()))
+"""
+
+
+@pytest.mark.parametrize(
+    "program", [_INTERRUPTED_IN_A_LOOP, _INTERRUPTED_IN_A_BLOCKED_LOOP], ids=["waiting", "blocked"]
+)
+def test_a_loop_ends_after_its_cleanup(program: str) -> None:
+    """The signal counts that came first."""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, "closed\n", "")

@@ -24,8 +24,9 @@ demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker i
 up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 	$(BIN)/tandem up
 
+# Kernels first: they take longest where nothing is compiled yet.
 test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, documentation, tests.
-	$(MAKE) --no-print-directory -j2 lint docs kernels
+	$(MAKE) --no-print-directory -j2 kernels lint docs
 	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --dist worksteal || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.

@@ -4,6 +4,8 @@ import gc
 import os
 import signal
 import tempfile
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,18 @@ from tests.evidence import evidence
 
 __all__ = ["evidence", "repaired"]
 
-LONGEST_FIRST = ("e2e", "chaos", "component", "service", "unit")
-"""Folders of tests. Short tests at the end keep all processes busy until then."""
+TESTS = Path(__file__).parent
+STAGES = (("e2e",), ("chaos",), ("component", "service"), ("unit",))
+"""Folders of tests, in order. Files of folders of one stage take turns: tests of `component` compute and those of
+`service` wait, so that together they keep all cores busy. Short tests at the end keep all processes busy until then.
+"""
+ALONE = (
+    "tests/e2e/",
+    "tests/component/test_gpu_plan.py",
+    "tests/component/test_triton_attention.py",
+    "tests/service/test_switching.py",
+)
+"""Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,8 +46,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort by folders."""
-    items.sort(key=_place)
+    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort by stages."""
+    places = _places(list(dict.fromkeys(item.path for item in items)))
+    items.sort(key=lambda item: places.get(item.path, (len(STAGES), 0.0)))
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
             item.add_marker("evidence")
@@ -58,21 +71,24 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _place(item: pytest.Item) -> int:
-    parts = item.path.parts
-    return next((place for place, folder in enumerate(LONGEST_FIRST) if folder in parts), len(LONGEST_FIRST))
+def _places(paths: Sequence[Path]) -> dict[Path, tuple[int, float]]:
+    """The stage of each file, and its place there: files of each folder are spread over the whole stage."""
+    places = {}
+    for stage, folders in enumerate(STAGES):
+        for folder in folders:
+            inside = [path for path in paths if path.is_relative_to(TESTS / folder)]
+            places |= {path: (stage, number / len(inside)) for number, path in enumerate(inside)}
+    return places
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file run in one process, because they share clusters, models or servers; those in tests/e2e, each of
-    which has a mesh of its own, wherever.
-    """
+    """Tests of a file run in one process, because they share clusters, models or servers; those of ALONE wherever."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+            return nodeid if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -9,7 +9,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
+.PHONY: demo up docs pictures test retest kernels lint style types protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
 # --no-compile: pip would compile all 19,000 modules, one after the other, of which a few thousand are ever imported.
@@ -35,12 +35,16 @@ retest: .venv/.installed  ## Run the tests that failed last once more, one by on
 kernels: .venv/.installed  ## Compile the CPU kernels, which a first start compiles otherwise (minutes).
 	$(BIN)/tandem compile --all
 
-lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
+lint: style types  ## Style, types, import rules, protocol lint and generated code.
+
+style: .venv/.installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check -q $(SOURCES)
-	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 	BIN=$(BIN) protos/check.sh
+
+types: .venv/.installed
+	$(BIN)/mypy $(TYPED)
 
 docs: .venv/.installed  ## The documentation as a site in build/site; every page listed, every link and anchor checked.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict

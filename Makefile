@@ -27,7 +27,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 # Kernels first: they take longest where nothing is compiled yet.
 test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, documentation, tests.
 	$(MAKE) --no-print-directory -j2 kernels lint docs
-	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --dist worksteal || $(MAKE) --no-print-directory retest
+	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
 	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE
@@ -88,7 +88,7 @@ soak: .venv/.installed  ## Load with a fault a minute for TANDEM_SOAK_S, samples
 	nice -n 10 $(BIN)/pytest -q -s tests/chaos/test_soak.py
 
 defects: .venv/.installed  ## Every defect found by attack and acceptance tests: what was tried, before, after.
-	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n $(TESTS_AT_ONCE) --dist worksteal
+	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n $(TESTS_AT_ONCE)
 
 bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each KV transport.
 	$(BIN)/python -m bench.serving

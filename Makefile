@@ -9,12 +9,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests of processes wait more than they compute, so two cores take three at once.
 TESTS_AT_ONCE ?= 3
 
-.PHONY: demo up docs pictures test retest kernels lint protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
+.PHONY: demo up docs pictures test retest kernels lint style types protos wheels parity test-gpu netns upgrade compose-test interrupts chaos soak defects bench bench-guard clean
 .DEFAULT_GOAL := test
 
+# --no-compile: pip would compile all 19,000 modules, one after the other, of which a few thousand are ever imported.
 .venv/.installed: pyproject.toml client/pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e ./client -e '.[dev]'
+	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ./client -e '.[dev]'
 	touch $@
 
 demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker in the middle of an answer, stop.
@@ -23,9 +24,10 @@ demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker i
 up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 	$(BIN)/tandem up
 
+# Kernels first: they take longest where nothing is compiled yet.
 test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, documentation, tests.
-	$(MAKE) --no-print-directory -j2 lint docs kernels
-	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --dist worksteal || $(MAKE) --no-print-directory retest
+	$(MAKE) --no-print-directory -j2 kernels lint docs
+	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
 	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE
@@ -33,12 +35,16 @@ retest: .venv/.installed  ## Run the tests that failed last once more, one by on
 kernels: .venv/.installed  ## Compile the CPU kernels, which a first start compiles otherwise (minutes).
 	$(BIN)/tandem compile --all
 
-lint: .venv/.installed  ## Style, types, import rules, protocol lint and generated code.
+lint: style types  ## Style, types, import rules, protocol lint and generated code.
+
+style: .venv/.installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check -q $(SOURCES)
-	$(BIN)/mypy $(TYPED)
 	$(BIN)/lint-imports
 	BIN=$(BIN) protos/check.sh
+
+types: .venv/.installed
+	$(BIN)/mypy $(TYPED)
 
 docs: .venv/.installed  ## The documentation as a site in build/site; every page listed, every link and anchor checked.
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -82,7 +88,7 @@ soak: .venv/.installed  ## Load with a fault a minute for TANDEM_SOAK_S, samples
 	nice -n 10 $(BIN)/pytest -q -s tests/chaos/test_soak.py
 
 defects: .venv/.installed  ## Every defect found by attack and acceptance tests: what was tried, before, after.
-	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n $(TESTS_AT_ONCE) --dist worksteal
+	$(BIN)/pytest -q -m 'defect and not gpu and not soak' -n $(TESTS_AT_ONCE)
 
 bench: .venv/.installed  ## Speed of the mesh, of its engine alone, and of each KV transport.
 	$(BIN)/python -m bench.serving

@@ -18,12 +18,14 @@ def python_with(requirement: str, module: str, *others: str) -> str:
     folder = cache / f"{requirement}-{sys.version_info.major}.{sys.version_info.minor}"
     python = folder / "bin" / "python"
     if not _has(python, module):
-        pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check", requirement, *others]
+        venv = [sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)]
+        # A pip of its own would take longer to install than most clients: ours installs them.
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--disable-pip-version-check"]
         try:
             # Ctrl-C ends pip before it removes its own temporary files.
             with TemporaryDirectory(prefix="tandem-test-pip-") as temporary:
                 environ = os.environ | {"TMPDIR": temporary}
-                for command in ([sys.executable, "-m", "venv", "--clear", str(folder)], pip):
+                for command in (venv, [*pip, requirement, *others]):
                     subprocess.run(command, check=True, capture_output=True, timeout=280, env=environ)
         except (OSError, subprocess.SubprocessError) as error:
             give_up = pytest.fail if os.environ.get("CI") else pytest.skip

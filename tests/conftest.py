@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import tempfile
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
@@ -15,8 +16,13 @@ from tests.evidence import evidence
 
 __all__ = ["evidence", "repaired"]
 
-LONGEST_FIRST = ("e2e", "chaos", "component", "service", "unit")
-"""Folders of tests. Short tests at the end keep all processes busy until then."""
+STAGES = (("chaos", "component", "e2e", "service"), ("unit",))
+"""Folders of tests, in order. Those of one stage take turns, so that all cores are busy all the time: tests of
+`component` compute, those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core.
+Short tests at the end keep all processes busy until then.
+"""
+ALONE = ("tests/e2e/", "tests/component/test_triton_attention.py", "tests/service/test_switching.py")
+"""Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,15 +38,19 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["XDG_RUNTIME_DIR"] = folder.name
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort by folders."""
-    items.sort(key=_place)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
+    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort those that are
+    left to run by stages.
+    """
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
             item.add_marker("evidence")
         if "repaired" in getattr(item, "fixturenames", ()):
             item.add_marker("defect")
+    yield
+    places = _places(_unit(item.nodeid) for item in items)
+    items.sort(key=lambda item: places[_unit(item.nodeid)])
 
 
 def pytest_collectstart() -> None:
@@ -58,21 +68,31 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
-def _place(item: pytest.Item) -> int:
-    parts = item.path.parts
-    return next((place for place, folder in enumerate(LONGEST_FIRST) if folder in parts), len(LONGEST_FIRST))
+def _unit(nodeid: str) -> str:
+    """What runs in one process: a file, whose tests share clusters, models or servers, or a test of ALONE."""
+    return nodeid if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
+
+
+def _places(units: Iterable[str]) -> dict[str, tuple[int, float]]:
+    """The stage of each unit, and its place there: units of each folder are spread over the whole stage."""
+    stages = {folder: stage for stage, folders in enumerate(STAGES) for folder in folders}
+    by_folder: dict[str, list[str]] = {}
+    for unit in dict.fromkeys(units):
+        by_folder.setdefault(unit.removeprefix("tests/").partition("/")[0], []).append(unit)
+    return {
+        unit: (stages.get(folder, len(STAGES)), number / len(inside))
+        for folder, inside in by_folder.items()
+        for number, unit in enumerate(inside)
+    }
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of a file run in one process, because they share clusters, models or servers; those in tests/e2e, each of
-    which has a mesh of its own, wherever.
-    """
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return nodeid if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+            return _unit(nodeid)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -54,17 +54,17 @@ async def run_sdk(name: str, url: str, folder: Path) -> int:
     version, tests = _SDKS[name]
     requirement = f"{name}[aiohttp]=={version}"
     python = await asyncio.to_thread(python_with, requirement, f"{name}, http_snapshot", *_SDK_NEEDS)
-    source = await asyncio.to_thread(_unpacked, python, f"{name}=={version}", folder)
+    source = await asyncio.to_thread(_unpacked, f"{name}=={version}", folder)
     base_url = f"{url}/v1" if name == "openai" else url
     environment = {"TEST_API_BASE_URL": base_url, "PYTHONPATH": str(_HERE)}
     paths = [str(source / "tests" / "api_resources" / test) for test in tests]
     return await _pytest(python, source, environment, "-p", "sdk_suite", *paths)
 
 
-def _unpacked(python: str, requirement: str, folder: Path) -> Path:
+def _unpacked(requirement: str, folder: Path) -> Path:
     """The folder of a package's source distribution, in `folder`."""
-    pip = [python, "-m", "pip", "download", "-q", "--disable-pip-version-check", "--no-deps", "--no-binary", ":all:"]
-    subprocess.run([*pip, "-d", str(folder), requirement], check=True)
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "--no-deps", "--no-binary", ":all:", "-d", str(folder), requirement], check=True)
     [archive] = folder.glob("*.tar.gz")
     with tarfile.open(archive) as files:
         files.extractall(folder, filter="data")

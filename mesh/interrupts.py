@@ -99,7 +99,7 @@ def run_async(main: Coroutine[Any, Any, T], loop_factory: "Callable[[], asyncio.
 
 @dataclass(slots=True, eq=False)
 class _InLoop:
-    """What `run_async` runs, and the signal that has come."""
+    """The loop and the task of `run_async`, and the signal that has come."""
 
     loop: "asyncio.AbstractEventLoop"
     main: "asyncio.Task[Any]"

@@ -142,13 +142,13 @@ def _refused(structure: Structure, message: str) -> InvalidRequest:
     return InvalidRequest(f"{structure.kind} cannot be used: {reason[:_MAX_MESSAGE_CHARS]}")
 
 
-def _on_deep_stack(work: Callable[[], T]) -> T:
-    """Run `work` on a new thread with a stack for deep recursion. Return its result or raise its error."""
+def _on_deep_stack(call: Callable[[], T]) -> T:
+    """Run `call` on a new thread with a stack for deep recursion. Return its result or raise its error."""
     future: Future[T] = Future()
 
     def run() -> None:
         try:
-            future.set_result(work())
+            future.set_result(call())
         except BaseException as error:  # a panic in the library is no Exception; the caller must not wait forever
             future.set_exception(error)
 

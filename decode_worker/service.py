@@ -303,9 +303,9 @@ class DecodeService:
         return owner
 
     def _spawn(
-        self, work: Coroutine[object, object, None], context: contextvars.Context | None = None
+        self, coroutine: Coroutine[object, object, None], context: contextvars.Context | None = None
     ) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, context=context)
+        task = asyncio.create_task(coroutine, context=context)
         self._tasks.add(task)
         task.add_done_callback(self._on_task_done)
         return task

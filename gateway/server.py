@@ -364,12 +364,12 @@ def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:
     return {b"content-length", b"transfer-encoding"} <= {name for name, _ in headers}
 
 
-async def cancel_on_disconnect(work: Coroutine[object, object, Response], request: Request) -> Response:
-    """Return the response of `work`. If the client disconnects first, cancel `work` and raise ClientDisconnect.
+async def cancel_on_disconnect(coroutine: Coroutine[object, object, Response], request: Request) -> Response:
+    """Return the response of the coroutine. If the client disconnects first, cancel it and raise ClientDisconnect.
 
     The request's body must have been read already: this consumes the messages that follow it.
     """
-    working = asyncio.create_task(work)
+    working = asyncio.create_task(coroutine)
     disconnecting = asyncio.create_task(_until_disconnected(request))
     try:
         await asyncio.wait((working, disconnecting), return_when=asyncio.FIRST_COMPLETED)

@@ -247,11 +247,12 @@ def _fill(pipe: int, data: bytes) -> None:
         os.close(pipe)
 
 
-def run_for_life(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run `work` as a task that the service cannot do without. If it fails, log the error and end the process with
-    status 1, to be restarted: the service would go on with a stale view of the mesh, or with limits that nobody checks.
+def run_for_life(coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run the coroutine as a task that the service cannot do without. If it fails, log the error and end the process
+    with status 1, to be restarted: the service would go on with a stale view of the mesh, or with limits that nobody
+    checks.
     """
-    task = asyncio.create_task(work)
+    task = asyncio.create_task(coroutine)
     task.add_done_callback(_end_if_failed)
     return task
 

@@ -117,15 +117,15 @@ def _open_master(url: str, options: dict[str, Any]) -> Redis:
     plain = parts._replace(scheme=_BY_SENTINEL[parts.scheme], path=database)
     hosts = []
     for address in addresses.split(","):
-        known: dict[str, Any] = dict(parse_url(urlunsplit(plain._replace(netloc=f"{login}{at}{address}"))))
-        hosts.append((known.pop("host", ""), known.pop("port", _SENTINEL_PORT)))
+        parsed: dict[str, Any] = dict(parse_url(urlunsplit(plain._replace(netloc=f"{login}{at}{address}"))))
+        hosts.append((parsed.pop("host", ""), parsed.pop("port", _SENTINEL_PORT)))
     if not service or not all(host for host, _ in hosts):
         raise ValueError("the name of the service, or a host, is missing")
-    if known.pop("connection_class", None) is not None:
-        known["ssl"] = True
-    number = known.pop("db", 0)
-    known = {**options, **known}  # as in Redis.from_url
-    sentinel = Sentinel(hosts, sentinel_kwargs=known, **known)  # type: ignore[no-untyped-call]
+    if parsed.pop("connection_class", None) is not None:
+        parsed["ssl"] = True
+    number = parsed.pop("db", 0)
+    parsed = {**options, **parsed}  # as in Redis.from_url
+    sentinel = Sentinel(hosts, sentinel_kwargs=parsed, **parsed)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
 
 
@@ -215,17 +215,17 @@ def open_slot(url: SplitResult, options: dict[str, Any], *, tls: bool) -> Redis:
     ValueError."""
     login, at, addresses = url.netloc.rpartition("@")
     servers = []
-    known: dict[str, Any] = {}
+    parsed: dict[str, Any] = {}
     for address in addresses.split(","):
         plain = url._replace(scheme="rediss" if tls else "redis", netloc=f"{login}{at}{address}")
-        known = dict(parse_url(urlunsplit(plain)))
-        servers.append((known.pop("host", ""), int(known.pop("port", _PORT))))
-    if known.pop("db", 0) or not all(host for host, _ in servers):
+        parsed = dict(parse_url(urlunsplit(plain)))
+        servers.append((parsed.pop("host", ""), int(parsed.pop("port", _PORT))))
+    if parsed.pop("db", 0) or not all(host for host, _ in servers):
         raise ValueError("a cluster has database 0 only, or a host is missing")
-    known.pop("connection_class", None)
-    known = {**options, **known}
-    asking = {**known, "ssl": True} if tls else known
-    pool = ConnectionPool(_ToSlotWithTls if tls else _ToSlot, servers=servers, asking=asking, **known)
+    parsed.pop("connection_class", None)
+    parsed = {**options, **parsed}
+    asking = {**parsed, "ssl": True} if tls else parsed
+    pool = ConnectionPool(_ToSlotWithTls if tls else _ToSlot, servers=servers, asking=asking, **parsed)
     return Redis.from_pool(pool)
 
 

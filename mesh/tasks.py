@@ -64,9 +64,9 @@ async def together(coroutines: Iterable[Coroutine[Any, Any, object]]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def run_to_end(executor: Executor, work: Callable[[], T]) -> T:
-    """Run `work` on a thread. If cancelled, raise only after the thread has left `work`, or if it never starts."""
-    future = executor.submit(work)
+async def run_to_end(executor: Executor, call: Callable[[], T]) -> T:
+    """Run `call` on a thread. If cancelled, raise only after the thread has left `call`, or if it never starts."""
+    future = executor.submit(call)
     try:
         return await asyncio.wrap_future(future)  # if cancelled, it cancels `future` unless the thread has begun
     except asyncio.CancelledError:

@@ -175,14 +175,14 @@ class RankKV:
     def _outcome_of(self, transfer_id: str) -> "asyncio.Future[int]":
         return next(transfer.outcome for transfer in self._expected.values() if transfer.transfer_id == transfer_id)
 
-    def _spawn(self, number: int, work: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
-        task = asyncio.create_task(self._run(number, work))
+    def _spawn(self, number: int, coroutine: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
+        task = asyncio.create_task(self._run(number, coroutine))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _run(self, number: int, work: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
+    async def _run(self, number: int, coroutine: Coroutine[Any, Any, rank_pb2.KvReport]) -> None:
         try:
-            answer = await work
+            answer = await coroutine
         except MeshError as error:
             answer = _failed(error)
         except Exception as error:

@@ -149,10 +149,10 @@ class _Thread:
         self._slots = FairSlots(1)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    async def run(self, work: Callable[[], T], tenant: str = "", num_chars: int = 0) -> T:
-        """Run `work` on the thread and return its result. Raises Overloaded if too much text waits."""
+    async def run(self, call: Callable[[], T], tenant: str = "", num_chars: int = 0) -> T:
+        """Run `call` on the thread and return its result. Raises Overloaded if too much text waits."""
         loop = asyncio.get_running_loop()
-        return await self._slots.run(lambda: loop.run_in_executor(self._pool, work), tenant=tenant, num_chars=num_chars)
+        return await self._slots.run(lambda: loop.run_in_executor(self._pool, call), tenant=tenant, num_chars=num_chars)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
@@ -220,11 +220,11 @@ class PromptEncoder:
     def _plain_ids(self, text: str) -> list[int]:
         return self._model.tokenizer.encode(text, add_special_tokens=False)
 
-    async def _run(self, work: Callable[[], T], num_tokens: int) -> T:
-        """Run work of a request that is already in service: it waits for its turn and is never refused."""
+    async def _run(self, call: Callable[[], T], num_tokens: int) -> T:
+        """Run `call` for a request that is already in service: it waits for its turn and is never refused."""
         if num_tokens <= _SHORT_TOKENS:
-            return work()
-        return await (self._short if num_tokens <= _LONG_TOKENS else self._long).run(work)
+            return call()
+        return await (self._short if num_tokens <= _LONG_TOKENS else self._long).run(call)
 
     async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         templates = self._templates

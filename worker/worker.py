@@ -138,10 +138,10 @@ class Worker:
         log.info("role", worker=self._settings.identity, role=role.kind.value)
 
 
-async def _within_limit(work: Coroutine[object, object, None]) -> None:
+async def _within_limit(coroutine: Coroutine[object, object, None]) -> None:
     try:
         async with asyncio.timeout(_CHANGE_S):
-            await work
+            await coroutine
     except TimeoutError:
         raise MeshError(f"the engine did not end its work within {_CHANGE_S:g} s, which the next role needs") from None
 

@@ -115,10 +115,10 @@ class CpuAttention:
             self._run(lambda thread: _join(work[thread], visible, Part(thread, self._num_threads)))
         return out
 
-    def _run(self, work: Callable[[int], None]) -> None:
-        """Call work(thread) in every thread, and wait for all."""
+    def _run(self, call: Callable[[int], None]) -> None:
+        """Run `call(thread)` in every thread, and wait for all."""
         if self._threads is None:
-            work(0)
+            call(0)
             return
-        for future in [self._threads.submit(work, thread) for thread in range(self._num_threads)]:
+        for future in [self._threads.submit(call, thread) for thread in range(self._num_threads)]:
             future.result()

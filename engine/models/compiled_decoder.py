@@ -76,20 +76,20 @@ class LoopThreads:
         """Set the lent cores of the next runs."""
         self._lent = lent if self.borrows else ()
 
-    def run(self, work: Callable[[Team], object]) -> None:
-        """Call `work(team)` in all threads and return when all have returned. `work` must not raise: the other threads
+    def run(self, call: Callable[[Team], object]) -> None:
+        """Run `call(team)` in all threads and return when all have returned. `call` must not raise: the other threads
         would wait for it at the barrier for ever.
         """
         self._counter[0] = 0
         if self.count == 1:
-            work(self._team(0, self.phase_cycles))
+            call(self._team(0, self.phase_cycles))
             return
         cores = [*(-helper for helper in range(1, self._num_own)), *self._lent]
         running = [
-            self._helper(core).submit(work, self._team(index, np.zeros_like(self.phase_cycles)))
+            self._helper(core).submit(call, self._team(index, np.zeros_like(self.phase_cycles)))
             for index, core in enumerate(cores, 1)
         ]
-        work(self._team(0, self.phase_cycles))
+        call(self._team(0, self.phase_cycles))
         for future in running:
             future.result()
 

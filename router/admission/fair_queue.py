@@ -1,4 +1,4 @@
-"""A fair queue: replays first, in order; then higher priorities; within one, tenants round robin; within a tenant, FIFO.
+"""A fair queue: replays first, then higher priorities; within a priority, tenants round robin; within a tenant, FIFO.
 
 A tenant with a thousand waiting requests delays another tenant's first request by one request, not by a thousand.
 Lower priorities never starve: while they wait, at least one turn in `LOW_PRIORITY_INTERVAL` goes to the priority whose

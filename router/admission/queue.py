@@ -4,8 +4,8 @@
        │          │ cancelled or past its deadline: removed at once
        │          │ its first token can no longer come in time: Overloaded
        │          │ no decode worker at all for `no_worker_timeout_s`: NoWorkers
-       │          │ those that could hold it or have its adapter are away: NoWorkers, at once; a replay is set aside for as
-       │          │     long, while others pass it
+       │          │ those that could hold it or have its adapter are away: NoWorkers, at once; a replay is set aside
+       │          │     for as long, while others pass it
        └ queue full, or the first token is not expected in time: Overloaded, at once
 
 A pump runs after any event that can free capacity: a heartbeat, a worker joining, finished work. Only the head is

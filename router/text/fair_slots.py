@@ -36,16 +36,16 @@ class FairSlots:
         self._waiters: FairQueue[_Waiter] = FairQueue()
         self._chars: Counter[str] = Counter()  # waiting characters, by tenant
 
-    async def run(self, work: Callable[[], Awaitable[T]], *, tenant: str = "", num_chars: int = 0) -> T:
-        """Run `work` once a slot is free, and return its result. Raises Overloaded if too many characters wait.
+    async def run(self, call: Callable[[], Awaitable[T]], *, tenant: str = "", num_chars: int = 0) -> T:
+        """Run `call` once a slot is free, and return its result. Raises Overloaded if too many characters wait.
 
-        Cancelling the caller does not interrupt running work, which keeps its slot until it is done.
+        Cancelling the caller does not interrupt a running call, which keeps its slot until it is done.
         """
         if self._num_free:
             self._num_free -= 1
         else:
             await self._wait(tenant, num_chars)
-        running = asyncio.ensure_future(work())
+        running = asyncio.ensure_future(call())
         running.add_done_callback(self._done)
         return await asyncio.shield(running)
 

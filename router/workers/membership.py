@@ -93,9 +93,9 @@ class Membership:
         """
         self._require_fits(info)
         self._require_compatible(info)
-        known = self._current(info.worker_id, info.incarnation)
-        load = WorkerLoad(free_blocks=info.num_blocks) if known is None else known.load
-        state = WorkerState.READY if known is None else known.state
+        member = self._current(info.worker_id, info.incarnation)
+        load = WorkerLoad(free_blocks=info.num_blocks) if member is None else member.load
+        state = WorkerState.READY if member is None else member.state
         view = self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
         self._is_in_order = False
         self._next_event[info.worker_id] = 0

@@ -50,10 +50,10 @@ class MeshView:
         if self._snapshot is not None:
             self._snapshot.roster(view.info.role).set_load(view)
 
-    def _set_in_flight(self, incarnation: str, work: InFlight) -> None:
+    def _set_in_flight(self, incarnation: str, load: InFlight) -> None:
         if self._snapshot is not None:
             for role in WorkerRole:
-                self._snapshot.roster(role).set_in_flight(incarnation, work)
+                self._snapshot.roster(role).set_in_flight(incarnation, load)
 
     def snapshot(self) -> MeshSnapshot:
         """Return the input of placement, as it is now. Its rosters change with every report."""
@@ -124,13 +124,13 @@ class MeshView:
 
     def adapter_digest(self, name: str) -> str:
         """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with the names that exist."""
-        known = self.adapters()
-        if name and name not in known:
-            served = ", ".join(known) or "none; workers load them with --adapter NAME=FOLDER"
+        adapters = self.adapters()
+        if name and name not in adapters:
+            served = ", ".join(adapters) or "none; workers load them with --adapter NAME=FOLDER"
             raise ModelNotFound(
                 f"model {self._model.name!r} has no adapter {name[:_MAX_SHOWN_CHARS]!r}; it has: {served}"
             )
-        return known.get(name, "")
+        return adapters.get(name, "")
 
     @property
     def has_path(self) -> bool:

@@ -206,8 +206,8 @@ class RedisRegistry:
 
     def _has_joined(self, info: WorkerInfo) -> bool:
         """Add a worker that is new, has restarted or was gone. False if it is incompatible."""
-        known = self._membership.find(info.worker_id)
-        if known is not None and known.info.incarnation == info.incarnation and not known.state.is_gone:
+        member = self._membership.find(info.worker_id)
+        if member is not None and member.info.incarnation == info.incarnation and not member.state.is_gone:
             return True
         try:
             self._membership.join(info)

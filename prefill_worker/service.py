@@ -198,8 +198,8 @@ class PrefillService:
     async def _release(self, prompt: _Prompt) -> None:
         """Stop the computation, and free the prompt's blocks once no thread reads them."""
         if prompt.transfer is not None and prompt.has_failed:
-            # The router learns of the failure when this call ends, and then stops the decode side. An abort of ours that
-            # came there first would look like lost KV, so wait for the router's.
+            # The router learns of the failure when this call ends, and then stops the decode side. An abort of ours
+            # that came there first would look like lost KV, so wait for the router's.
             with contextlib.suppress(MeshError, TimeoutError):
                 async with asyncio.timeout(_FAILURE_GRACE_S):
                     await prompt.transfer.ended()

@@ -116,8 +116,9 @@ class _InLoop:
             _after(_BLOCKED_S, self._interrupt_blocked)
 
     def _cancel(self) -> None:
-        self.is_cancelled = True
-        self.main.cancel()
+        if self in _in_loop:  # else the code that kept the loop from running has been interrupted, and cleans up now
+            self.is_cancelled = True
+            self.main.cancel()
 
     def _interrupt_blocked(self) -> None:
         """Raise in code that keeps the loop from running."""

@@ -128,7 +128,7 @@ run_program(lambda: run_async(main()))
 
 
 _INTERRUPTED_IN_A_BLOCKED_LOOP = """
-import os, signal, time
+import asyncio, os, signal, time
 from mesh.interrupts import run_async, run_program
 
 async def main():
@@ -136,6 +136,7 @@ async def main():
     try:
         time.sleep(60)
     finally:
+        await asyncio.sleep(0.05)
         print("closed")
 
 run_program(lambda: run_async(main()))

@@ -12,7 +12,7 @@ from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.devices import find_device
-from engine.kernels.cpu.machine import KEYS, knows_bf16, why_no_loops
+from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import PACKED
@@ -229,7 +229,8 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     if arithmetic in ("none", "fp8"):
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
-    fits = config.head_dim % KEYS == 0 and settings.block_size % KEYS == 0 and why_no_loops() is None
+    can_multiply = config.head_dim % KEYS == 0 and (config.head_dim <= MAX_SHORTS or knows_vnni())
+    fits = can_multiply and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits else "float16"
 
 

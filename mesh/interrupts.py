@@ -99,31 +99,30 @@ def run_async(main: Coroutine[Any, Any, T], loop_factory: "Callable[[], asyncio.
 
 @dataclass(slots=True, eq=False)
 class _InLoop:
-    """The loop and the task of `run_async`, and the signal that has come."""
+    """The loop and the task of `run_async`, and the signal that has come. `is_told`: it has cancelled or raised."""
 
     loop: "asyncio.AbstractEventLoop"
     main: "asyncio.Task[Any]"
     number: int = 0
-    is_cancelled: bool = False
+    is_told: bool = False
+    is_blocked: bool = False
 
-    def interrupt(self, number: int) -> None:
+    def cancel(self, number: int) -> None:
         """Cancel as asyncio does at Ctrl-C: an exception in the middle of its loop has crashed Python 3.11."""
-        if self.number:
-            return
         self.number = number
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._cancel)
             _after(_BLOCKED_S, self._interrupt_blocked)
 
     def _cancel(self) -> None:
-        if self in _in_loop:  # else the code that kept the loop from running has been interrupted, and cleans up now
-            self.is_cancelled = True
+        if not self.is_told and not self.main.done():
+            self.is_told = True
             self.main.cancel()
 
     def _interrupt_blocked(self) -> None:
-        """Raise in code that keeps the loop from running."""
-        if not self.is_cancelled and self in _in_loop:
-            _in_loop.clear()
+        """Raise in what keeps the loop from running, or, after the end of `main`, from ending."""
+        if not self.is_told and self in _in_loop:
+            self.is_blocked = True
             os.kill(os.getpid(), self.number)
 
 
@@ -133,12 +132,16 @@ _in_loop: list[_InLoop] = []
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
-    if _in_loop:
-        _in_loop[0].interrupt(number)
-    elif _may_raise(frame):
+    running = _in_loop[0] if _in_loop else None
+    if running is not None and not running.number:
+        running.cancel(number)
+    elif running is None or (running.is_blocked and not running.is_told):
+        if not _may_raise(frame):
+            _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
+            return
+        if running is not None:
+            running.is_told = True
         _raise(number)
-    else:
-        _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
 
 
 def _raise(number: int) -> NoReturn:

@@ -2,7 +2,7 @@
 
 queued ─▶ placed (queue, placement) ─▶ attempt 0 ─▶ finished
              ▲                            │ Replayable: worker lost, KV refused, preempted, no capacity, draining
-             └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, front of queue
+             └ backoff ◀─ FailureHistory ◀┘           next attempt: prompt + tokens so far, same seed, before others
                 (and budget)                          the failure counts against the workers that may have caused it
 deadline passed ─▶ DeadlineExceeded       too many failures without a token ─▶ AttemptsFailed or Overloaded
 cancelled ─▶ the attempt aborts on both workers and releases its reservation

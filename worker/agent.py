@@ -157,6 +157,8 @@ class RegistryAgent:
             while (message := await call.read()) is not grpc.aio.EOF:
                 if message.HasField("snapshot_request"):
                     self.ask_snapshot()
+        except grpc.aio.AioRpcError:  # perhaps that of a heartbeat that met the end of the call
+            raise await status.wait() from None
         finally:
             heartbeats.cancel()
             call.cancel()

@@ -1,6 +1,6 @@
 """Models and KV caches that the compiled loops of the CPU support. The eager decoder computes all others."""
 
-from engine.kernels.cpu.machine import KEYS, PANEL, why_no_loops
+from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 
@@ -39,6 +39,8 @@ def why_not_paged(layout: KVLayout) -> str | None:
         return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
     if layout.head_dim % KEYS:
         return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
+    if layout.dtype == "int8" and layout.head_dim > MAX_SHORTS and not knows_vnni():
+        return f"heads of {layout.head_dim} with KV in int8, over {MAX_SHORTS} on a CPU without VNNI"
     if layout.block_size % KEYS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"
     return why_no_loops()

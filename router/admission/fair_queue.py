@@ -3,7 +3,8 @@
 A tenant with a thousand waiting requests delays another tenant's first request by one request, not by a thousand.
 Lower priorities never starve: while they wait, at least one turn in `LOW_PRIORITY_INTERVAL` goes to the priority whose
 head has waited longest. Items that are taken out of turn keep the same rules among themselves. The head of the queue
-changes only when it is dequeued or removed, or when a replay or a higher-priority item arrives.
+changes only when it is dequeued or removed, or when a replay or a higher-priority item arrives. A replay that was taken
+out and comes back is the last of the replays.
 """
 
 from collections import deque

@@ -120,9 +120,9 @@ class PlacementQueue:
     async def place(self, query: PlacementQuery, entry: QueueEntry, *, is_replay: bool = False) -> CapacityReservation:
         """Wait for capacity. The caller owns the reservation.
 
-        Raises Overloaded if the queue is full or the first token would come too late. A replay goes to the front and
-        is never refused like this. Raises NoWorkers, and InvalidRequest if no worker can ever hold the request.
-        Cancellation leaves nothing behind.
+        Raises Overloaded if the queue is full or the first token would come too late. A replay waits behind earlier
+        replays only and is never refused like this. Raises NoWorkers, and InvalidRequest if no worker can ever hold the
+        request. Cancellation leaves nothing behind.
         """
         waiter = _Waiter(query, entry, asyncio.get_running_loop().create_future(), is_replay)
         if is_replay:

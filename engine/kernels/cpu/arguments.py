@@ -116,7 +116,7 @@ class AttentionScratch(NamedTuple):
     factors: Floats
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries split into two bytes a number; see kv_segments.split_query
+    limbs: Bytes  # queries as KV in int8 is multiplied with them; see decode_vectors.prepare_queries
 
 
 class Splits(NamedTuple):

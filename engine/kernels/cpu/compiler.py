@@ -191,7 +191,7 @@ class Emitter:
 
     def store_if(self, condition: Value, value: Value, pointer: Value, *, adds: bool = False) -> None:
         """Store 16 fp32 lanes at a byte pointer, or add them to what is there, if the condition holds."""
-        if not knows_avx512():  # whose masked stores take tens of cycles on AMD's cores
+        if not knows_avx512():  # masked stores of AVX2 take tens of cycles on AMD's cores
             with self.builder.if_then(condition):
                 self.store(self.builder.fadd(self.load(pointer, FLOATS), value) if adds else value, pointer)
             return

@@ -5,7 +5,7 @@ A row of the cache is read and converted once for up to MAX_QUERY_ROWS query row
 
 Keys and values in int8 are multiplied as they lie (see `kv_segments.py`), with queries and softmax weights rounded to
 16 bits, whose sums are exact. VNNI multiplies those as two bytes each ("limbs"), other CPUs as they are: then the sums
-of up to 512 numbers fit into int32. The error is 1/32512 of a query's largest number, and 1/65535 (1/32767 without
+of MAX_SHORTS numbers fit into int32. The error is 1/32512 of a query's largest number, and 1/65535 (1/32767 without
 VNNI) of a segment's largest weight.
 """
 
@@ -157,7 +157,7 @@ def score_keys(
 ) -> Intrinsic:
     """out[row][0:16] = dot products of each query row with 16 keys.
 
-    queries: a Matrix of rows as `kv_segments.prepare_queries` returns it; keys: CacheRows; out: a Matrix.
+    queries: a Matrix of rows as `prepare_queries` returns it; keys: CacheRows; out: a Matrix.
     """
     rows = range(num_rows.literal_value)
     num_keys = _HALF if knows_avx512() else 4 // len(rows)  # whose sums fit into the registers

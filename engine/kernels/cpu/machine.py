@@ -66,6 +66,8 @@ SHORTS_ORDER = (0, 2, 1, 3)
 """How four quantised activations lie as signed numbers of two bytes, which they are on CPUs without VNNI: bytes 0 and 2
 of a lane of weights are widened together, then 1 and 3.
 """
+MAX_SHORTS = 512
+"""Numbers of 16 bits whose products with bytes add up in 32 bits."""
 LIMBS_TAIL_BYTES = 64
 """Bytes behind a query that was split into two bytes a number: what the keys' zero point adds to each sum."""
 LOG2_E = 1.4426950408889634

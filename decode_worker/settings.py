@@ -38,8 +38,9 @@ class DecodeSettings(WorkerSettings):
     )
     max_step_stretch: float = setting(
         2.0,
-        "how many times as long a step may take because of prompts that are prefilled here (at least 1.1); holds "
-        "while sequences from prefill workers run; 0: no such limit, only max_step_tokens",
+        "about how many times as long a step may take because of prompts that are prefilled here (at least 1.1); an "
+        "estimate from past steps, and 8 prompt tokens may always go; holds while sequences from prefill workers run; "
+        "0: no such limit, only max_step_tokens",
     )
     cuda_graphs: str = setting(
         "auto",

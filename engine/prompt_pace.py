@@ -6,10 +6,11 @@ _WEIGHT = 0.25  # of the newest step in a moving average
 
 
 class PromptPace:
-    """Limits a step with prompts to `max_stretch` times the seconds of a step without them. Pure: no clock.
+    """Limits a step with prompts to about `max_stretch` times the seconds of a step without them. Pure: no clock.
 
-    It measures both kinds of step. While prompts and decodes come together, one step in 16 has no prompts, so that the
-    measurement follows the number of running sequences. 0 means no limit.
+    It estimates both from moving averages of past steps, so a single step may take longer. At least 8 prompt tokens go
+    in a step. While prompts and decodes come together, one step in 16 has no prompts, so that the averages follow the
+    number of running sequences. 0 means no limit.
     """
 
     def __init__(self, max_stretch: float = 0.0) -> None:

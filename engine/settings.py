@@ -37,8 +37,8 @@ class SchedulerConfig:
 
     `max_in_flight` limits the batches that are computed at the same time, one in each pipeline stage.
 
-    `max_step_stretch` limits the seconds of a step with prompts to so many times those of a step without; 0: no limit.
-    It protects sequences whose prompts another worker has computed.
+    `max_step_stretch` limits the seconds of a step with prompts to about so many times those of a step without, as
+    PromptPace estimates them; 0: no limit. It protects sequences whose prompts another worker has computed.
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.

@@ -62,7 +62,7 @@ class ScheduledBatch:
 
     @property
     def num_decodes(self) -> int:
-        """Number of leading items with exactly one token."""
+        """Number of leading items with exactly one token: decodes, and prompts of which one token is left."""
         return next((i for i, item in enumerate(self.items) if item.num_tokens > 1), len(self.items))
 
 

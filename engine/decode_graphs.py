@@ -147,7 +147,7 @@ def _longest(step: StepInput) -> int:
     return int(np.diff(step.query_starts).max())
 
 
-_OF_ROWS = ("token_ids", "positions", "rope_lengths", "slots")
+_OF_ROWS = ("token_ids", "positions", "rope_lengths", "slot_mapping")
 _OF_SEQUENCES = ("context_lens", "prompt_lens")
 
 
@@ -164,7 +164,7 @@ class DecodeBuffers:
         self._max_context = max_blocks * block_size
         num_seqs = largest.num_seqs
         # Begins as padding, of sequences without a token: what is done at capture is in the spare block, too.
-        padding = {"slots": spare_block * block_size, "rope_lengths": 1, "context_lens": 1, "prompt_lens": 1}
+        padding = {"slot_mapping": spare_block * block_size, "rope_lengths": 1, "context_lens": 1, "prompt_lens": 1}
         arrays: dict[str, NDArray[Any]] = {
             name: np.full(largest.num_rows, padding.get(name, 0), np.int64) for name in _OF_ROWS
         }
@@ -220,7 +220,7 @@ class DecodeBuffers:
         return ForwardMetadata(
             positions=device["positions"][:num_rows],
             rope_lengths=device["rope_lengths"][:num_rows],
-            slot_mapping=device["slots"][:num_rows],
+            slot_mapping=device["slot_mapping"][:num_rows],
             block_tables=self._block_tables[:num_seqs],
             context_lens=device["context_lens"][:num_seqs],
             prompt_lens=device["prompt_lens"][:num_seqs],

@@ -93,7 +93,7 @@ class ModelRunner:
     @torch.inference_mode()
     def begin(self, batch: ScheduledBatch, on_layers: LayerHook | None = None) -> FinishBatch:
         if not batch.items:
-            return list
+            return list  # list() is the output of an empty batch
         self._use_threads()
         builder, copies = next(self._builders)
         step = builder.build(batch)
@@ -118,7 +118,7 @@ class ModelRunner:
         broken = items_not_finite(hidden, starts, total)
         return [
             self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
-            for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts, strict=False))
+            for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts[:-1], strict=True))
         ]
 
     @torch.inference_mode()

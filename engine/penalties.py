@@ -1,8 +1,9 @@
 """Penalties: logit bias, minimum length, bad words, and repetition, frequency and presence penalties.
 
-Applied in vLLM's order: forbidden tokens, logit bias, then the penalties. The repetition penalty covers prompt and
-output, the other two the output only. A prompt that an encoder reads is not covered, because the decoder's text does
-not continue it. All state can be rebuilt from the token ids.
+The result is that of vLLM's order: forbidden tokens, logit bias, then the penalties; a forbidden token has the logit
+-inf whatever its bias. The repetition penalty covers prompt and output, the other two the output only. A prompt that an
+encoder reads is not covered, because the decoder's text does not continue it. All state can be rebuilt from the token
+ids.
 
     Penalties.arrays   on the host, from the sequences: which logits change, and by how much
     apply_penalties    on the device of the logits
@@ -71,15 +72,13 @@ class Penalties:
         self._counts.pop(sequence.key, None)
 
     def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> Arrays:
-        """The changes of one step to rows of logits, for `apply`; empty if no sequence has any."""
-        changed = [row for row, sequence in enumerate(sequences) if _changes(sequence)]
-        if not changed:
-            return {}
-        penalised = [row for row in changed if sequences[row].request.sampling.has_penalties]
-        arrays = _biases(sequences, changed) | _forbidden_entries(sequences, changed, vocab_size)
-        return arrays | (self._penalised(sequences, penalised) if penalised else {})
+        """The changes of one step to rows of logits, for `apply_penalties`; empty if no sequence has any."""
+        return _biases(sequences) | _forbidden_entries(sequences, vocab_size) | self._penalised(sequences)
 
-    def _penalised(self, sequences: Sequence[SequenceState], rows: list[int]) -> dict[str, NDArray[Any]]:
+    def _penalised(self, sequences: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
+        rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.has_penalties]
+        if not rows:
+            return {}
         counted = [self._count(sequences[row]) for row in rows]
         sizes = [len(counts.ids) for counts in counted]
         params = [sequences[row].request.sampling for row in rows]
@@ -136,16 +135,25 @@ def _penalise(logits: Tensor, changes: Tensors) -> None:
     logits[at] = values
 
 
-def _biases(sequences: Sequence[SequenceState], rows: list[int]) -> dict[str, NDArray[Any]]:
-    biases = [(row, token, bias) for row in rows for token, bias in sequences[row].request.sampling.logit_bias.items()]
+def _biases(sequences: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
+    biases = [
+        (row, token, bias)
+        for row, sequence in enumerate(sequences)
+        for token, bias in sequence.request.sampling.logit_bias.items()
+    ]
     if not biases:
         return {}
     bias_rows, tokens, values = zip(*biases, strict=True)
     return _entries("bias", bias_rows, tokens) | {"biases": np.array(values, np.float32)}
 
 
-def _forbidden_entries(sequences: Sequence[SequenceState], rows: list[int], vocab_size: int) -> dict[str, NDArray[Any]]:
-    forbidden = [(row, token) for row in rows for token in set(_forbidden(sequences[row])) if 0 <= token < vocab_size]
+def _forbidden_entries(sequences: Sequence[SequenceState], vocab_size: int) -> dict[str, NDArray[Any]]:
+    forbidden = {
+        (row, token)
+        for row, sequence in enumerate(sequences)
+        for token in _forbidden(sequence)
+        if 0 <= token < vocab_size
+    }
     return _entries("forbidden", *zip(*forbidden, strict=True)) if forbidden else {}
 
 
@@ -157,23 +165,14 @@ def _entries(name: str, rows: Sequence[int], tokens: Sequence[int]) -> dict[str,
 def _forbidden(sequence: SequenceState) -> Iterator[int]:
     """Tokens that are not allowed next: those that would end the sequence too early, or complete a bad word."""
     request = sequence.request
-    if _too_short(sequence):
+    minimum = request.sampling.min_new_tokens
+    if minimum and sequence.num_generated < minimum:
         yield from request.eos_token_ids
         yield from request.sampling.stop_token_ids
     for *beginning, last in request.sampling.bad_word_ids:
         first = sequence.num_tokens - len(beginning)
         if first >= sequence.num_prompt_tokens and sequence.token_ids[first:] == beginning:
             yield last
-
-
-def _too_short(sequence: SequenceState) -> bool:
-    minimum = sequence.request.sampling.min_new_tokens
-    return minimum > 0 and sequence.num_generated < minimum
-
-
-def _changes(sequence: SequenceState) -> bool:
-    sampling = sequence.request.sampling
-    return bool(sampling.has_penalties or sampling.logit_bias or sampling.bad_word_ids or _too_short(sequence))
 
 
 def _grown(values: NDArray[np.int64]) -> NDArray[np.int64]:

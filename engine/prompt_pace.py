@@ -20,7 +20,9 @@ class PromptPace:
         self._mixed_steps = 0
 
     def max_prompt_tokens(self) -> int | None:
-        """Limit for the prompt tokens of the next step, should it have decodes, too; None: no limit."""
+        """Most prompt tokens of the next step if it also decodes. None: no limit; 0: a step without prompts is due, to
+        be measured.
+        """
         if not self._max_stretch:
             return None
         if self._decode_s is None or self._mixed_steps >= _MEASURE_EVERY - 1:
@@ -30,7 +32,11 @@ class PromptPace:
         return max(_MIN_TOKENS, int((self._max_stretch - 1) * self._decode_s / self._token_s))
 
     def observe(self, num_decodes: int, num_prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step. Steps without decodes say nothing: nobody waited for their next token."""
+        """Learn from a step. Steps without decodes say nothing: nobody waited for their next token.
+
+        `num_decodes` counts sequences of one token (ScheduledBatch.num_decodes): a prompt's last token, if it is alone
+        in its step, counts as a decode. Its time is that of a decode, too.
+        """
         if num_decodes == 0:
             return
         if num_prompt_tokens == 0:

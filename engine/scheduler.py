@@ -363,7 +363,9 @@ class Scheduler:
         return sequence if self._admit(sequence) else None
 
     def _admit(self, sequence: SequenceState) -> bool:
-        """Admit a waiting sequence if a slot and enough blocks remain for the oldest waiting one."""
+        """Admit a waiting sequence if there are a slot and blocks for it, and enough of both remain for the oldest
+        waiting one.
+        """
         if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.reusable(sequence))):
             return False
         del self._waiting[sequence.key]

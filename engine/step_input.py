@@ -34,7 +34,7 @@ class StepInput:
     token_ids: Int64s  # [num_tokens]
     positions: Int64s  # [num_tokens]
     rope_lengths: Int64s  # [num_tokens]; see engine/models/rope.py
-    slots: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
+    slot_mapping: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
     block_tables: Int32s  # [num_seqs, max_blocks], padded with block 0, which is valid to read but never used
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, this step's included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt, with the decoder's start tokens
@@ -50,7 +50,7 @@ class StepInput:
         metadata = ForwardMetadata(
             positions=tensors["positions"],
             rope_lengths=tensors["rope_lengths"],
-            slot_mapping=tensors["slots"],
+            slot_mapping=tensors["slot_mapping"],
             block_tables=tensors["block_tables"],
             context_lens=tensors["context_lens"],
             prompt_lens=tensors["prompt_lens"],
@@ -64,7 +64,7 @@ class StepInput:
 
 
 _ON_DEVICE = (
-    *("token_ids", "positions", "rope_lengths", "slots", "sample_rows"),
+    *("token_ids", "positions", "rope_lengths", "slot_mapping", "sample_rows"),
     *("block_tables", "context_lens", "prompt_lens", "query_starts"),
 )
 
@@ -98,10 +98,10 @@ class StepInputBuilder:
         positions = self._buffer("positions", (len(owners),), np.int64)
         np.subtract(np.arange(len(owners)), (query_starts[:-1] - (context_lens - counts))[owners], out=positions)
         block_tables = self._block_tables(batch)
-        slots = self._buffer("slots", (len(owners),), np.int64)
-        slots[:] = block_tables[owners, positions // size]
-        slots *= size
-        slots += positions % size
+        slot_mapping = self._buffer("slot_mapping", (len(owners),), np.int64)
+        slot_mapping[:] = block_tables[owners, positions // size]
+        slot_mapping *= size
+        slot_mapping += positions % size
         rope_lengths = self._buffer("rope_lengths", (len(owners),), np.int64)
         np.maximum(positions + 1, prompt_lens[owners], out=rope_lengths)
         return StepInput(
@@ -109,7 +109,7 @@ class StepInputBuilder:
             token_ids=self._filled("token_ids", [token for item in items for token in item.token_ids()], np.int64),
             positions=positions,
             rope_lengths=rope_lengths,
-            slots=slots,
+            slot_mapping=slot_mapping,
             block_tables=block_tables,
             context_lens=context_lens,
             prompt_lens=prompt_lens,

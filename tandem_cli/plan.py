@@ -44,11 +44,15 @@ if TYPE_CHECKING:
     from engine.runner_settings import RunnerSettings
     from tandem_cli.capacity.ranks import RankMemory
 
+MODEL_HELP = (
+    "model folder (its config.json is enough), name of a bundled model (default: tandem-small), or org/name or "
+    "s3://bucket/prefix, which is fetched whole"
+)
 _HERE = "here"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", nargs="?", default="tandem-small", help="model folder, or name of a bundled model")
+    parser.add_argument("model", nargs="?", default="tandem-small", help=MODEL_HELP)
     add_precision(parser)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)

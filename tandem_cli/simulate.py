@@ -24,7 +24,7 @@ from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, Slo, count_errors
 from tandem_cli.parser import CommandParser
-from tandem_cli.plan import add_device, add_precision, capacity_of, quiet_logs
+from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
@@ -93,7 +93,7 @@ def _add_profile(parser: CommandParser) -> None:
     about = "measure the idle mesh at --address, write its profile to FILE, and simulate nothing"
     group.add_argument("--measure", type=Path, metavar="FILE", help=about)
     add_connection_arguments(parser)
-    group.add_argument("--model", default="tandem-small", help="model folder, or name of a bundled model")
+    group.add_argument("--model", default="tandem-small", help=MODEL_HELP)
     add_precision(group)
     about = "bandwidth of the links that carry KV (10)"
     group.add_argument("--link-gbit-per-s", type=_positive, default=10.0, metavar="G", help=about)

@@ -19,8 +19,7 @@ from torch.nn.functional import layer_norm
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.cores import threads_born_on
-from engine.kernels.cpu.activations import GELU, GELU_TANH, RELU, SILU
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
+from engine.kernels.cpu.arguments import NO_WINDOW, SILU, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
 from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.experts import Experts, RoutedRows
 from engine.kernels.cpu.machine import (
@@ -40,6 +39,7 @@ from engine.kernels.cpu.step import PHASES, Activations, Kind, Model, Team, Work
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
+from engine.models.cpu_support import KERNEL_ACTIVATIONS
 from engine.models.model_config import ExpertsConfig, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
@@ -117,15 +117,6 @@ _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
-KERNEL_ACTIVATIONS = {
-    "silu": SILU,
-    "gelu": GELU,
-    "gelu_new": GELU_TANH,
-    "gelu_fast": GELU_TANH,
-    "gelu_pytorch_tanh": GELU_TANH,
-    "relu": RELU,
-}
-"""Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
 
 
 class CompiledDecoder:

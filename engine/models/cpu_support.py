@@ -1,5 +1,8 @@
 """Models and KV caches that the compiled loops of the CPU support. The eager decoder computes all others."""
 
+from collections.abc import Mapping
+
+from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, SILU
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
@@ -8,6 +11,15 @@ _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich")
 _REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
+KERNEL_ACTIVATIONS: Mapping[str, int] = {
+    "silu": SILU,
+    "gelu": GELU,
+    "gelu_new": GELU_TANH,
+    "gelu_fast": GELU_TANH,
+    "gelu_pytorch_tanh": GELU_TANH,
+    "relu": RELU,
+}
+"""Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
 _BESIDE_EXPERTS = ("sequential", "silu", True)
 
 
@@ -20,6 +32,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
             return f"{name} {getattr(config, name)}"
     if config.block not in _BLOCKS:
         return f"block {config.block}"
+    if config.activation not in KERNEL_ACTIVATIONS:
+        return f"activation {config.activation}"
     widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
     if (experts := config.experts) is not None:
         if num_ranks > 1:

@@ -260,13 +260,13 @@ def write_metadata(memory: StageBuffers, metadata: ForwardMetadata, layer_groups
 def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
     """The metadata that rank 0 wrote. Its tensors are views of the memory, valid until the end of the step."""
     tokens, (*sequences, runs) = _views(memory, command)
-    positions, rope_lengths, slots = map(torch.from_numpy, tokens)
+    positions, rope_lengths, slot_mapping = map(torch.from_numpy, tokens)
     tables, context_lens, prompt_lens, query_starts = map(torch.from_numpy, sequences)
     bounds, lengths, num_decodes = query_starts.tolist(), context_lens.tolist(), command.num_decodes
     return ForwardMetadata(
         positions=positions,
         rope_lengths=rope_lengths,
-        slot_mapping=slots,
+        slot_mapping=slot_mapping,
         block_tables=tables.view(command.num_seqs, command.max_blocks),
         context_lens=context_lens,
         prompt_lens=prompt_lens,
@@ -282,7 +282,7 @@ def write_step(memory: StageBuffers, step: StepInput, command: RunGraph) -> None
     """Write a step that is replayed to the memory."""
     memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens] = step.token_ids
     tokens, (*sequences, _) = _views(memory, command)
-    of_tokens: list[NDArray[Any]] = [step.positions, step.rope_lengths, step.slots]
+    of_tokens: list[NDArray[Any]] = [step.positions, step.rope_lengths, step.slot_mapping]
     of_sequences: list[NDArray[Any]] = [
         step.block_tables.ravel(),
         step.context_lens,
@@ -295,14 +295,15 @@ def write_step(memory: StageBuffers, step: StepInput, command: RunGraph) -> None
 
 def read_step(memory: StageBuffers, command: RunGraph) -> StepInput:
     """The step that rank 0 wrote; its arrays are views of the memory. Nothing says which rows are sampled."""
-    (positions, rope_lengths, slots), (tables, context_lens, prompt_lens, query_starts, _) = _views(memory, command)
+    tokens, (tables, context_lens, prompt_lens, query_starts, _) = _views(memory, command)
+    positions, rope_lengths, slot_mapping = tokens
     none: NDArray[Any] = np.zeros(0, np.int64)
     return StepInput(
         num_decodes=0 if command.graph_queries > 1 else command.num_seqs,
         token_ids=memory.get("token_ids", command.num_tokens, np.int64)[: command.num_tokens],
         positions=positions,
         rope_lengths=rope_lengths,
-        slots=slots,
+        slot_mapping=slot_mapping,
         block_tables=tables.reshape(command.num_seqs, command.max_blocks),
         context_lens=context_lens,
         prompt_lens=prompt_lens,

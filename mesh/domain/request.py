@@ -198,7 +198,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """True if the logits depend on which tokens came before."""
+        """True if tokens must be counted: the repetition, presence or frequency penalty is on."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
     def validate(self, vocab_size: int) -> None:

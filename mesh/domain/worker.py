@@ -44,8 +44,8 @@ class KVEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that a worker has loaded. `digest` is a hash of what it computes: clients know the name, workers
-    the digest.
+    """A LoRA adapter that a worker can serve, in memory or not. `digest` is a hash of what it computes: clients know
+    the name, workers the digest.
     """
 
     name: str

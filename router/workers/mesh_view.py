@@ -113,7 +113,11 @@ class MeshView:
         return stalled if stalled and self.has_path else []
 
     def adapters(self) -> dict[str, str]:
-        """Digests of the LoRA adapters of decode workers, by name. Those of lost workers count until others join."""
+        """Digests of the LoRA adapters of decode workers, by name.
+
+        Adapters of lost workers stay known until the router forgets the worker, so that their requests wait or end with
+        NoWorkers, not with ModelNotFound. If a worker that is here has another adapter of that name, it counts.
+        """
         if self._adapters is None:
             views = sorted(self.views(), key=lambda view: not view.state.is_gone)
             decoders = [view.info for view in views if view.info.role is WorkerRole.DECODE]

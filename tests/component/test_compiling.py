@@ -25,8 +25,7 @@ from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
 from engine.load_runner import load_model_runner
-from engine.models.compiled_decoder import KERNEL_ACTIVATIONS
-from engine.models.cpu_support import why_not_compiled
+from engine.models.cpu_support import KERNEL_ACTIVATIONS, why_not_compiled
 from engine.models.linear import ACTIVATIONS
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout, resolve
@@ -46,6 +45,7 @@ def double(x: int) -> int:
     ("changes", "layout_changes", "reason"),
     [
         ({"block": "post"}, {}, "block post"),
+        ({"activation": "relu2"}, {}, "activation relu2"),
         ({"embed_size": 32}, {}, "embed_size 32"),
         ({"hidden_size": 72}, {}, "hidden_size 72, not a multiple of 16"),
         ({"intermediate_size": 100}, {}, "intermediate_size 100, not a multiple of 16"),
@@ -83,8 +83,8 @@ def test_what_is_left_to_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: 
     assert why_not_compiled(mixtral, layout, num_ranks=2) == "experts over several ranks"
 
 
-def test_every_activation_is_compiled() -> None:
-    assert set(KERNEL_ACTIVATIONS) == set(ACTIVATIONS)
+def test_kernels_compute_the_same_activations() -> None:
+    assert set(KERNEL_ACTIVATIONS) <= set(ACTIVATIONS)
     x = torch.cat((torch.linspace(-60, 60, 100_000), torch.tensor([-1e30, -0.0, 1e-30, 1e30])))
     for name, number in KERNEL_ACTIVATIONS.items():
         ours = x[None, : len(x) // 16 * 16].clone()

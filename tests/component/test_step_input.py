@@ -47,13 +47,13 @@ def test_every_token_is_where_its_sequence_says(several: list[ScheduledBatch]) -
             table = item.sequence.block_table
             assert step.block_tables[row, : len(table)].tolist() == table
             expected = [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(item.start, item.end)]
-            assert step.slots[first:end].tolist() == expected
+            assert step.slot_mapping[first:end].tolist() == expected
             assert step.context_lens[row] == item.end
             if item.needs_sampling:
                 sampled += range(end - 1 - len(item.drafts), end)
         assert step.sample_rows.tolist() == sampled
         assert [chunk.row for chunk in metadata.chunks] == list(range(batch.num_decodes, len(batch.items)))
-        assert metadata.slot_mapping.numpy().ctypes.data == step.slots.ctypes.data
+        assert metadata.slot_mapping.numpy().ctypes.data == step.slot_mapping.ctypes.data
 
 
 def test_arrays_stay_where_they_are() -> None:

@@ -7,7 +7,7 @@ import math
 
 from numba import types
 
-from engine.kernels.cpu.arguments import Floats, Range
+from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, SILU, Floats, Range
 from engine.kernels.cpu.compiler import (
     FLOATS,
     INT64,
@@ -28,7 +28,6 @@ from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
 from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
 from engine.kernels.cpu.vectors import address
 
-SILU, GELU, GELU_TANH, RELU = range(4)
 _INTP = types.intp
 _CUBE, _TANH_FACTOR = 0.044715, 2.0 * math.sqrt(2.0 / math.pi)
 # Abramowitz and Stegun 1964, 7.1.26: erfc(x) = (a1 t + ... + a5 t^5) e^(-x^2), t = 1 / (1 + p x), within 1.5e-7.

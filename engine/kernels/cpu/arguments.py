@@ -22,6 +22,9 @@ Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
 
+SILU, GELU, GELU_TANH, RELU = range(4)
+"""Activations of MLPs, which `activations.py` computes."""
+
 
 class Part(NamedTuple):
     """The part of the work that one thread does: number `number` of `num_parts` equal parts."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.activations import SILU, activate_rows, gate_rows
+from engine.kernels.cpu.activations import activate_rows, gate_rows
 from engine.kernels.cpu.adapters import (
     DOWN_SITE,
     GATE_UP_SITE,
@@ -23,7 +23,18 @@ from engine.kernels.cpu.adapters import (
     norm_and_shrink,
     shrink,
 )
-from engine.kernels.cpu.arguments import Attending, Cache, Floats, HeadShape, Int64s, Part, Queries, Range, Weights
+from engine.kernels.cpu.arguments import (
+    SILU,
+    Attending,
+    Cache,
+    Floats,
+    HeadShape,
+    Int64s,
+    Part,
+    Queries,
+    Range,
+    Weights,
+)
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import (
@@ -64,7 +75,7 @@ class Kind(NamedTuple):
     parallel: bool  # attention and MLP both read the layer's input
     sandwich: bool  # the outputs of attention and MLP are normed, too, before they are added
     gated: bool
-    activation: int  # of `activations.py`
+    activation: int  # SILU, GELU, GELU_TANH or RELU
 
 
 class Model(NamedTuple):

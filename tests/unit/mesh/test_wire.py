@@ -1,6 +1,6 @@
 """Domain nouns survive the wire."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -19,25 +19,26 @@ from mesh.v1 import decode_pb2, worker_pb2
 from tandem.v1 import cache_pb2, sampling_pb2
 from tests.fakes.requests import make_request
 
+TEXT: dict[str, Any] = {"stop": ("end",), "bad_words": ("no",), "truncate_prompt_tokens": 3}
+"""Sampling parameters that the router handles."""
 floats = st.floats(0, 2, width=32)
-samplings = st.builds(
-    SamplingParams,
-    max_new_tokens=st.integers(1, 1000),
-    min_new_tokens=st.integers(0, 10),
-    temperature=floats,
-    top_k=st.integers(0, 100),
-    top_p=floats,
-    min_p=floats,
-    typical_p=floats,
-    repetition_penalty=floats,
-    presence_penalty=floats,
-    frequency_penalty=floats,
-    logit_bias=st.dictionaries(st.integers(0, 500), floats, max_size=4),
-    seed=st.integers(0, 2**64 - 1),
-    stop_token_ids=st.lists(st.integers(0, 500), max_size=3).map(tuple),
-    ignore_eos=st.booleans(),
-    bad_word_ids=st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
-    structure=st.one_of(
+OF_WORKERS: dict[str, st.SearchStrategy[Any]] = {
+    "max_new_tokens": st.integers(1, 1000),
+    "min_new_tokens": st.integers(0, 10),
+    "temperature": floats,
+    "top_k": st.integers(0, 100),
+    "top_p": floats,
+    "min_p": floats,
+    "typical_p": floats,
+    "repetition_penalty": floats,
+    "presence_penalty": floats,
+    "frequency_penalty": floats,
+    "logit_bias": st.dictionaries(st.integers(0, 500), floats, max_size=4),
+    "seed": st.integers(0, 2**64 - 1),
+    "stop_token_ids": st.lists(st.integers(0, 500), max_size=3).map(tuple),
+    "ignore_eos": st.booleans(),
+    "bad_word_ids": st.lists(st.lists(st.integers(0, 500), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    "structure": st.one_of(
         st.none(),
         st.just(Structure(StructureKind.JSON_OBJECT)),
         st.builds(Structure, st.just(StructureKind.CHOICE), choices=st.lists(st.text(max_size=3)).map(tuple)),
@@ -47,7 +48,13 @@ samplings = st.builds(
             source=st.text(max_size=5),
         ),
     ),
-)
+}
+samplings = st.builds(SamplingParams, **OF_WORKERS)
+
+
+def test_every_sampling_parameter_is_converted() -> None:
+    """Tests of this file convert all that are named here."""
+    assert OF_WORKERS.keys() | TEXT.keys() == {field.name for field in fields(SamplingParams)}
 
 
 def test_forks_round_trip() -> None:
@@ -105,10 +112,9 @@ def test_absent_sampling_fields_take_the_documented_defaults() -> None:
 
 
 def test_text_never_reaches_workers() -> None:
-    texts = {"stop": ("end",), "bad_words": ("no",), "truncate_prompt_tokens": 3}
     plain = make_request("r", [1])
-    assert wire.spec_from_proto(wire.spec_to_proto(make_request("r", [1], sampling=texts))) == plain
-    sampling = SamplingParams(**texts)
+    assert wire.spec_from_proto(wire.spec_to_proto(make_request("r", [1], sampling=TEXT))) == plain
+    sampling = SamplingParams(**TEXT)
     assert wire.sampling_from_proto(wire.sampling_to_proto(sampling)) == sampling, "from clients they do come"
 
 

@@ -51,6 +51,7 @@ def test_every_argument_reaches_its_field() -> None:
         }
     )
     sampling = request.sampling
+    assert {field.name for field, _ in sampling.ListFields()} | {"structure"} == set(sampling.DESCRIPTOR.fields_by_name)
     assert list(request.token_ids.ids) == [1, 2]
     assert (request.model, request.num_choices, request.client_request_id) == ("m", 2, "mine")
     assert (request.best_of, request.adapter) == (4, "tuned")

@@ -9,6 +9,8 @@ import selectors
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from mesh.interrupts import run_async
+
 T = TypeVar("T")
 
 
@@ -41,8 +43,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
 
 
 def run_in_virtual_time(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in virtual time, as `asyncio.run` does in real time. Raises RuntimeError if all tasks
+    """Run a coroutine to its end in virtual time, as `run_async` does in real time. Raises RuntimeError if all tasks
     wait for each other.
     """
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(main)
+    return run_async(main, VirtualTimeLoop)

@@ -120,8 +120,8 @@ def test_schemes_that_a_family_does_not_allow_are_left_out(checkpoint: Checkpoin
     checkpoints = Checkpoints(subject.folder, subject.calibration(2), tmp_path / "work")
     tried, pruned = subject.candidates(Recipe(), subject.demand(asked, 8), checkpoints.require)
     reasons = {candidate.precision: reason for candidate, reason in pruned.items()}
-    assert {candidate.precision for candidate in tried} == {BASE, "int8", "int4", "gptq"}
-    assert all("no norm is before the matrices" in reasons[scheme] for scheme in ("smoothquant", "awq"))
+    assert {candidate.precision for candidate in tried} == {BASE, "int8"}, "int4 needs the compiled decoder"
+    assert "no norm is before the matrices" in reasons["smoothquant"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

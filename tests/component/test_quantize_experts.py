@@ -130,7 +130,7 @@ def test_the_compiled_decoder_serves_what_is_made(
 
 def test_rare_experts_take_the_statistics_of_their_layer() -> None:
     """Each token is counted by as many experts as it chooses, so experts together have the statistics of the layer."""
-    tokens, statistics = torch.randn(3 * MIN_TOKENS, 8), {}
+    tokens, statistics = torch.randn(3 * MIN_TOKENS, 8), dict[str, InputStatistics]()
     for expert, routed in enumerate((tokens[:MIN_TOKENS], tokens[MIN_TOKENS:-1], tokens[-1:])):
         statistics[f"experts.{expert}.gate_up"] = counted(routed)
         statistics[f"experts.{expert}.down"] = counted(routed[:, :4])

@@ -12,9 +12,11 @@ from rich.table import Table
 
 from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
+from engine.models.model_config import ModelConfig
 from engine.quantizer import IN_GROUPS
 from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
 from engine.quantizer.quality import Quality
+from engine.quantizer.rare_experts import MIN_TOKENS
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
@@ -43,7 +45,7 @@ def quantize_model(args: argparse.Namespace) -> int:
     console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True, highlight=False)
     with _progress_bar(console) as bar:
         task = bar.add_task("layers", total=config.num_layers)
-        quality, num_bytes = quantize_checkpoint(
+        made = quantize_checkpoint(
             checkpoint,
             args.out,
             scheme,
@@ -52,10 +54,12 @@ def quantize_model(args: argparse.Namespace) -> int:
             lambda done: bar.update(task, completed=done),
         )
     if args.json:
-        facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": num_bytes}
-        sys.stdout.write(json.dumps(facts | asdict(quality), indent=2) + "\n")
+        facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": made.num_bytes}
+        facts |= {"rare_experts": made.num_rare_experts}
+        sys.stdout.write(json.dumps(facts | asdict(made.quality), indent=2) + "\n")
     else:
-        wide_console().print(FittingTable(_table(quality, checkpoint.num_bytes, num_bytes)))
+        wide_console().print(FittingTable(_table(made.quality, checkpoint.num_bytes, made.num_bytes)))
+        sys.stdout.write(_about_rare(made.num_rare_experts, config))
         sys.stdout.write(
             f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
         )
@@ -108,6 +112,17 @@ def _table(quality: Quality, base_bytes: int, num_bytes: int) -> Table:
     table.add_row("mean difference of log-probs", "", f"{quality.logprob_difference:.5f}")
     table.caption = f"{quality.num_prompts} held-out prompts, {quality.num_tokens} tokens"
     return table
+
+
+def _about_rare(num_rare: int, config: ModelConfig) -> str:
+    """A line about experts that the calibration prompts hardly reach, if there are some."""
+    if not num_rare or config.experts is None:
+        return ""
+    num_experts = config.experts.num_experts * sum(config.experts.layers)
+    return (
+        f"{num_rare} of {num_experts} experts got fewer than {MIN_TOKENS} tokens to calibrate with: their gate and up "
+        "took the statistics of the layer, their down was rounded to nearest; give more prompts\n"
+    )
 
 
 def _size(num_bytes: int) -> str:

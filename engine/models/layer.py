@@ -93,7 +93,7 @@ class Experts:
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
-        self._router = router  # [num_experts, hidden_size]
+        self.router = router  # [num_experts, hidden_size]
         self._experts = experts
         self._linears = linears
         self._on_device = on_device
@@ -110,7 +110,7 @@ class Experts:
 
     def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each row, and the weights of their results: both [rows, top_k]."""
-        scores = F.linear(values, self._router).softmax(-1, dtype=torch.float32)
+        scores = F.linear(values, self.router).softmax(-1, dtype=torch.float32)
         shares, chosen = scores.topk(self._config.top_k, -1)
         if self._config.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
@@ -139,15 +139,15 @@ class SharedExpert:
 
     def __init__(self, experts: Experts, shared: DenseMlp, gate: Tensor | None) -> None:
         self.ops = experts.ops
-        self._experts = experts
+        self.experts = experts
         self._shared = shared
-        self._gate = gate
+        self.gate = gate
 
     def __call__(self, x: Rows) -> Tensor:
         shared = self._shared(x)
-        if self._gate is not None:
-            shared = shared * F.linear(self.ops.values(x), self._gate).sigmoid()
-        return self._experts(x) + shared
+        if self.gate is not None:
+            shared = shared * F.linear(self.ops.values(x), self.gate).sigmoid()
+        return self.experts(x) + shared
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)

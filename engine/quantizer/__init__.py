@@ -3,6 +3,7 @@
 make.py           the pass through the model: layer by layer, in bounded memory
 layer.py          a layer of any family in fp32, which tells what its matrices multiply
 statistics.py     the inputs of a matrix, summed over the calibration prompts
+rare_experts.py   experts that few calibration tokens reach, and what they are rounded with
 schemes.py        the schemes of the command: how each smooths and rounds
 grids.py          int4, int8 and fp8: scales, rounding to the nearest number
 smoothing.py      factors of channels: folded into a norm or the matrix before

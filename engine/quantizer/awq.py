@@ -23,22 +23,36 @@ _TINY = 1e-4
 
 
 def search_factors(
-    weight: Tensor, statistics: InputStatistics, tie: Callable[[Tensor], Tensor], group_size: int, dtype: torch.dtype
+    weights: Sequence[Tensor],
+    statistics: Sequence[InputStatistics],
+    tie: Callable[[Tensor], Tensor],
+    group_size: int,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """The factors [inputs], powers of the mean activations, with which rounding `weight` to int4 costs least."""
-    rows = weight[:: -(-len(weight) // _MAX_SEARCHED)]
-    mean = statistics.mean.clamp(min=_TINY)
+    """The factors [inputs], powers of the mean activations, with which rounding `weights` to int4 costs least.
+
+    Each matrix has the statistics of its own tokens: each expert of those that are routed to it, so that experts count
+    as much as they are used.
+    """
+    every = -(-sum(map(len, weights)) // _MAX_SEARCHED)
+    pairs = [(weight[::every], seen.gram) for weight, seen in zip(weights, statistics, strict=True) if seen.num_tokens]
+    mean = InputStatistics.merged(statistics).mean.clamp(min=_TINY)
     best, min_cost = torch.ones_like(mean), float("inf")
     for step in range(_NUM_RATIOS):
         factors = mean ** (step / _NUM_RATIOS)
         factors = tie((factors / (factors.max() * factors.min()).sqrt()).clamp(min=_TINY))
-        scaled = rows * factors
-        scales = clipped_scales(scaled, statistics.gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
-        error = rows - round_int4(scaled, scales).dequantized().div_(factors)
-        cost = float(((error @ statistics.gram) * error).sum())
+        cost = sum(_cost(rows, gram, factors, group_size, dtype) for rows, gram in pairs)
         if cost < min_cost:
             best, min_cost = factors, cost
     return best
+
+
+def _cost(rows: Tensor, gram: Tensor, factors: Tensor, group_size: int, dtype: torch.dtype) -> float:
+    """What rounding rows costs after multiplying them by factors."""
+    scaled = rows * factors
+    scales = clipped_scales(scaled, gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
+    error = rows - round_int4(scaled, scales).dequantized().div_(factors)
+    return float(((error @ gram) * error).sum())
 
 
 def clipped_scales(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from engine.attention.backend import attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.models.encodings import LinearParameters, Parameters
-from engine.models.layer import run_layer, take_layer
+from engine.models.layer import Experts, Mlp, SharedExpert, run_layer, take_layer
 from engine.models.linear import FloatOps
 from engine.models.model_config import ModelConfig
 from engine.models.rope import RotaryEmbedding, rope_of_layer
@@ -112,13 +112,22 @@ class _FloatLinears:
         return nullcontext()
 
 
+def _routers(mlp: Mlp) -> dict[str, Tensor]:
+    """By the last parts of their names."""
+    if isinstance(mlp, SharedExpert):
+        gate = {} if mlp.gate is None else {"shared_gate": mlp.gate}
+        return _routers(mlp.experts) | gate
+    return {"router": mlp.router} if isinstance(mlp, Experts) else {}
+
+
 class FloatLayer:
     """Layer `index` in fp32, whose matrices are those of the file; `product_factors` are by the names of parameters.
     Takes its parameters. Raises ConfigurationError.
 
     `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down.
-    engine/models/parameters.py says which rows of a matrix are which. `changed`: norms and biases that are no longer
-    those of the file, as the file has them but for the order of rows.
+    engine/models/parameters.py says which rows of a matrix are which. `routers`: the router of experts and the gate of
+    a shared expert, which read what experts read and are not quantised. `changed`: norms, biases and routers that are
+    no longer those of the file, as the file has them but for the order of rows.
     """
 
     def __init__(
@@ -129,6 +138,7 @@ class FloatLayer:
         self.index = index
         self.layer = take_layer(parameters, index, config, None, linears)
         self.linears: Mapping[str, FloatLinear] = linears.made
+        self.routers = _routers(self.layer.mlp)
         self.changed: dict[str, Tensor] = {}
         self._heads = attention_shape(config)
         self._attention = TorchAttention(self._heads)

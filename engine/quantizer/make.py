@@ -33,9 +33,10 @@ from engine.quantizer.compressed import describe, stored_tensors
 from engine.quantizer.grids import RoundRows
 from engine.quantizer.layer import FloatLayer, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
-from engine.quantizer.schemes import Scheme
+from engine.quantizer.rare_experts import find_rare, settle_rare
+from engine.quantizer.schemes import Factors, Scheme
 from engine.quantizer.shards import ShardWriter
-from engine.quantizer.smoothing import fold, folding_order, tie
+from engine.quantizer.smoothing import fold, folding_order, require_norms, tie
 from engine.quantizer.statistics import InputStatistics
 from engine.stored_parameters import stored_name
 from engine.weights import WeightsTarget, load_weights
@@ -117,7 +118,7 @@ def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
     a matrix.
     """
     if scheme.factors is not None:
-        folding_order(checkpoint.config)
+        require_norms(checkpoint.config)
     quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
     group_size, divisor = scheme.weights.block_inputs, gcd(*(spec.shape[1] for spec in quantized))
     for spec in quantized:
@@ -134,6 +135,17 @@ def _is_quantized(spec: ParameterSpec) -> bool:
     return spec.is_matrix and spec.name.startswith("layers.")
 
 
+@dataclass(frozen=True, slots=True)
+class Quantized:
+    """What is known of a checkpoint that was made: `num_bytes` of its weights, and the number of experts of all layers
+    that the calibration prompts hardly reached (engine/quantizer/rare_experts.py).
+    """
+
+    quality: Quality
+    num_bytes: int
+    num_rare_experts: int
+
+
 def quantize_checkpoint(
     checkpoint: FloatCheckpoint,
     out: Path,
@@ -141,10 +153,8 @@ def quantize_checkpoint(
     calibration: Sequence[TokenIds],
     held_out: Sequence[TokenIds],
     on_progress: Progress,
-) -> tuple[Quality, int]:
-    """Write the quantised checkpoint to `out`, which appears when it is complete. Returns how good it is, and the bytes
-    of its weights. Raises ConfigurationError.
-    """
+) -> Quantized:
+    """Write the quantised checkpoint to `out`, which appears when it is complete. Raises ConfigurationError."""
     try:
         with new_folder(out) as unfinished, torch.inference_mode():
             copy_other_files(checkpoint.folder, unfinished)
@@ -161,7 +171,7 @@ def quantize_checkpoint(
             writer.finish()
     except OSError as error:
         raise ConfigurationError(f"cannot write {out}: {error}") from error
-    return quality, writer.num_bytes
+    return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
@@ -176,7 +186,7 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
 
 class _Maker:
     """The pass through the model: layers in order, then `quality`. `replaced`: tensors of the checkpoint that the
-    result has in another form.
+    result has in another form. `num_rare_experts`: of the layers that are done.
     """
 
     def __init__(
@@ -189,6 +199,7 @@ class _Maker:
     ) -> None:
         config = checkpoint.config
         self.replaced: set[str] = set()
+        self.num_rare_experts = 0
         self._checkpoint, self._scheme, self._writer = checkpoint, scheme, writer
         target = WeightsTarget(torch.device("cpu"), torch.float32)
         self._parameters = load_weights(checkpoint.folder, checkpoint.specs, target, tied=tied_names(config))
@@ -242,15 +253,11 @@ class _Maker:
     def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:
         """Round the matrices of a layer, after folding factors into it."""
         statistics = self._observe(layer)
+        rare = find_rare(statistics) if self._calibration else set()
+        self.num_rare_experts += len(rare)
         if self._scheme.factors is not None:
-            vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
-            dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
-            for names in folding_order(layer.config):
-                weight = torch.cat([layer.linears[name].weight for name in names])
-                factors = self._scheme.factors(weight, statistics[names[0]], partial(tie, layer, names[0]))
-                folded = fold(layer, names, factors, dtypes)
-                for name in names:
-                    statistics[name].divide(folded)
+            self._fold(layer, statistics, self._scheme.factors, rare)
+        settle_rare(statistics, rare)
         rounded: dict[str, QuantizedMatrix] = {}
         for name, linear in layer.linears.items():
             try:
@@ -258,6 +265,21 @@ class _Maker:
             except ConfigurationError as error:
                 raise ConfigurationError(f"layer {layer.index}, {name}: {error}") from error
         return rounded
+
+    def _fold(
+        self, layer: FloatLayer, statistics: Mapping[str, InputStatistics], find: Factors, rare: Set[str]
+    ) -> None:
+        """Fold factors into a layer, and divide the statistics by them. The inner channels of rare experts get none."""
+        vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
+        dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
+        without_factors = {f"{expert}.down" for expert in rare}
+        for names in folding_order(layer.config, layer.index):
+            if names[0] in without_factors:
+                continue
+            weights, seen = [layer.linears[name].weight for name in names], [statistics[name] for name in names]
+            folded = fold(layer, names, find(weights, seen, partial(tie, layer, names[0])), dtypes)
+            for one in seen:
+                one.divide(folded)
 
     def _observe(self, layer: FloatLayer) -> dict[str, InputStatistics]:
         needs_gram = self._scheme.needs == "gram"

@@ -1,6 +1,6 @@
 """The schemes of `tandem quantize`: what a matrix is stored as, what is folded before it is rounded, and how it is."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,7 +17,8 @@ from engine.quantizer.statistics import InputStatistics
 
 Tie = Callable[[Tensor], Tensor]
 """Makes factors equal where only equal ones can be folded."""
-Factors = Callable[[Tensor, InputStatistics, Tie], Tensor]
+Factors = Callable[[Sequence[Tensor], Sequence[InputStatistics], Tie], Tensor]
+"""Factors of inputs that some matrices share; each matrix has the statistics of its own tokens."""
 Round = Callable[[Tensor, InputStatistics], QuantizedMatrix]
 """Rounds a matrix [outputs, inputs]; the statistics are those of its inputs after folding."""
 
@@ -57,9 +58,10 @@ def make_scheme(name: str, *, group_size: int, alpha: float, dtype: torch.dtype)
 def _smoothquant(alpha: float) -> Factors:
     """SmoothQuant (Xiao et al. 2023), equation 4: the larger `alpha`, the more is moved to the weights."""
 
-    def factors(weight: Tensor, statistics: InputStatistics, tie: Tie) -> Tensor:
-        inputs, weights = statistics.largest.clamp(min=_TINY), weight.abs().amax(0).clamp(min=_TINY)
-        return tie((inputs**alpha / weights ** (1 - alpha)).clamp(min=_TINY))
+    def factors(weights: Sequence[Tensor], statistics: Sequence[InputStatistics], tie: Tie) -> Tensor:
+        of_inputs = torch.stack([seen.largest for seen in statistics]).amax(0).clamp(min=_TINY)
+        of_weights = torch.stack([weight.abs().amax(0) for weight in weights]).amax(0).clamp(min=_TINY)
+        return tie((of_inputs**alpha / of_weights ** (1 - alpha)).clamp(min=_TINY))
 
     return factors
 
@@ -77,8 +79,8 @@ def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:
         scales = clipped_scales(weight, statistics.gram, group_size, dtype)
         return round_by_errors(weight, statistics.gram, scales)
 
-    def factors(weight: Tensor, statistics: InputStatistics, tie: Tie) -> Tensor:
-        return search_factors(weight, statistics, tie, group_size, dtype)
+    def factors(weights: Sequence[Tensor], statistics: Sequence[InputStatistics], tie: Tie) -> Tensor:
+        return search_factors(weights, statistics, tie, group_size, dtype)
 
     if name == "awq":
         return Scheme(weights, None, "gram", clipped, factors, dtype)

@@ -3,6 +3,9 @@
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
 by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
 gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU.
+
+A norm before a mixture feeds gate_up of all experts, of the shared expert, and the routers, which get the factors too;
+each expert's gate_up feeds its own down.
 """
 
 from collections.abc import Mapping
@@ -18,24 +21,26 @@ from mesh.domain.errors import ConfigurationError
 _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 
-def folding_order(config: ModelConfig) -> tuple[tuple[str, ...], ...]:
-    """The matrices whose inputs can have factors; those with the same inputs together. Rows of qkv and gate_up are
-    divided before factors for their inputs are sought. Raises ConfigurationError if a norm cannot take factors.
-    """
-    reason = None
-    if config.experts is not None:
-        reason = "a norm feeds all experts and their router"
-    elif config.block == "post":
-        reason = "no norm is before the matrices"
-    if reason is not None:
+def require_norms(config: ModelConfig) -> None:
+    """Raise ConfigurationError if no norm is before the matrices."""
+    if config.block == "post":
         raise ConfigurationError(
-            f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: {reason}. Take "
-            "another scheme"
+            f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: no norm is "
+            "before the matrices. Take another scheme"
         )
-    up = "gate_up" if config.gated else "up"
-    from_matrices = (("o",), ("down",)) if config.gated or config.activation == "relu" else (("o",),)
-    from_norms = (("qkv", up),) if config.block == "parallel-shared" else (("qkv",), (up,))
-    return (*from_matrices, *from_norms)
+
+
+def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...]:
+    """The matrices of layer `index` whose inputs can have factors; those with the same inputs together. Rows of qkv and
+    gate_up are divided before factors for their inputs are sought.
+    """
+    parts, up = [""], "gate_up" if config.gated else "up"
+    if config.experts is not None and config.experts.layers[index]:
+        parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
+        parts += ["shared."] if config.experts.shared_size else []
+    ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
+    from_norms = (("qkv", *ups),) if config.block == "parallel-shared" else (("qkv",), ups)
+    return (("o",), *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
@@ -50,14 +55,17 @@ def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Map
     """Multiply matrices that have the same inputs by tied factors along these, and divide what is before them.
 
     A norm is rounded to the type in which it is stored, `dtypes` by its name; the matrix takes what that changes.
-    Returns the factors that were folded.
+    Routers are rounded to theirs. Returns the factors that were folded.
     """
-    if names[0] in _NORM_BEFORE:
-        factors = _divide_norm(layer, _NORM_BEFORE[names[0]], factors, dtypes)
+    kind = names[0].rpartition(".")[2]
+    if kind in _NORM_BEFORE:
+        factors = _divide_norm(layer, _NORM_BEFORE[kind], factors, dtypes)
+        if getattr(layer.layer, _NORM_BEFORE[kind]) is layer.layer.post_norm:
+            _multiply_routers(layer, factors, dtypes)
     else:
-        is_o = names == ("o",)
-        before = layer.linears["qkv" if is_o else "gate_up" if layer.config.gated else "up"]
-        per_row = _by_value(layer, factors) if is_o else factors
+        up = names[0].removesuffix(kind) + ("gate_up" if layer.config.gated else "up")
+        before = layer.linears["qkv" if kind == "o" else up]
+        per_row = _by_value(layer, factors) if kind == "o" else factors
         before.weight[-len(per_row) :].div_(per_row[:, None])
         if before.bias is not None:
             before.bias[-len(per_row) :].div_(per_row)
@@ -81,6 +89,12 @@ def _divide_norm(layer: FloatLayer, name: str, factors: Tensor, dtypes: Mapping[
         norm.bias.copy_((norm.bias / factors).to(dtypes[f"{name}_bias"]))
         layer.changed[f"{name}_bias"] = norm.bias
     return factors
+
+
+def _multiply_routers(layer: FloatLayer, factors: Tensor, dtypes: Mapping[str, torch.dtype]) -> None:
+    for name, router in layer.routers.items():
+        router.copy_((router * factors).to(dtypes[name]))
+        layer.changed[name] = router
 
 
 def _by_value(layer: FloatLayer, factors: Tensor) -> Tensor:

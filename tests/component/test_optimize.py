@@ -116,12 +116,12 @@ def test_what_is_tried(checkpoint: Checkpoint, tmp_path: Path) -> None:
 
 def test_schemes_that_a_family_does_not_allow_are_left_out(checkpoint: Checkpoint, tmp_path: Path) -> None:
     asked = questions(tmp_path)
-    subject = Subject.open(str(checkpoint("mixtral")), asked)
+    subject = Subject.open(str(checkpoint("opt-350m")), asked)
     checkpoints = Checkpoints(subject.folder, subject.calibration(2), tmp_path / "work")
     tried, pruned = subject.candidates(Recipe(), subject.demand(asked, 8), checkpoints.require)
     reasons = {candidate.precision: reason for candidate, reason in pruned.items()}
-    assert {candidate.precision for candidate in tried} == {BASE, "int8", "int4", "gptq"}
-    assert all("a norm feeds all experts" in reasons[scheme] for scheme in ("smoothquant", "awq"))
+    assert {candidate.precision for candidate in tried} == {BASE, "int8"}, "int4 needs the compiled decoder"
+    assert "no norm is before the matrices" in reasons["smoothquant"]
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

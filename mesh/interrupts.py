@@ -23,9 +23,10 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _AGAIN_S = 0.01
 _BLOCKED_S = 1.0
-_CALLERS = ("logging", "grpc.", "llvmlite.binding.executionengine")
-"""Modules whose callees must not raise: logging would keep its lock, for which the cleanup waits; grpc.aio takes any
-exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions.
+_CALLERS = ("logging.", "grpc.", "llvmlite.binding.executionengine.", "engine.models.compiled_decoder.LoopThreads.run")
+"""Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
+grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
+threads of a step would wait for one that has raised.
 """
 
 
@@ -171,7 +172,8 @@ def _may_raise(frame: FrameType | None) -> bool:
     if frame is not None and _module(frame).startswith("asyncio."):
         return False
     while frame is not None:
-        if _module(frame).startswith(_CALLERS) or frame.f_code.co_name == "__del__":
+        name = f"{_module(frame)}.{frame.f_code.co_qualname}"
+        if name.startswith(_CALLERS) or name.endswith(".__del__"):
             return False
         frame = frame.f_back
     return True

@@ -1,6 +1,9 @@
 """Threads that wait for each other inside compiled code."""
 
 import os
+import signal
+import subprocess
+import sys
 import threading
 
 import numpy as np
@@ -34,3 +37,34 @@ def test_threads_that_share_a_core_let_each_other_go_on() -> None:
         thread.join()
     assert counter[0] == 2 * count
     assert (seen // 2 == np.arange(count)).all(), "nobody is a meeting ahead"
+
+
+_INTERRUPTED_IN_A_STEP = """
+import os, signal, threading
+from engine.models.compiled_decoder import LoopThreads
+from engine.models.rank_group import Alone
+from mesh.interrupts import run_program
+
+meeting = threading.Barrier(2)
+
+def step(team):
+    if team.thread == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+    meeting.wait()
+
+def main():
+    LoopThreads(2, Alone()).run(step)
+    print("the step is complete", flush=True)
+    threading.Event().wait(60)
+
+run_program(main)
+"""
+
+
+def test_a_signal_waits_for_the_end_of_a_step() -> None:
+    """The other threads would wait for the one that has raised, and the process for them."""
+    command = [sys.executable, "-c", _INTERRUPTED_IN_A_STEP]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")

@@ -74,7 +74,7 @@ def widened(experts: Experts) -> Experts:
     for expert, mlp in experts._experts.items():
         pair = [LinearParameters(linear._weight.float()) for linear in (mlp._up, mlp._down)]  # type: ignore[attr-defined]
         mlps[expert] = DenseMlp(*map(make_linear, pair), F.silu, gated=True)
-    return Experts(experts._config, experts._router.float(), mlps, Adapters(()))
+    return Experts(experts._config, experts.router.float(), mlps, Adapters(()))
 
 
 def require_near(case: ExpertCase, device: torch.device) -> None:

@@ -48,7 +48,7 @@ def search_factors(
 
 
 def _cost(rows: Tensor, gram: Tensor, factors: Tensor, group_size: int, dtype: torch.dtype) -> float:
-    """What rounding rows costs after multiplying them by factors."""
+    """The cost of rounding rows after multiplying them by factors."""
     scaled = rows * factors
     scales = clipped_scales(scaled, gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
     error = rows - round_int4(scaled, scales).dequantized().div_(factors)

@@ -137,7 +137,7 @@ def _is_quantized(spec: ParameterSpec) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """What is known of a checkpoint that was made: `num_bytes` of its weights, and the number of experts of all layers
+    """The facts of a checkpoint that was made: `num_bytes` of its weights, and the number of experts of all layers
     that the calibration prompts hardly reached (engine/quantizer/rare_experts.py).
     """
 

@@ -149,23 +149,26 @@ def test_prompt_logprobs_of_what_is_not_finite(checkpoint: Checkpoint) -> None:
 def test_an_encoder_that_breaks(tmp_path: Path) -> None:
     runner = load_model_runner(settings(build_encoder_decoder("t5", tmp_path)))
     embedding(runner)[BAD_TOKEN] = float("nan")
-    prompts = [[5, 6, 7, 8, 1, 0], [9, BAD_TOKEN, 10, 1, 0], [*range(20, 40), 1, 0]]
 
-    def requests(*which: int) -> list[Run]:
-        return [driver.add(make_request(f"r{i}", prompts[i], max_new_tokens=5)) for i in which]
+    def neighbours_of(token: int) -> tuple[Run, list[Run]]:
+        """The request with this token, and the others of its batch once they have ended. Batches are of equal shape,
+        because that may change the last bit of the eager decoder's results.
+        """
+        prompts = [[5, 6, 7, 8, 1, 0], [9, token, 10, 1, 0], [*range(20, 40), 1, 0]]
+        driver = Driver(runner)
+        first, second, third = (
+            driver.add(make_request(f"r{i}", prompt, max_new_tokens=5)) for i, prompt in enumerate(prompts)
+        )
+        outputs = driver.step(*((run, len(run.sequence.token_ids)) for run in (first, second, third)))
+        if token == BAD_TOKEN:
+            failure(outputs[1])
+        driver.finish(first, third)
+        return second, [first, third]
 
-    driver = Driver(runner)
-    alone = requests(0, 2)
-    driver.finish(*alone)
-    driver = Driver(runner, seed=1)
-    mixed = requests(0, 1, 2)
-    outputs = driver.step(*((run, len(run.sequence.token_ids)) for run in mixed))
-    failure(outputs[1])
-    good = [mixed[0], mixed[2]]
-    driver.finish(*good)
-    assert [run.token_ids for run in good] == [run.token_ids for run in alone]
-    for mine, own in zip(good, alone, strict=True):  # the eager decoder: a batch may change the last bit
-        assert [token.logprob for token in mine.tokens] == pytest.approx([t.logprob for t in own.tokens], abs=1e-5)
+    _, calm = neighbours_of(8)
+    broken, others = neighbours_of(BAD_TOKEN)
+    assert not broken.tokens
+    assert [run.tokens for run in others] == [run.tokens for run in calm]
 
 
 @pytest.fixture(autouse=True)

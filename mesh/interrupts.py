@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM end the programs that people run by hand, without a traceback, whenever the signal comes.
+"""Ctrl-C, SIGTERM and a closed terminal end the programs that people run by hand, without a traceback, whenever the
+signal comes.
 
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
 the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
@@ -8,9 +9,10 @@ the process ends Ctrl-C ends it at once
 
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
@@ -20,7 +22,7 @@ if TYPE_CHECKING:  # programs that start fast import asyncio later, or never
 
 T = TypeVar("T")
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.01
 _BLOCKED_S = 1.0
 _CALLERS = ("logging.", "grpc.", "llvmlite.binding.executionengine.", "engine.models.compiled_decoder.LoopThreads.run")
@@ -40,25 +42,43 @@ def end_imports_quietly() -> None:
 
 def end_at_ctrl_c() -> None:
     """Let Ctrl-C end this process as SIGTERM does, at once."""
-    _handle_ctrl_c(signal.SIG_DFL)
+    _handle(signal.SIGINT, signal.SIG_DFL)
 
 
 def raise_at_each_ctrl_c() -> None:
     """Let each Ctrl-C raise KeyboardInterrupt, for a program that goes on after it."""
-    _handle_ctrl_c(signal.default_int_handler)
+    _handle(signal.SIGINT, signal.default_int_handler)
 
 
-def _handle_ctrl_c(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
-    """A shell ignores SIGINT in background jobs, and so do they."""
-    if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, _ignore):
-        signal.signal(signal.SIGINT, handler)
+def stopping_signals() -> list[signal.Signals]:
+    """The signals that stop a program: not those that its caller ignores, as a shell ignores SIGINT in background jobs,
+    and nohup SIGHUP.
+    """
+    return [number for number in _SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def leave_terminal() -> None:
+    """Send the output of this process nowhere if it goes to a terminal: writing to a closed one is an error."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        with suppress(OSError):  # it is closed
+            if stat.S_ISCHR(os.fstat(number).st_mode):
+                os.dup2(null, number)
+    os.close(null)
+
+
+def _handle(number: signal.Signals, handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    if number in stopping_signals() and signal.getsignal(number) != _ignore:
+        signal.signal(number, handler)
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Run `main`, and end the process with its status, with 130 after Ctrl-C, or with 143 after SIGTERM."""
+    """Run `main`, and end the process with its status, or with 128 and the number of the signal that has ended it: 130
+    after Ctrl-C, 143 after SIGTERM, 129 when its terminal was closed.
+    """
     try:
-        _handle_ctrl_c(_interrupt)
-        signal.signal(signal.SIGTERM, _interrupt)
+        for number in _SIGNALS:
+            _handle(number, _interrupt)
         status = main()
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
@@ -133,6 +153,8 @@ _in_loop: list[_InLoop] = []
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
+    if number == signal.SIGHUP:
+        leave_terminal()
     running = _in_loop[0] if _in_loop else None
     if running is not None and not running.number:
         running.cancel(number)

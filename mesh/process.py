@@ -1,9 +1,9 @@
 """The frame of every service process: settings, logs, signals, messages to the parent process and secrets from it.
 
 Stdout carries one JSON object per line for the parent (`announce`). Logs go to stderr. A slow or dead reader of either
-stream cannot block the service (see `line_writer.py`). The exit status is 0 after SIGTERM or SIGINT, 2 for a wrong
-configuration (one line on stderr says what to fix), and 1 for any other error. A signal before the service listens ends
-the process at once.
+stream cannot block the service (see `line_writer.py`). The exit status is 0 after SIGTERM, SIGINT or SIGHUP, 2 for a
+wrong configuration (one line on stderr says what to fix), and 1 for any other error. A signal before the service
+listens ends the process at once.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ import structlog
 
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.host import parse_cores
-from mesh.interrupts import end_at_ctrl_c
+from mesh.interrupts import end_at_ctrl_c, stopping_signals
 from mesh.logs import LEVELS, configure_logging, flush_outputs
 from mesh.settings import load_settings, setting
 from mesh.tracing import configure_tracing
@@ -189,8 +189,8 @@ def announce(event: str, **fields: Any) -> None:
 
 
 async def until_stopped(settings: ProcessSettings) -> None:
-    """Return on SIGTERM or SIGINT, or when stdin closes if `follow_stdin` is set. Until then a stuck event loop ends
-    the process (`ending_if_stuck`).
+    """Return on SIGTERM, SIGINT or SIGHUP, or when stdin closes if `follow_stdin` is set. Until then a stuck event loop
+    ends the process (`ending_if_stuck`).
 
     Objects that exist by now live as long as the service. Later garbage collections do not scan them: those of a worker
     take 160 ms, in which no thread of it runs Python.
@@ -199,7 +199,7 @@ async def until_stopped(settings: ProcessSettings) -> None:
     gc.freeze()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in stopping_signals():
         loop.add_signal_handler(number, stop.set)
     if settings.follow_stdin:
         loop.add_reader(sys.stdin.fileno(), lambda: None if os.read(sys.stdin.fileno(), 4096) else stop.set())

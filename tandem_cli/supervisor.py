@@ -3,7 +3,8 @@
     start routers ──listening──▶ start workers and gateway ──all ready──▶ trial requests ──▶ ready ──▶ watch
     a service exits: restart it with backoff; routers and gateway keep their addresses
     the routers' advice, on Ray: start another worker, or stop one
-    SIGINT, SIGTERM: stop gateway and routers (they drain), then workers; a second signal kills all
+    SIGINT, SIGTERM, a closed terminal: stop gateway and routers (they drain), then workers; a second SIGINT or SIGTERM
+    kills all
 
 All events pass through one queue and are handled in order by one task.
 """
@@ -18,6 +19,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import leave_terminal, stopping_signals
 from mesh.process import adopt_orphans
 from mesh.tasks import Backoff
 from tandem import TandemError
@@ -41,7 +43,7 @@ class MeshFailed(Exception):
 
 
 class _StopRequested(Exception):
-    """Raised when SIGINT or SIGTERM has arrived."""
+    """Raised when a signal has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,7 +328,7 @@ class Supervisor:
     @contextlib.contextmanager
     def _signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        numbers = (signal.SIGINT, signal.SIGTERM)
+        numbers = stopping_signals()
         for number in numbers:
             loop.add_signal_handler(number, self._on_signal, number)
         try:
@@ -336,10 +338,12 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
     def _on_signal(self, number: int) -> None:
-        """The first signal starts an orderly stop; a signal during the stop kills all children."""
+        """The first signal starts an orderly stop; Ctrl-C or SIGTERM during the stop kills all children."""
+        if number == signal.SIGHUP:
+            leave_terminal()
         self._queue.put_nowait(_Signal(number))
         self._launch.end_starts()
-        if self._is_stopping:
+        if self._is_stopping and number != signal.SIGHUP:  # the shell and the system each send one
             for child in (*self._children.values(), *self._leaving.values()):
                 child.kill()
 

@@ -8,6 +8,7 @@ from collections.abc import Generator, Iterable
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import defects
 from tests import evidence as figures
@@ -23,6 +24,10 @@ Short tests at the end keep all processes busy until then.
 """
 ALONE = ("tests/e2e/", "tests/component/test_triton_attention.py", "tests/service/test_switching.py")
 """Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
+
+# A test must not fail because the machine has other work.
+settings.register_profile("tandem", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tandem")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -68,7 +68,8 @@ def main() -> None:
 
 
 def _serve() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # only the router reacts to Ctrl-C in a terminal
+    for number in (signal.SIGINT, signal.SIGHUP):  # only the router reacts to what a terminal sends
+        signal.signal(number, signal.SIG_IGN)
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
     limit_process()
     source, special_tokens, tool_source, max_render_s = read_frame(requests)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tandem
@@ -75,7 +75,6 @@ def frame(kind: int, length: int) -> bytes:
     return length.to_bytes(3, "big") + bytes([kind, 0]) + bytes(4) + bytes(length)
 
 
-@settings(deadline=None)
 @given(st.lists(st.sampled_from([(0, 100), (0, 4096), (0, 9000), (1, 5000)]), max_size=8), st.integers(1, 5000))
 def test_bytes_are_flipped_inside_of_bulk_frames_only(frames: list[tuple[int, int]], step: int) -> None:
     sent = bytes(24) + b"".join(frame(*each) for each in frames)

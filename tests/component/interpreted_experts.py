@@ -51,14 +51,14 @@ def cases(draw: st.DrawFn) -> ExpertCase:
     )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(cases())
 def test_any_step(case: ExpertCase) -> None:
     require_near(case, CPU)
 
 
 @pytest.mark.soak
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(cases())
 def test_any_of_many_steps(case: ExpertCase) -> None:
     require_near(case, CPU)

@@ -67,14 +67,14 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(cases())
 def test_any_step(case: Case) -> None:
     require_near(case, CPU)
 
 
 @pytest.mark.soak
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=400, derandomize=True)
 @given(cases())
 def test_any_of_many_steps(case: Case) -> None:
     require_near(case, CPU)

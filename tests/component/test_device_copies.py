@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 from numpy.typing import NDArray
@@ -22,7 +22,6 @@ ANY_ARRAY = st.one_of(
 STEPS = st.lists(st.dictionaries(st.sampled_from("abcdef"), ANY_ARRAY, max_size=6), min_size=1, max_size=4)
 
 
-@settings(deadline=None)
 @given(STEPS)
 def test_arrays_arrive_as_they_were_and_stay_for_one_more_call(steps: list[dict[str, NDArray[Any]]]) -> None:
     copies = PackedCopies(CPU)

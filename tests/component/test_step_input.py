@@ -1,7 +1,7 @@
 """A batch as plain arrays."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledSequence
@@ -31,7 +31,6 @@ def batches(draw: st.DrawFn) -> ScheduledBatch:
     return ScheduledBatch(tuple(items), copies=((1, 2), (3, 4)), number=7)
 
 
-@settings(deadline=None)
 @given(st.lists(batches(), min_size=1, max_size=3))
 def test_every_token_is_where_its_sequence_says(several: list[ScheduledBatch]) -> None:
     builder = StepInputBuilder(BLOCK_SIZE)  # its buffers are used again

@@ -1,11 +1,14 @@
-"""Ctrl-C and SIGTERM, at moments from the start on, for every program that people run: no traceback, and no process and
-no file is left. `pytest -m soak` sweeps them all; the fast tests take a few.
+"""Ctrl-C, SIGTERM and the signal of a closed terminal, at moments from the start on, for every program that people run:
+no traceback, and no process and no file is left. `pytest -m soak` sweeps them all; the fast tests take a few.
 """
 
 import asyncio
+import fcntl
 import os
+import pty
 import signal
 import sys
+import termios
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,8 +18,9 @@ from uuid import uuid4
 import psutil
 import pytest
 
+import tandem
 from bench.shapes import BUNDLED
-from tests.e2e.mesh_process import is_alive
+from tests.e2e.mesh_process import START_S, STOP_S, is_alive
 from tests.waiting import until
 
 _LIMIT_S = 200.0
@@ -27,7 +31,7 @@ _FOUND_S = 0.1
 """CPU time after which Python has found the program, longer than the first moment on a busy machine. Until then a
 signal meets Python's own code only.
 """
-_INTERRUPT, _TERMINATE = signal.SIGINT, signal.SIGTERM
+_INTERRUPT, _TERMINATE, _HANG_UP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 _WORKER = "--model {model} --registry-address 127.0.0.1:9 --port 0"
 _SERVICES = [
@@ -105,7 +109,7 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
         start_new_session=True,
-        preexec_fn=_heed_ctrl_c,
+        preexec_fn=_heed_terminal,
     )
     told = asyncio.create_task(process.communicate())
     try:
@@ -119,9 +123,13 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
         await told
     await until(lambda: not _marked(mark), state=lambda: _marked(mark))
     assert process.returncode is not None
-    # PyTorch keeps a cache of its own.
-    assert [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")] == []
+    assert _files_in(temporary) == []
     return Ended(process.returncode, out.decode(), err.decode())
+
+
+def _files_in(temporary: Path) -> list[str]:
+    """Names, without the cache that PyTorch keeps."""
+    return [path.name for path in temporary.iterdir() if not path.name.startswith("torchinductor_")]
 
 
 def _cpu_s(process: asyncio.subprocess.Process) -> float:
@@ -136,8 +144,9 @@ def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
         os.killpg(process.pid, number)
 
 
-def _heed_ctrl_c() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell has ignored it if pytest is a background job
+def _heed_terminal() -> None:
+    for number in (_INTERRUPT, _HANG_UP):  # a shell has ignored them if pytest is a background job
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _marked(mark: str) -> list[psutil.Process]:
@@ -159,7 +168,7 @@ def _check(end: Ended, signals: Sequence[signal.Signals], *, is_service: bool) -
     assert end.status in (statuses | {0} if is_service else statuses | {0, 1, 2}), end
 
 
-@pytest.mark.parametrize("signals", [(_INTERRUPT,), (_INTERRUPT, _INTERRUPT), (_TERMINATE,)], ids=str)
+@pytest.mark.parametrize("signals", [(_INTERRUPT,), (_INTERRUPT, _INTERRUPT), (_TERMINATE,), (_HANG_UP,)], ids=str)
 @pytest.mark.parametrize("words", [_SERVICES[0], _SERVICES[4], "bench.attention", "tandem_cli simulate --rate 8"])
 async def test_a_program_that_starts_ends_without_a_traceback(
     words: str, signals: Sequence[signal.Signals], tmp_path: Path
@@ -169,10 +178,68 @@ async def test_a_program_that_starts_ends_without_a_traceback(
         _check(end, signals, is_service=words in _SERVICES)
 
 
+async def test_a_mesh_whose_terminal_is_closed_completes_its_answers(tmp_path: Path) -> None:
+    """Closing the window of `tandem up` stops it as Ctrl-C does: streams end, no process and no file is left."""
+    master, terminal = pty.openpty()
+    (tmp_path / "tmp").mkdir()
+    environ = os.environ | {"TMPDIR": str(tmp_path / "tmp"), "XDG_RUNTIME_DIR": str(tmp_path)}
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tandem_cli", "up", "--port", "0", "--no-http", "--colocated"),
+        env=environ,
+        stdin=terminal,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=terminal,
+        start_new_session=True,
+        preexec_fn=_take_terminal,
+    )
+    os.close(terminal)
+    assert process.stdout is not None
+    shown = asyncio.create_task(_read_terminal(master))
+    try:
+        line = await asyncio.wait_for(process.stdout.readline(), START_S)
+        assert line.startswith(b"ready "), (line, shown)
+        services = psutil.Process(process.pid).children(recursive=True)
+        async with tandem.AsyncClient(line.decode().split()[1]) as client:
+            stream = client.stream(prompt="Tell me of a tower.", max_new_tokens=400, ignore_eos=True)
+            tokens = [await anext(stream)]
+            shown.cancel()
+            os.close(master)
+            tokens += [token async for token in stream]
+        assert len(tokens) == 400
+        assert await asyncio.wait_for(process.wait(), STOP_S) == 0
+    finally:
+        _signal_group(process, signal.SIGKILL)
+        shown.cancel()
+        await process.wait()
+    assert [service for service in services if is_alive(service)] == []
+    assert _files_in(tmp_path / "tmp") == []
+
+
+def _take_terminal() -> None:
+    """Make the terminal on stdin the one of this session, whose end is a signal to it."""
+    _heed_terminal()
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+async def _read_terminal(master: int) -> None:
+    loop = asyncio.get_running_loop()
+    loop.add_reader(master, os.read, master, 4096)
+    try:
+        await asyncio.Event().wait()
+    finally:
+        loop.remove_reader(master)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize("words", [*_SERVICES, *_PROGRAMS])
 async def test_every_program_at_every_moment(words: str, tmp_path: Path) -> None:
-    for signals in ((_INTERRUPT,), (_INTERRUPT, _INTERRUPT), (_TERMINATE,), (_TERMINATE, _INTERRUPT)):
+    for signals in (
+        (_INTERRUPT,),
+        (_INTERRUPT, _INTERRUPT),
+        (_TERMINATE,),
+        (_TERMINATE, _INTERRUPT),
+        (_HANG_UP, _HANG_UP),
+    ):
         for after_s in _MOMENTS_S:
             folder = tmp_path / f"{after_s:g} {'-'.join(number.name for number in signals)}"
             _check(await ended(words, folder, after_s, signals), signals, is_service=words in _SERVICES)

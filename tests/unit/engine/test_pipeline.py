@@ -98,7 +98,7 @@ ACTIONS = st.one_of(
 
 
 @given(st.integers(1, 4), st.booleans(), st.lists(ACTIONS, max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_tokens_are_those_of_one_batch_in_flight(max_in_flight: int, guesses: bool, actions: list[tuple]) -> None:
     rig, aborted, preempted = Rig(max_in_flight, guesses=guesses), set(), set()
     for name, *arguments in actions:

@@ -196,7 +196,7 @@ class SchedulerLife(RuleBasedStateMachine):
         assert self.scheduler.pool.num_free == NUM_BLOCKS
 
 
-SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestSchedulerLife = SchedulerLife.TestCase
 
 
@@ -206,7 +206,7 @@ class WholePromptsLife(SchedulerLife):
     whole_prompts = True
 
 
-WholePromptsLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+WholePromptsLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestWholePromptsLife = WholePromptsLife.TestCase
 
 
@@ -216,7 +216,7 @@ class PipelinedLife(SchedulerLife):
     max_in_flight = 3
 
 
-PipelinedLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+PipelinedLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
 TestPipelinedLife = PipelinedLife.TestCase
 
 

@@ -17,9 +17,7 @@ _EXAMPLES = int(os.environ.get("TANDEM_FUZZ_EXAMPLES", _FEW))
 def _try(max_examples: int) -> settings:
     """The tests that everybody runs try the same examples each time; long runs try others."""
     is_long = _EXAMPLES > _FEW
-    return settings(
-        max_examples=max_examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=not is_long
-    )
+    return settings(max_examples=max_examples, suppress_health_check=list(HealthCheck), derandomize=not is_long)
 
 
 fuzzed = _try(_EXAMPLES)

@@ -74,7 +74,7 @@ class Model:
         assert all(self.pool.num_users(pair) == pair.num_users for pair in self.open_pairs())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(ACTIONS, max_size=60))
 def test_whatever_happens_pairs_are_closed_once_and_never_under_a_user(actions: list[tuple[str, int]]) -> None:
     async def run() -> None:

@@ -95,7 +95,7 @@ def run(case: Case, messages: list[SenderMessage]) -> tuple[Outcomes, MeshError 
     return asyncio.run(converse())
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(cases())
 def test_clean_transfers_commit(case: Case) -> None:
     before = case.target.data.copy()
@@ -111,7 +111,7 @@ def test_clean_transfers_commit(case: Case) -> None:
     assert (case.target.written[:, ids[first:]] >= 1).all()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.lists(st.integers(1, 100), max_size=6))
 def test_renewals_anywhere_change_nothing(case: Case, places: list[int]) -> None:
     messages = case.messages()
@@ -123,7 +123,7 @@ def test_renewals_anywhere_change_nothing(case: Case, places: list[int]) -> None
     assert sum(isinstance(reply, Renewed) for reply in conversation.replies) == len(places)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 @given(cases())
 def test_a_renewal_opens_nothing(case: Case) -> None:
     outcomes, error, _ = run(case, [Renew(), *case.messages()])
@@ -192,14 +192,14 @@ FAULTS = (flip, truncate, truncate_and_say_so, stale, foreign, duplicate, repeat
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(case=cases(), random=st.randoms(use_true_random=False))
 def test_spoilt_transfers_never_commit(fault: Callable[[Case, int, Random], None], case: Case, random: Random) -> None:
     fault(case, random.randrange(len(case.chunks)), random)
     check_refused(case, case.messages())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.data())
 def test_reordered_chunks_never_commit(case: Case, data: st.DataObject) -> None:
     order = data.draw(st.permutations(range(len(case.chunks))))
@@ -210,7 +210,7 @@ def test_reordered_chunks_never_commit(case: Case, data: st.DataObject) -> None:
     check_refused(case, messages)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.data())
 def test_swapped_payloads_never_commit(case: Case, data: st.DataObject) -> None:
     if len(case.chunks) < 2:
@@ -223,7 +223,7 @@ def test_swapped_payloads_never_commit(case: Case, data: st.DataObject) -> None:
     check_refused(case, messages)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(cases(), st.sampled_from(["num_tokens", "num_chunks", "digest"]))
 def test_a_wrong_commit_never_commits(case: Case, field: str) -> None:
     messages = case.messages()
@@ -233,7 +233,7 @@ def test_a_wrong_commit_never_commits(case: Case, field: str) -> None:
     check_refused(case, messages)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(cases(), st.integers(0, 20))
 def test_a_sender_that_goes_away_never_commits(case: Case, keep: int) -> None:
     messages = case.messages()
@@ -251,7 +251,7 @@ OTHERS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("field", sorted(OTHERS))
-@settings(max_examples=3, deadline=None)
+@settings(max_examples=3)
 @given(cases())
 def test_a_wrong_layout_is_refused_with_both_values(field: str, case: Case) -> None:
     messages = case.messages()

@@ -95,7 +95,7 @@ def test_a_worker_that_sends_more_than_there_can_be_fills_no_memory(repaired: Re
 
 
 @given(st.text(alphabet="aé😀 STOP\n", max_size=30), st.integers(1, 4), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_one_event_per_token_and_all_of_the_text(text: str, batch: int, ends_with_eos: bool) -> None:
     ids = tokenizer().encode(text, add_special_tokens=False) + ([EOS_ID] if ends_with_eos else [])
     choice = make_choice(stop=("STOP",), max_new_tokens=100)

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from router.admission.fair_queue import LOW_PRIORITY_INTERVAL, FairQueue, QueueEntry
@@ -84,7 +84,6 @@ def test_nothing_is_lost(steps: list[tuple[str, QueueEntry]]) -> None:
     assert {queue.take_first() for _ in range(len(queue))} == waiting.keys()
 
 
-@settings(deadline=None)
 @given(st.lists(entries, min_size=1), st.lists(st.sampled_from(TENANTS), min_size=1))
 def test_whoever_waits_is_served_however_many_of_higher_classes_join(
     waiting: list[QueueEntry], joining: list[str]

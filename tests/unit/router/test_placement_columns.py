@@ -60,7 +60,7 @@ def queries(draw: Any) -> PlacementQuery:
 names = st.frozensets(st.sampled_from([f"w{number}" for number in range(7)]), max_size=3)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(
     views(),
     queries(),
@@ -185,7 +185,7 @@ TWO_CONFIRMED = [
 ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @example([*TWO_CONFIRMED, reports(3), reports(16)], [])
 @given(st.lists(st.tuples(steps, st.sampled_from([0.0, 0.06, 0.2])), max_size=24), st.lists(numbers, max_size=1))
 def test_a_snapshot_that_is_kept_equals_a_new_one(history: list[Any], unproven: list[int]) -> None:

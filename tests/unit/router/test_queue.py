@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import InvalidRequest, NoWorkers, Overloaded
@@ -449,7 +449,6 @@ async def test_an_outage_ends_also_while_nothing_waits() -> None:
     mesh.queue.close()
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["place", "cancel", "finish"]), st.integers(1, 30), entries), max_size=40))
 def test_nothing_is_lost_or_left(steps: list[tuple[str, int, QueueEntry]]) -> None:
     async def run() -> None:

@@ -50,14 +50,14 @@ def byte_ids(text: str, tokenizer: Tokenizer) -> list[int]:
 
 
 @given(st.lists(st.integers(0, 339), max_size=80))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_any_ids_join_to_decoding_all_at_once(ids: list[int]) -> None:
     tokenizer = byte_level()
     assert "".join(piece.text for piece in tokenizer.pieces(ids)) == tokenizer.decode(ids)
 
 
 @given(st.lists(st.integers(3, 339), max_size=80))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_both_ways_to_text_agree(ids: list[int]) -> None:
     """Where tokens are bytes they are looked up; decoding windows of them, as for other vocabularies, is the same."""
     tokenizer = byte_level()
@@ -66,7 +66,7 @@ def test_both_ways_to_text_agree(ids: list[int]) -> None:
 
 
 @given(st.text(alphabet="aé日😀😂🤗 \n\u200d", max_size=40), st.booleans())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_text_comes_back(text: str, split_bytes: bool) -> None:
     tokenizer = byte_level()
     ids = byte_ids(text, tokenizer) if split_bytes else tokenizer.encode(text, add_special_tokens=False)
@@ -74,7 +74,7 @@ def test_any_text_comes_back(text: str, split_bytes: bool) -> None:
 
 
 @given(st.text(alphabet="ab é日😀😂", max_size=40))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_byte_fallback_text_comes_back(text: str) -> None:
     tokenizer = byte_fallback()
     ids = [257, *byte_ids(text, tokenizer), 261, 258]
@@ -146,7 +146,7 @@ def stopped_by_hand(text: str, stops: list[str], *, keep: bool) -> tuple[str, bo
     st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=4),
     st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[str], keep: bool) -> None:
     matcher = StopMatcher(stops, keep=keep)
     shown, matched = "", False
@@ -162,7 +162,7 @@ def test_stop_strings_do_not_depend_on_the_cut(pieces: list[str], stops: list[st
 
 
 @given(st.lists(st.text(alphabet="abc", max_size=4), max_size=10))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_only_what_may_become_a_stop_string_is_held(pieces: list[str]) -> None:
     matcher = StopMatcher(["abca", "cc"])
     shown = ""

@@ -113,6 +113,8 @@ class LoopThreads:
         return self._helpers[core]
 
 
+_AMX_OPERANDS = (np.uint8, np.int16)
+"""Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
@@ -140,9 +142,9 @@ class CompiledDecoder:
         # The loop has its own threads. OpenMP threads would spin on their cores between the few torch operations.
         self.num_torch_threads = 1
         self._thread_buffers: list[Buffers] = []
-        # Prompts attend in bf16 where products round activations anyway. AMX is set up for products of int8 only.
+        # Prompts attend in bf16 where products round activations anyway. AMX is set up for products that use it.
         operands, _ = operand_dtypes(packed.weights)
-        is_rounded = operands == np.uint8 if knows_amx() else operands != np.float32
+        is_rounded = operands in _AMX_OPERANDS if knows_amx() else operands != np.float32
         self._bf16 = is_rounded and multiplies_bf16() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
@@ -317,7 +319,7 @@ class CompiledDecoder:
         shared = self._ranks.buffers
         num_bytes = (rows + TILE_ROWS) * int(weights.matrices[:, 2].max()) * np.dtype(kind).itemsize
         a = shared.get("a", num_bytes, np.uint8)[:num_bytes].view(kind)
-        factors, amx = shared.get("factors", rows), amx_shapes() if kind == np.uint8 else _NO_AMX
+        factors, amx = shared.get("factors", rows), amx_shapes() if kind in _AMX_OPERANDS else _NO_AMX
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
         threads = self._thread_buffers[: self.threads.count]

@@ -43,6 +43,7 @@ KINDS = [
     pytest.param("int8", id="int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
+    pytest.param("bfloat16 amx", id="bf16 with AMX", marks=needs_amx),
 ]
 
 
@@ -69,7 +70,7 @@ class Products:
         matrices = [torch.randint(1 - most, most, (s.columns, s.inputs)).float() for s in shapes]
         for matrix in matrices:
             matrix[:, -1] = most  # so that the scale is 1
-        dtype = torch.int8 if is_int8 else getattr(torch, kind)
+        dtype = torch.int8 if is_int8 else getattr(torch, kind.removesuffix(" amx"))
         packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
@@ -95,7 +96,7 @@ class Products:
         kind, sums_kind = operand_dtypes(self.weights)
         a = np.full((rows + TILE_ROWS) * 720, 77, kind)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
-        amx = amx_shapes() if self.kind == "amx" else NO_AMX
+        amx = amx_shapes() if self.kind.endswith("amx") else NO_AMX
         return Operand(a, np.empty(rows, np.float32), sums, amx)
 
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:

@@ -46,7 +46,7 @@ _PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
 
 
 class AmxProduct(NamedTuple):
-    """out = a @ b of bytes. `depth` counts 64 bytes of a row; the step of `b` is from panel to panel."""
+    """out = a @ b of bytes or bf16 numbers. `depth` counts 64 bytes of a row; the step of `b` is from panel to panel."""
 
     a: Matrix
     b: Matrix
@@ -131,18 +131,21 @@ def multiply_and_finish(
     previous: NumbaType,
     mode: NumbaType,
     prefetch: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """out[16 * halves, 32] = a @ b of an AmxProduct, while the previous SumTile is finished and weights are prefetched.
 
-    `halves` is 1 or 2; `halves` and `mode` are compile-time constants. prefetch: Prefetch.
+    `halves` is 1 or 2; `halves` and `mode` are compile-time constants. prefetch: Prefetch. `element`: any element of b.
     """
+    is_int8 = element == types.int8
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         if not knows_amx():
             return context.get_dummy_value()
-        tile, depth = _Tile(emit, args[0], "tdpbusd", halves.literal_value), builder.extract_value(args[0], 3)
-        finish = Finish(emit, args[2], mode.literal_value, is_int8=True)
+        tile = _Tile(emit, args[0], "tdpbusd" if is_int8 else "tdpbf16ps", halves.literal_value)
+        depth = builder.extract_value(args[0], 3)
+        finish = Finish(emit, args[2], mode.literal_value, is_int8=is_int8)
         groups = builder.sdiv(builder.add(finish.num_rows, INT64(FINISH_ROWS - 1)), INT64(FINISH_ROWS))
         interleaved = emit.smaller(groups, depth)
         address, lines = emit.members(args[4], 2)
@@ -161,7 +164,7 @@ def multiply_and_finish(
         tile.store()
         return context.get_dummy_value()
 
-    return types.void(matrices, halves, previous, mode, prefetch), generate
+    return types.void(matrices, halves, previous, mode, prefetch, element), generate
 
 
 def _prefetch(emit: Emitter, at: Value, first: Value, count: Value) -> None:

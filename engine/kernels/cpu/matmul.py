@@ -1,7 +1,7 @@
 """Matrix products over packed weights, each followed by a store, an addition to the residual, or a gate.
 
 Columns are processed in units of 32, rows in tiles. The weights of a unit are read from memory once and stay in the
-cache while all rows are multiplied. Sums are exact integers in int8, and in fp32 always added in the same order, so a
+cache while all rows are multiplied. Sums are exact integers in int8, and else always added in the same order, so a
 row's result does not depend on its batch.
 """
 
@@ -29,6 +29,7 @@ from engine.kernels.cpu.tiles import (
 from engine.kernels.cpu.vectors import address
 
 _AMX_MIN_ROWS = 5
+"""In int8: vectors multiply fewer rows faster."""
 _AMX_ROW_BYTES = 64
 _PREFETCH_MIN_TILES = 4
 _MAX_AHEAD_BYTES = 2**18
@@ -49,7 +50,7 @@ class Operand(NamedTuple):
     a: Array  # flat, of a type as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
     factors: Floats  # [rows], of each row's result
     sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
-    amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as always in fp32
+    amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as for all types but int8 and bf16
 
 
 class Target(NamedTuple):
@@ -115,10 +116,27 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
     num_units = (columns.num_columns + UNIT - 1) // UNIT
     units = Range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts)
-    if len(operand.amx) and rows.num_rows >= _AMX_MIN_ROWS:
+    if len(operand.amx) and _fits_amx(rows.num_rows, rows.a_step, weights.packed[0]):
         _amx_product(rows, columns, target.mode, units, weights.packed[0])
     else:
         _vector_product(rows, columns, target.mode, units, weights.packed[0])
+
+
+def _fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
+    """True if AMX multiplies a matrix with so many rows of so many bytes. `element`: any element of the weights."""
+    raise NotImplementedError
+
+
+def _are_many(num_rows: int, a_step: int, element: Element) -> bool:
+    return num_rows >= _AMX_MIN_ROWS
+
+
+def _are_whole(num_rows: int, a_step: int, element: Element) -> bool:
+    """Any number of rows: AMX adds in another order than vectors."""
+    return a_step % _AMX_ROW_BYTES == 0
+
+
+select_by_dtype(_fits_amx, {types.int16: _are_whole}, _are_many)
 
 
 @jit
@@ -222,7 +240,7 @@ def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, elemen
             a = Matrix(rows.a + row * rows.a_step, rows.a_step)
             matrices = AmxProduct(a, b, Matrix(sums, _SUM_BYTES), depth)
             ahead = Prefetch(b.address + columns.unit_bytes + row // TILE_ROWS * lines * rows.a_step, lines)
-            _multiply_and_finish(matrices, rows.num_rows - row, previous, mode, ahead)
+            _multiply_and_finish(matrices, rows.num_rows - row, previous, mode, ahead, element)
             tile_rows = _TileRows(sums, row, min(TILE_ROWS, rows.num_rows - row))
             previous = _tile(rows, columns, tile_rows, unit, mode)
             buffer = 1 - buffer
@@ -230,20 +248,22 @@ def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, elemen
 
 
 @jit
-def _multiply_and_finish(matrices: AmxProduct, max_rows: int, previous: SumTile, mode: int, ahead: Prefetch) -> None:
+def _multiply_and_finish(
+    matrices: AmxProduct, max_rows: int, previous: SumTile, mode: int, ahead: Prefetch, element: Element
+) -> None:
     if max_rows > TILE_ROWS // 2:
         if mode == GATE:
-            multiply_and_finish(matrices, 2, previous, GATE, ahead)
+            multiply_and_finish(matrices, 2, previous, GATE, ahead, element)
         elif mode == ADD:
-            multiply_and_finish(matrices, 2, previous, ADD, ahead)
+            multiply_and_finish(matrices, 2, previous, ADD, ahead, element)
         else:
-            multiply_and_finish(matrices, 2, previous, STORE, ahead)
+            multiply_and_finish(matrices, 2, previous, STORE, ahead, element)
     elif mode == GATE:
-        multiply_and_finish(matrices, 1, previous, GATE, ahead)
+        multiply_and_finish(matrices, 1, previous, GATE, ahead, element)
     elif mode == ADD:
-        multiply_and_finish(matrices, 1, previous, ADD, ahead)
+        multiply_and_finish(matrices, 1, previous, ADD, ahead, element)
     else:
-        multiply_and_finish(matrices, 1, previous, STORE, ahead)
+        multiply_and_finish(matrices, 1, previous, STORE, ahead, element)
 
 
 @jit

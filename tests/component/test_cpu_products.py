@@ -159,10 +159,10 @@ def test_gated_products(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_its_batch(kind: str) -> None:
-    shapes = [MatrixShape(144, 208), MatrixShape(96, 208, gated=True)]
+    shapes = [MatrixShape(144, 208), MatrixShape(96, 208, gated=True), MatrixShape(144, 224)]
     products = Products.of(kind, shapes)
-    x = np.random.default_rng(1).normal(size=(MAX_ROWS, 208)).astype(np.float32)
-    for index, columns in enumerate((144, 48)):
+    for index, (shape, columns) in enumerate(zip(shapes, (144, 48, 144), strict=True)):
+        x = np.random.default_rng(1).normal(size=(MAX_ROWS, shape.inputs)).astype(np.float32)
         together = products.multiply(index, x, np.empty((MAX_ROWS, columns), np.float32))
         for first, end in ((0, 1), (69, 70), (3, 5), (5, 8), (9, 16), (11, 28), (20, 53)):
             alone = products.multiply(index, x[first:end], np.empty((end - first, columns), np.float32))

@@ -46,7 +46,7 @@ _PANEL_BYTES = AMX_TILE_ROWS * AMX_TILE_ROW_BYTES
 
 
 class AmxProduct(NamedTuple):
-    """out = a @ b of bytes or bf16 numbers. `depth` counts 64 bytes of a row; the step of `b` is from panel to panel."""
+    """out = a @ b of bytes or bf16. `depth` counts 64 bytes of a row; the step of `b` is from panel to panel."""
 
     a: Matrix
     b: Matrix

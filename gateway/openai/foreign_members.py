@@ -116,18 +116,18 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 
 
 def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
-    """Return the body with our names, of which `own` are those that its kind has. Raises InvalidField for a member that
-    is refused.
+    """Return the body with our names, of which `own` are those that its kind has, and without nulls. Raises
+    InvalidField for a member that is refused.
     """
-    translated = dict(body)
-    for name in (body.keys() & REFUSED.keys()).difference(own):
+    translated = {name: value for name, value in body.items() if value is not None}
+    for name in (translated.keys() & REFUSED.keys()).difference(own):
         off, instead = REFUSED[name]
-        if body[name] not in off:
+        if translated[name] not in off:
             raise InvalidField(f"{name} is not supported: {instead}", field=name)
-    for name in body.keys() & OTHER_NAMES.keys():
-        ours = OTHER_NAMES[name]
-        if translated.setdefault(ours, body[name]) != body[name]:
+    for name in translated.keys() & OTHER_NAMES.keys():
+        ours, value = OTHER_NAMES[name], translated[name]
+        if translated.setdefault(ours, value) != value:
             raise InvalidField(f"{name} and {ours} mean the same: set one of them", field=name)
-    if body.get("priority") == 0:
+    if translated.get("priority") == 0:
         del translated["priority"]  # the default of servers whose priorities are numbers
     return translated

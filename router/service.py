@@ -113,7 +113,7 @@ class ModelService:
         timeline = Timeline(asyncio.get_running_loop().time, self._on_gap)
         queue_entry = self._queue_entry(params, time_left_s)
         cap = queue_entry.priority.share_of(self._limiter.max_permits)
-        check_counts(params, max_choices=cap)
+        check_counts(params, max_choices=min(cap, params.tenant.max_concurrent_requests or cap))
         if self.model.decoder_prompt:
             check_encoder_decoder(params)
         params.sampling.validate(self.model.facts.vocab_size)

@@ -163,11 +163,14 @@ def _message(message: Message) -> Json:
 
 
 def _read_arguments(call: Json) -> None:
-    """Replace JSON text by the parsed object, because templates serialise arguments themselves."""
+    """Replace JSON text by the parsed object, because templates serialise arguments themselves. What is no JSON, or has
+    numbers or halves of characters that JSON text cannot have, stays as it is.
+    """
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             value = json.loads(function["arguments"])
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return
         if isinstance(value, dict):

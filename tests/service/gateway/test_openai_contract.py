@@ -218,6 +218,15 @@ async def test_null_means_absent_whatever_the_member(gateway: RunningGateway, pa
     assert error["message"] == "functions is not supported: use tools"
 
 
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_prompts_log_probs_without_alternatives_are_refused(gateway: RunningGateway, path: str) -> None:
+    """0 asks vLLM for the prompt's log-probs; false asks nobody for anything."""
+    error = await refusal(gateway.http, path, prompt_logprobs=0)
+    assert error["message"] == "prompt_logprobs is not supported: use echo and logprobs of /v1/completions"
+    for harmless in ({"prompt_logprobs": False}, {"length_penalty": 1.0}, {"mirostat": 0.0}, {"mirostat": False}):
+        assert (await gateway.post(path, BODIES[path] | harmless)).status_code == 200, harmless
+
+
 async def test_other_names_of_members_reach_the_router(gateway: RunningGateway) -> None:
     theirs = {"n_predict": 3, "repeat_penalty": 1.5, "no_stop_trim": True, "session_id": "s", "regex": "a+"}
     for path, body in BODIES.items():

@@ -56,6 +56,7 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
         arguments |= tool_use.structure()
     elif tool_use is not None and tool_use.is_tagged and body.skip_special_tokens is None:
         arguments["skip_special_tokens"] = False  # in some checkpoints the tags are control tokens
+        arguments["include_eos"] = False  # which the client would not see without them
     return arguments
 
 

@@ -151,7 +151,10 @@ async def test_calls_between_tags(name: str) -> None:
         [call] = message.tool_calls or ()
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("count", {"city": "Zürich", "days": 3})
-        assert not gateway.script.requests[-1].output.skip_special_tokens, "the tags may be control tokens"
+        asked = gateway.script.requests[-1].output
+        assert not asked.skip_special_tokens, "the tags may be control tokens"
+        assert asked.HasField("include_eos")
+        assert not asked.include_eos, "the end-of-sequence token is no text for a client who did not ask for it"
         stream = await client.chat.completions.create(**arguments, stream=True)
         parts = [part async for chunk in stream for part in chunk.choices[0].delta.tool_calls or ()]
         assert [part.function.name for part in parts if part.id and part.function] == ["count"]

@@ -49,7 +49,8 @@ class Gate:
     """Checks API keys against the router, and caches its verdicts.
 
     `allow_anonymous`: serve callers without a key even if the gateway listens beyond loopback. As a by-product of the
-    last check, `models` holds the served models by name, and `served_name` the default model's name.
+    last check, `models` holds the served models by name and by the names of their adapters, and `served_name` the
+    default model's name.
     """
 
     def __init__(
@@ -118,7 +119,8 @@ class Gate:
     async def _ask_models(self, key: str | None) -> None:
         models = await self._client.acting_for(key).models(timeout=_CHECK_TIMEOUT_S)
         self.served_name = models[0].name if models else ""
-        self.models = {model.name: model for model in models}
+        of_adapters = {adapter: model for model in models for adapter in model.adapters}
+        self.models = of_adapters | {model.name: model for model in models}
         await self._require_closed()
 
     async def _ask_operator(self, key: str | None) -> None:

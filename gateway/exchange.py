@@ -102,7 +102,9 @@ class Exchange:
         return "qwen3" if served is not None and served.has_reasoning else "none"
 
     def model(self, name: str = "") -> tandem.Model | None:
-        """Return the served model of that name, or the default model. None if no model is known yet."""
+        """Return the served model of that name or with that adapter, or the default model. None if no model is known
+        yet.
+        """
         gate = self.arrival.backend.gate
         return gate.models.get(name) or gate.models.get(gate.served_name)
 

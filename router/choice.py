@@ -312,7 +312,7 @@ class Choice:
     def _extend(self, tokens: tuple[SampledToken, ...], reason: FinishReason | None) -> None:
         for index, token in enumerate(tokens):
             is_end = reason in _TOKEN_ENDS and index == len(tokens) - 1
-            self._add(token, hide_text=is_end and not self._valid.params.include_stop)
+            self._add(token, hide_text=is_end and not self._shows_end(reason))
             if self._text.stopped:
                 reason = FinishReason.STOP_SEQUENCE
                 break
@@ -320,6 +320,13 @@ class Choice:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(reason)
+
+    def _shows_end(self, reason: FinishReason | None) -> bool:
+        """True if the client wants the text of the token that ends the choice."""
+        params = self._valid.params
+        if reason is FinishReason.EOS_TOKEN and params.include_eos is not None:
+            return params.include_eos
+        return params.include_stop
 
     def _add(self, token: SampledToken, *, hide_text: bool) -> None:
         self.token_ids.append(token.id)

@@ -170,12 +170,13 @@ class PromptEncoder:
         """Return the prompt's token ids.
 
         Raises InvalidRequest if there is no chat template, it rejects the messages, or the text has more characters
-        than `max_tokens` tokens can stand for; Overloaded if too much text waits.
+        than `max_tokens` tokens can stand for or halves of surrogate pairs; Overloaded if too much text waits.
         """
         if isinstance(prompt, TokenPrompt):
             return EncodedPrompt(prompt.ids, None)
         text = prompt.text if isinstance(prompt, TextPrompt) else await self._render(prompt, tenant)
         self._require_fits(text, max_tokens)
+        _require_whole_characters(text)
         # A template adds special tokens itself.
         ids = await self._ids(text, tenant, special=isinstance(prompt, TextPrompt))
         return EncodedPrompt(ids, text, isinstance(prompt, ChatPrompt) and self._is_in_reasoning(text, prompt))
@@ -241,6 +242,15 @@ class PromptEncoder:
                 f"the prompt has {len(text)} characters, and at most {max_chars} fit into the {max_tokens} tokens "
                 "(max_input_length) that are allowed"
             )
+
+
+def _require_whole_characters(text: str) -> None:
+    """Raise InvalidRequest for text that no tokenizer takes. JSON escapes can bring it, and so can templates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(text[error.start]):04x}"
+        raise InvalidRequest(f"the prompt has {half}, half of a surrogate pair: send whole characters") from None
 
 
 class LimitPolicy:

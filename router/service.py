@@ -48,7 +48,7 @@ from router.validation import (
     complete_sampling,
     require_prompt,
 )
-from router.workers.mesh_view import MeshView
+from router.workers.mesh_view import MeshView, shown
 
 log = structlog.get_logger(__name__)
 
@@ -113,7 +113,7 @@ class ModelService:
         timeline = Timeline(asyncio.get_running_loop().time, self._on_gap)
         queue_entry = self._queue_entry(params, time_left_s)
         cap = queue_entry.priority.share_of(self._limiter.max_permits)
-        check_counts(params, max_choices=cap)
+        check_counts(params, max_choices=min(cap, params.tenant.max_concurrent_requests or cap))
         if self.model.decoder_prompt:
             check_encoder_decoder(params)
         params.sampling.validate(self.model.facts.vocab_size)
@@ -370,7 +370,7 @@ class ModelServices:
             raise InvalidRequest(f"model: {models} have an adapter {name!r}: name one of them, and the adapter")
         if with_it:
             return with_it[0]
-        served = ", ".join([*self._by_name, *(adapter for adapter, _ in adapters)])
+        served = shown([*self._by_name, *(adapter for adapter, _ in adapters)])
         if name:
             raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
         if len(self._by_name) > 1:

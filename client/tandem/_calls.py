@@ -89,9 +89,11 @@ def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError
     details = rpc_error.details() or rpc_error.code().name
     cls = ERROR_BY_NAME.get(trailing.get(ERROR_KEY, "")) or ERROR_BY_CODE.get(rpc_error.code())
     if cls is Overloaded:
-        # gRPC reports messages above its size limit with the same code, for which a retry does not help.
+        # gRPC reports what is above its size limits with the same code, for which a retry does not help.
         if ERROR_KEY not in trailing and "larger than max" in details:
             return InvalidRequest(f"the message is too large: {details}")
+        if ERROR_KEY not in trailing and "metadata size exceeds" in details:
+            return exceptions.InternalError(f"the headers between {address} and this client are too large: {details}")
         return Overloaded(details, retry_after_s=_retry_after_s(trailing))
     if cls is ConnectionFailed:
         broke = not details.startswith(_NO_CONNECTION) and any(sign in details for sign in _BROKEN_SIGNS)

@@ -34,6 +34,7 @@ _OUTPUT = (
     "include_stop",
     "skip_special_tokens",
     "spaces_between_special_tokens",
+    "include_eos",
 )
 STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
@@ -102,6 +103,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     include_stop: bool | None
     skip_special_tokens: bool | None
     spaces_between_special_tokens: bool | None
+    include_eos: bool | None
     n: int | None
     best_of: int | None
     client_request_id: str | None

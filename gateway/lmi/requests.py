@@ -127,7 +127,7 @@ def read_payload(body: bytes, content_type: str) -> dict[str, object]:
     kind = content_type.partition(";")[0].strip().lower()
     if kind in ("text/plain", "text/csv"):
         try:
-            text = body.decode()
+            text = body.decode("utf-8-sig" if kind == "text/csv" else "utf-8")  # spreadsheets begin CSV with a mark
         except UnicodeDecodeError:
             raise InvalidRequest("the body is not UTF-8") from None
         return {"inputs": text if kind == "text/plain" else _csv_column(text)}

@@ -34,7 +34,7 @@ WITHOUT_EFFECT = frozenset(
 )
 """Members that change no answer here: notes for the server's log, and hints for speed."""
 
-# Values that ask for nothing, beside null, and what to do instead.
+# Values that ask for nothing, beside null, and what to do instead. Here 0 is not false, and 1 is not true.
 _OFF: tuple[object, ...] = (False, 0, "", [], {})
 _PLACEMENT = "the router chooses workers"
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
@@ -47,7 +47,7 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "modalities": (([], ["text"]), "answers are text"),
         "audio": (_OFF, "answers are text"),
         "web_search_options": ((), "the server searches nothing"),
-        "prompt_logprobs": (_OFF, "use echo and logprobs of /v1/completions"),
+        "prompt_logprobs": ((False,), "use echo and logprobs of /v1/completions"),
         "logprob_token_ids": (_OFF, "use top_logprobs"),
         "allowed_token_ids": (_OFF, "use guided_choice, or logit_bias"),
         "length_penalty": ((1,), "there is no beam search"),
@@ -116,18 +116,23 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
 
 
 def translate_members(body: Mapping[str, Any], own: Collection[str]) -> Json:
-    """Return the body with our names, of which `own` are those that its kind has. Raises InvalidField for a member that
-    is refused.
+    """Return the body with our names, of which `own` are those that its kind has, and without nulls. Raises
+    InvalidField for a member that is refused.
     """
-    translated = dict(body)
-    for name in (body.keys() & REFUSED.keys()).difference(own):
+    translated = {name: value for name, value in body.items() if value is not None}
+    for name in (translated.keys() & REFUSED.keys()).difference(own):
         off, instead = REFUSED[name]
-        if body[name] not in off:
+        if not _is_one_of(off, translated[name]):
             raise InvalidField(f"{name} is not supported: {instead}", field=name)
-    for name in body.keys() & OTHER_NAMES.keys():
-        ours = OTHER_NAMES[name]
-        if translated.setdefault(ours, body[name]) != body[name]:
+    for name in translated.keys() & OTHER_NAMES.keys():
+        ours, value = OTHER_NAMES[name], translated[name]
+        if translated.setdefault(ours, value) != value:
             raise InvalidField(f"{name} and {ours} mean the same: set one of them", field=name)
-    if body.get("priority") == 0:
+    if translated.get("priority") == 0:
         del translated["priority"]  # the default of servers whose priorities are numbers
     return translated
+
+
+def _is_one_of(values: Collection[object], value: object) -> bool:
+    """True if one of the values equals this one and both are booleans or neither is."""
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values)

@@ -56,6 +56,7 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
         arguments |= tool_use.structure()
     elif tool_use is not None and tool_use.is_tagged and body.skip_special_tokens is None:
         arguments["skip_special_tokens"] = False  # in some checkpoints the tags are control tokens
+        arguments["include_eos"] = False  # which the client would not see without them
     return arguments
 
 
@@ -163,11 +164,14 @@ def _message(message: Message) -> Json:
 
 
 def _read_arguments(call: Json) -> None:
-    """Replace JSON text by the parsed object, because templates serialise arguments themselves."""
+    """Replace JSON text by the parsed object, because templates serialise arguments themselves. What is no JSON, or has
+    numbers or halves of characters that JSON text cannot have, stays as it is.
+    """
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):
         try:
             value = json.loads(function["arguments"])
+            json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return
         if isinstance(value, dict):

@@ -18,6 +18,8 @@ from types import MappingProxyType
 _BETWEEN_CALLS = " \t\r\n,;[]"
 _ARGUMENTS = ("arguments", "parameters")
 _KEYS = ("name", "id", "type", *_ARGUMENTS)
+# Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
+_HALF = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,4 +393,4 @@ def _unwrap_arguments(text: str) -> str:
         raise NotACall from None
     if not isinstance(value, dict):
         raise NotACall
-    return inner
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", inner)

@@ -21,7 +21,7 @@ from mesh.domain.host import join_host
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
-from mesh.rpc.status import status_of
+from mesh.rpc.status import details_of, status_of
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Limit inside the mesh; KV chunks are much smaller. The public port keeps gRPC's default of 4 MiB."""
@@ -232,8 +232,9 @@ async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseExcept
 async def _abort(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:
     if isinstance(error, MeshError):
         code, trailing = status_of(error)
-        log.info("call refused", method=method, status=code.name, error=str(error))
-        await context.abort(code, str(error), trailing)
+        details = details_of(error)
+        log.info("call refused", method=method, status=code.name, error=details)
+        await context.abort(code, details, trailing)
     if isinstance(error, asyncio.CancelledError):
         if not context.cancelled():
             await context.abort(grpc.StatusCode.CANCELLED, "the server is stopping")

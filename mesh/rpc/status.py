@@ -16,6 +16,7 @@ from mesh.domain.errors import MeshError
 ERROR_KEY = "tandem-error"
 _TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
 RETRY_AFTER_KEY = "retry-after-ms"
+_MAX_DETAILS_BYTES = 4 << 10
 
 STATUS_BY_ERROR: Mapping[type[MeshError], grpc.StatusCode] = MappingProxyType(
     {
@@ -55,6 +56,22 @@ _ERROR_BY_STATUS = {
     grpc.StatusCode.FAILED_PRECONDITION: errors.LayoutMismatch,
     grpc.StatusCode.DATA_LOSS: errors.TransferCorrupt,
 }
+
+
+def details_of(error: MeshError) -> str:
+    """Return the error's message as a call's status can carry it, cut at `_MAX_DETAILS_BYTES`.
+
+    Peers refuse trailing metadata of more than 8 to 16 KiB, and report RESOURCE_EXHAUSTED in place of the error. Of a
+    character outside printable ASCII, gRPC makes three bytes for each byte of its UTF-8.
+    """
+    text = str(error)
+    num_bytes = 0
+    for place, char in enumerate(text):
+        num_bytes += 1 if " " <= char <= "~" and char != "%" else 3 * len(char.encode(errors="replace"))
+        if num_bytes > _MAX_DETAILS_BYTES:
+            text = text[:place] + "..."
+            break
+    return text.encode(errors="replace").decode()
 
 
 def status_of(error: MeshError) -> tuple[grpc.StatusCode, tuple[tuple[str, str], ...]]:

@@ -106,6 +106,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
         spaces_between_special_tokens=(
             output.spaces_between_special_tokens if output.HasField("spaces_between_special_tokens") else True
         ),
+        include_eos=output.include_eos if output.HasField("include_eos") else None,
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),

@@ -1,5 +1,8 @@
 """The mesh as one model sees it now: its workers, the trust in them, the links to them and the work in flight."""
 
+from collections.abc import Collection
+from itertools import islice
+
 from mesh.domain.errors import ModelNotFound
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.in_flight import InFlightTable
@@ -10,6 +13,14 @@ from router.workers.health import Trust, WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
 
 _MAX_SHOWN_CHARS = 128
+_MAX_SHOWN_NAMES = 20
+
+
+def shown(names: Collection[str]) -> str:
+    """Return the names for an error: all of them, or the first and how many there are beside these."""
+    listed = ", ".join(islice(names, _MAX_SHOWN_NAMES))
+    num_more = len(names) - _MAX_SHOWN_NAMES
+    return f"{listed} and {num_more} more" if num_more > 0 else listed
 
 
 class MeshView:
@@ -127,10 +138,10 @@ class MeshView:
         return self._adapters
 
     def adapter_digest(self, name: str) -> str:
-        """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with the names that exist."""
+        """The digest of the adapter with this name, "" for no name. Raises ModelNotFound with names that exist."""
         adapters = self.adapters()
         if name and name not in adapters:
-            served = ", ".join(adapters) or "none; workers load them with --adapter NAME=FOLDER"
+            served = shown(adapters) or "none; workers load them with --adapter NAME=FOLDER"
             raise ModelNotFound(
                 f"model {self._model.name!r} has no adapter {name[:_MAX_SHOWN_CHARS]!r}; it has: {served}"
             )

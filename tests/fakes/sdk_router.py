@@ -52,6 +52,7 @@ class Script:
     has_reasoning: bool = False
     in_reasoning: bool = False
     adapters: tuple[str, ...] = ()
+    more_models: tuple[pb.Model, ...] = ()
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
     on_holding: Callable[[], object] = lambda: None
@@ -102,7 +103,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         return pb.GetModelResponse(model=self._model())
 
     async def ListModels(self, request: Any, context: Any) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse(models=[self._model()])
+        return pb.ListModelsResponse(models=[self._model(), *self._script.more_models])
 
     def _model(self) -> pb.Model:
         total = self._script.max_total_tokens

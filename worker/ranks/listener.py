@@ -25,7 +25,7 @@ from mesh.domain.host import join_host
 from mesh.domain.kv import Degrees, KVLayout, KVSpan, kv_spans
 from mesh.domain.request import mint_id
 from mesh.rpc.server import Listen
-from mesh.rpc.status import status_of
+from mesh.rpc.status import details_of, status_of
 from mesh.v1 import rank_pb2, rank_pb2_grpc
 from worker.ranks.link import RankLink, host_of, own_address
 from worker.ranks.local import LocalRanks
@@ -215,7 +215,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             if isinstance(error, ConfigurationError | Unauthenticated | InvalidRequest) and error is not self._lost:
                 log.warning("rank refused", host=host_of(context.peer()), reason=str(error))
             context.set_trailing_metadata(trailing)
-            context.abort(code, str(error))
+            context.abort(code, details_of(error))
 
     def _greet(self, hello: rank_pb2.RankHello, peer: str) -> RankLink:
         """Give the rank its place. Raises ConfigurationError if it does not fit, WorkerBusy if the place is taken."""

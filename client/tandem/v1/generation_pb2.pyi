@@ -54,20 +54,22 @@ class Chat(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[ChatMessage, _Mapping]]] = ..., tools_json: _Optional[str] = ..., template_kwargs_json: _Optional[str] = ..., add_generation_prompt: _Optional[bool] = ..., continue_final_message: _Optional[bool] = ...) -> None: ...
 
 class OutputOptions(_message.Message):
-    __slots__ = ("top_logprobs", "prompt_logprobs", "echo", "include_stop", "skip_special_tokens", "spaces_between_special_tokens")
+    __slots__ = ("top_logprobs", "prompt_logprobs", "echo", "include_stop", "skip_special_tokens", "spaces_between_special_tokens", "include_eos")
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     ECHO_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_STOP_FIELD_NUMBER: _ClassVar[int]
     SKIP_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     SPACES_BETWEEN_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_EOS_FIELD_NUMBER: _ClassVar[int]
     top_logprobs: int
     prompt_logprobs: bool
     echo: bool
     include_stop: bool
     skip_special_tokens: bool
     spaces_between_special_tokens: bool
-    def __init__(self, top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ...) -> None: ...
+    include_eos: bool
+    def __init__(self, top_logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., echo: _Optional[bool] = ..., include_stop: _Optional[bool] = ..., skip_special_tokens: _Optional[bool] = ..., spaces_between_special_tokens: _Optional[bool] = ..., include_eos: _Optional[bool] = ...) -> None: ...
 
 class GenerateRequest(_message.Message):
     __slots__ = ("model", "prompt", "token_ids", "chat", "sampling", "output", "num_choices", "client_request_id", "priority", "ttft_target", "best_of", "adapter", "cache_hints")

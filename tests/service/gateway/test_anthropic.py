@@ -126,6 +126,33 @@ async def test_forced_calls(gateway: RunningGateway, choice: Any, function: str,
 
 
 @pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ('{"city": NaN, "days": [1e999, -Infinity, 2.5], "n": 3}', {"city": None, "days": [None, None, 2.5], "n": 3}),
+        (r'{"a": "Z\ud83d", "\udc00": "\ud83d\ude00 \\ud83d"}', {"a": "Z\ufffd", "\ufffd": "😀 \\ud83d"}),
+        ('{"city": "Bern", "days": [1, 2,],}', {"city": "Bern", "days": [1, 2]}),
+        ('{"city": "Bern",}', {"city": "Bern"}),
+        ('{"city": "Bern\n3000", "n": 3}', {"city": "Bern\n3000", "n": 3}),
+        ('{"city": "Bern", "n": three}', {"city": "Bern"}),
+        ("{'city': 1}", {}),
+        ('{"n": ' + "[" * 900 + "]" * 900 + "}", {}),
+    ],
+    ids=range(8),
+)
+async def test_arguments_that_are_not_quite_json_lose_no_more_than_they_must(
+    gateway: RunningGateway, arguments: str, shown: dict[str, Any]
+) -> None:
+    """They are an object in the answer, which no model is held to."""
+    gateway.script.story = f'<tool_call>{{"name": "weather", "arguments": {arguments}}}</tool_call>'
+    gateway.script.max_total_tokens = 9000
+    tools = [{"name": "weather", "input_schema": {"type": "object"}}]
+    response = await gateway.post("/v1/messages", {"messages": QUESTION, "max_tokens": 5000, "tools": tools})
+    assert response.status_code == 200, response.text
+    [call] = response.json()["content"]
+    assert call["input"] == shown
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"max_tokens": None}, "max_tokens: Field required"),

@@ -172,6 +172,19 @@ async def test_tools_and_their_results_reach_the_template(gateway: RunningGatewa
     assert gateway.script.requests[-1].chat.tools_json == ""
 
 
+@pytest.mark.parametrize(
+    "arguments", ['{"a": NaN}', '{"a": -Infinity}', '{"a": [1e999]}', r'{"a": "\ud83d"}', '{"a":', '["a"]']
+)
+async def test_earlier_arguments_that_no_object_can_have_stay_text(gateway: RunningGateway, arguments: str) -> None:
+    """As any model may have written them."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    turns = [*MESSAGES, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "72"}]
+    response = await gateway.post("/v1/chat/completions", {"messages": turns})
+    assert response.status_code == 200, response.text
+    shown = json.loads(gateway.script.requests[-1].chat.messages[1].extra_json)
+    assert shown["tool_calls"][0]["function"]["arguments"] == arguments
+
+
 @pytest.mark.parametrize("model", ["", "tgi", "dummy"])
 async def test_placeholder_names_mean_the_default_model(gateway: RunningGateway, model: str) -> None:
     assert (await gateway.post("/v1/chat/completions", {"model": model, "messages": MESSAGES})).status_code == 200

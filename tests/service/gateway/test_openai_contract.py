@@ -8,7 +8,7 @@ import httpx2
 import openai
 import pytest
 
-from gateway.openai.foreign_members import REFUSED, WITHOUT_EFFECT
+from gateway.openai.foreign_members import OTHER_NAMES, REFUSED, WITHOUT_EFFECT
 from tests.defects import Repaired
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, gateway_at, running_gateway
@@ -198,6 +198,33 @@ async def test_members_of_other_servers_are_refused_in_words_or_harmless(gateway
         harmless: dict[str, Any] = off | dict.fromkeys(WITHOUT_EFFECT, "something") | {"priority": 0}
         without_own = {name: value for name, value in harmless.items() if name not in own}
         assert (await gateway.post(path, BODIES[path] | without_own)).status_code == 200
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_null_means_absent_whatever_the_member(gateway: RunningGateway, path: str) -> None:
+    """Typed clients send all their members."""
+    for name in (*REFUSED, *OTHER_NAMES, *OTHER_NAMES.values(), *WITHOUT_EFFECT):
+        response = await gateway.post(path, BODIES[path] | {name: None})
+        assert response.status_code == 200, (name, response.text)
+    for theirs, ours in OTHER_NAMES.items():
+        value: Any = {"max_tokens": 5, "repetition_penalty": 1.5, "include_stop_str_in_output": True}.get(ours, "a+")
+        value = "{}" if ours == "guided_json" else "start: /a+/" if ours == "guided_grammar" else value
+        for null, other in ((theirs, ours), (ours, theirs)):
+            response = await gateway.post(path, BODIES[path] | {null: None, other: value})
+            assert response.status_code == 200, (null, response.text)
+    await gateway.post(path, BODIES[path] | {"max_tokens": None, "n_predict": 5})
+    assert gateway.script.requests[-1].sampling.max_new_tokens == 5
+    error = await refusal(gateway.http, path, functions=[1], audio=None)
+    assert error["message"] == "functions is not supported: use tools"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_the_prompts_log_probs_without_alternatives_are_refused(gateway: RunningGateway, path: str) -> None:
+    """0 asks vLLM for the prompt's log-probs; false asks nobody for anything."""
+    error = await refusal(gateway.http, path, prompt_logprobs=0)
+    assert error["message"] == "prompt_logprobs is not supported: use echo and logprobs of /v1/completions"
+    for harmless in ({"prompt_logprobs": False}, {"length_penalty": 1.0}, {"mirostat": 0.0}, {"mirostat": False}):
+        assert (await gateway.post(path, BODIES[path] | harmless)).status_code == 200, harmless
 
 
 async def test_other_names_of_members_reach_the_router(gateway: RunningGateway) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import openai
 import pytest
 
+from tandem.v1 import generation_pb2 as pb
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -105,6 +106,20 @@ async def test_the_format_is_the_templates_or_the_operators(parser: str, calls: 
     assert (message.content or "") == ("" if calls else script.story)
 
 
+async def test_the_format_of_an_adapter_is_its_models() -> None:
+    """Also where another model is the default one, and a model's own name comes before an adapter's."""
+    second = pb.Model(name="second", tool_call_format="llama3_json", has_reasoning=True, adapters=["tuned", "fake"])
+    script = Script(story=f"<think>Hm.</think>{CALL}", tool_call_format="hermes", more_models=(second,))
+    async with running_gateway(script) as gateway, client_of(gateway) as client:
+        for model, is_read in (("second", True), ("tuned", True), ("fake", False)):
+            answer = await client.chat.completions.create(model=model, messages=MESSAGES, tools=TOOLS)
+            message = answer.choices[0].message
+            assert bool(message.tool_calls) == is_read, model
+            assert getattr(message, "reasoning_content", "") == ("Hm." if is_read else ""), model
+        listed = [(model.id, model.parent) async for model in client.models.list()]  # type: ignore[attr-defined]
+    assert listed == [("fake", None), ("second", None), ("tuned", "second"), ("fake", "second")]
+
+
 TAGGED = {
     "qwen3_coder": "<tool_call>\n<function=count>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>",
@@ -136,7 +151,10 @@ async def test_calls_between_tags(name: str) -> None:
         [call] = message.tool_calls or ()
         assert call.type == "function"
         assert (call.function.name, json.loads(call.function.arguments)) == ("count", {"city": "Zürich", "days": 3})
-        assert not gateway.script.requests[-1].output.skip_special_tokens, "the tags may be control tokens"
+        asked = gateway.script.requests[-1].output
+        assert not asked.skip_special_tokens, "the tags may be control tokens"
+        assert asked.HasField("include_eos")
+        assert not asked.include_eos, "the end-of-sequence token is no text for a client who did not ask for it"
         stream = await client.chat.completions.create(**arguments, stream=True)
         parts = [part async for chunk in stream for part in chunk.choices[0].delta.tool_calls or ()]
         assert [part.function.name for part in parts if part.id and part.function] == ["count"]

@@ -52,6 +52,20 @@ async def test_error_arrives_as_itself(cls: type[MeshError]) -> None:
     assert str(back) == "because"
 
 
+@pytest.mark.parametrize("char", ["x", "%", "\n", "é", "日", "😀", "\ud800"])
+async def test_an_error_with_a_long_message_arrives_as_itself(char: str) -> None:
+    """gRPC's limit on trailing metadata counts the bytes of the percent-encoded message."""
+    raised = await call(errors.ModelNotFound("none is " + 1_000_000 * char))
+    assert raised.code() is grpc.StatusCode.NOT_FOUND
+    details = raised.details() or ""
+    assert details.startswith("none is ")
+    assert details.endswith("...")
+    assert 300 < len(details) < 4100
+    raised = await call(errors.ModelNotFound(1000 * char))
+    assert raised.code() is grpc.StatusCode.NOT_FOUND
+    assert len(raised.details() or "") >= 341
+
+
 async def test_overloaded_says_when_to_come_back() -> None:
     raised = await call(errors.Overloaded("full", retry_after_s=0.25))
     assert dict(raised.trailing_metadata())["retry-after-ms"] == "250"

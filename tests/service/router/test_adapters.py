@@ -52,6 +52,19 @@ async def test_unknown_adapters_are_refused_with_those_there_are(
     mesh.assert_at_rest()
 
 
+@pytest.mark.parametrize("request_fields", [{"adapter": "none"}, {"model": "none"}])
+async def test_of_many_adapters_a_refusal_names_some(make_mesh: Any, request_fields: dict[str, str]) -> None:
+    mesh = await make_mesh()
+    await mesh.decode(adapters=tuple(Adapter(f"adapter-{number:04}", f"digest-{number}") for number in range(1000)))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await mesh.generate(token_ids=PROMPT, **request_fields)
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    details = caught.value.details() or ""
+    assert "adapter-0000, adapter-0001, " in details
+    num_more = 980 + ("model" in request_fields)  # the model itself is one of the names
+    assert details.endswith(f"and {num_more} more")
+
+
 async def test_only_workers_that_have_it_get_it(make_mesh: Any) -> None:
     mesh = await make_mesh()
     without, with_it = await mesh.decode("decode-0"), await mesh.decode("decode-1", adapters=(MINE,))

@@ -55,13 +55,33 @@ async def test_each_tenant_has_a_cache_namespace_of_its_own(make_mesh: Any, tmp_
 
 async def test_a_tenants_cap(make_mesh: Any, tmp_path: Path) -> None:
     mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
-    await mesh.decode()
+    decode = await mesh.decode()
+    decode.gate.close()
+    running = asyncio.create_task(generate_as(mesh, "mallory", token_ids=PROMPT, max_new_tokens=2, num_choices=2))
+    await mesh.until(lambda: mesh.model.limiter.num_held == 2)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await generate_as(mesh, "mallory", token_ids=PROMPT, max_new_tokens=2, num_choices=4)
+        await generate_as(mesh, "mallory", token_ids=PROMPT, max_new_tokens=2, num_choices=2)
     assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert "your 3" in refused.value.details()
+    decode.gate.open()
+    await running
     await generate_as(mesh, "alice", token_ids=PROMPT, max_new_tokens=2, num_choices=4)
     await generate_as(mesh, "mallory", token_ids=PROMPT, max_new_tokens=2, num_choices=3)
+    mesh.assert_at_rest()
+
+
+@pytest.mark.parametrize(("counts", "name"), [({"num_choices": 4}, "num_choices"), ({"best_of": 4}, "best_of")])
+async def test_more_choices_than_a_tenants_cap_are_never_served_and_no_client_asks_again(
+    make_mesh: Any, tmp_path: Path, counts: dict[str, int], name: str
+) -> None:
+    mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
+    await mesh.decode()
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await generate_as(mesh, "mallory", token_ids=PROMPT, max_new_tokens=2, **counts)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert refused.value.details().startswith(f"{name} must be in [")
+    assert refused.value.details().endswith("3], got 4")
+    await generate_as(mesh, "alice", token_ids=PROMPT, max_new_tokens=2, **counts)
     mesh.assert_at_rest()
 
 

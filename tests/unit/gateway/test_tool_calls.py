@@ -23,6 +23,8 @@ LOOK = '{"name": "look_up", "parameters": {"q": "für"}}'
 LOOKED = ("look_up", '{"q": "für"}')
 UNKNOWN = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
 JSON = '{"weather": "fine", "name": "add"}'
+# Arguments with half of a surrogate pair, and these as a text in JSON, whose escape is not one of the inner JSON.
+HALF, HALF_IN_TEXT = r'{"a": "\ud83d"}', r'"{\"a\": \"\ud83d\"}"'
 
 Found = tuple[str | None, list[tuple[str, str]]]
 
@@ -51,6 +53,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("hermes", '<tool_call>{"name": "add"}</tool_call>', (None, [("add", "{}")])),
     ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', (None, [("add", '{"a": 1}')])),
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', (None, [("add", '{"a": 1}')])),
+    ("hermes", f'<tool_call>{{"name": "add", "arguments": {HALF_IN_TEXT}}}</tool_call>', (None, [("add", HALF)])),
     ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (None, [("add", "{}")])),
     ("hermes", "1 < 2, <tool, <tool_call", ("1 < 2, <tool, <tool_call", [])),
     ("hermes", UNKNOWN, (UNKNOWN, [])),

@@ -145,6 +145,33 @@ def test_the_token_that_ends_a_choice_has_text_if_stops_are_included(reason: Fin
         assert "".join(event.text for event in events_of(choice)) == shown
 
 
+@pytest.mark.parametrize(
+    ("reason", "include_eos", "include_stop", "shown"),
+    [
+        (FinishReason.EOS_TOKEN, False, True, "z"),
+        (FinishReason.EOS_TOKEN, False, False, "z"),
+        (FinishReason.EOS_TOKEN, True, False, "z</s>"),
+        (FinishReason.STOP_SEQUENCE, False, True, "z</s>"),
+        (FinishReason.STOP_SEQUENCE, True, False, "z"),
+    ],
+)
+def test_the_end_of_sequence_token_may_be_told_from_what_the_client_named(
+    reason: FinishReason, include_eos: bool, include_stop: bool, shown: str
+) -> None:
+    """The z, which may begin a stop string, is held back until the end. Tokens and log-probs are whole in any case."""
+    (z_id,) = tokenizer().encode("z", add_special_tokens=False)
+    choice = make_choice(
+        stop=("zq",), skip_special_tokens=False, include_eos=include_eos, include_stop=include_stop, top_logprobs=1
+    )
+    choice.accept(output(0, [z_id]))
+    choice.accept(output(1, [EOS_ID], reason))
+    chunk = choice.take()
+    assert chunk is not None
+    assert "".join(event.text for event in chunk.tokens) == shown
+    assert [(event.id, event.logprob, len(event.top)) for event in chunk.tokens] == [(z_id, -1, 1), (EOS_ID, -1, 1)]
+    assert (chunk.finish_reason, chunk.usage and chunk.usage.completion_tokens) == (reason, 2)
+
+
 def test_after_the_end_nothing_counts() -> None:
     choice = make_choice(max_new_tokens=2)
     choice.accept(output(0, [100, 101]))

@@ -118,6 +118,15 @@ async def test_a_long_text_holds_no_lock_and_no_short_text(encoder: PromptEncode
     repaired("D3", f"2 MB tokenised in {whole_s:.1f} s: {num_short} texts of 5,000 characters done meanwhile")
 
 
+@pytest.mark.parametrize("num_chars", [1, 2000, 100_000])
+async def test_text_with_half_a_character_is_refused(encoder: PromptEncoder, num_chars: int) -> None:
+    """Protobuf's strings cannot have it, but what a template makes of JSON can."""
+    text = "x" * num_chars + "\ud83d"
+    with pytest.raises(InvalidRequest, match=r"the prompt has \\ud83d, half of a surrogate pair"):
+        await encoder.encode(TextPrompt(text))
+    assert len((await encoder.encode(TextPrompt(text[:-1] + "\U0001f600"))).ids) > 0
+
+
 async def test_structures_are_tried(tmp_path: Path) -> None:
     grammars = Grammars(write_checkpoint(tmp_path / "tiny"))
     await grammars.check(None)

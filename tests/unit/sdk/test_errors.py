@@ -68,6 +68,16 @@ def test_a_message_over_grpcs_limit_is_the_requests_fault() -> None:
     assert type(error) is tandem.InvalidRequest
 
 
+@pytest.mark.parametrize("side", ["initial", "trailing"])
+def test_headers_over_grpcs_limit_are_not_tried_again(side: str) -> None:
+    said = f"received {side} metadata size exceeds hard limit (30072 vs. 16384)"
+    error = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, said), "h:1")
+    assert type(error) is tandem.InternalError
+    assert "too large" in str(error)
+    own = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, said, tandem_error="Overloaded"), "h:1")
+    assert type(own) is tandem.Overloaded
+
+
 def test_only_errors_that_pass_are_tried_again() -> None:
     policy = RetryPolicy(max_retries=2)
     for cls in all_subclasses(tandem.TandemError):

@@ -35,6 +35,7 @@ def test_every_argument_reaches_its_field() -> None:
             "truncate_prompt_tokens": 6,
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
+            "include_eos": False,
             "top_logprobs": 5,
             "prompt_logprobs": True,
             "echo": True,
@@ -66,7 +67,7 @@ def test_every_argument_reaches_its_field() -> None:
     assert sampling.ignore_eos
     assert (sampling.typical_p, sampling.truncate_prompt_tokens, list(sampling.bad_words)) == (0.5, 6, ["no"])
     assert [list(run.ids) for run in sampling.bad_word_ids] == [[3], [4, 5]]
-    for name in ("skip_special_tokens", "spaces_between_special_tokens"):
+    for name in ("skip_special_tokens", "spaces_between_special_tokens", "include_eos"):
         assert request.output.HasField(name)
         assert not getattr(request.output, name)
     assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)

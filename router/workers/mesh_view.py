@@ -15,7 +15,8 @@ _MAX_SHOWN_CHARS = 128
 class MeshView:
     """The workers of one model.
 
-    The snapshot for placement is kept: `changed` discards it, reports of load and work in flight change its rosters.
+    The snapshot for placement is kept: `discard_snapshot` ends it, reports of load and work in flight change its
+    rosters.
     """
 
     def __init__(
@@ -40,8 +41,9 @@ class MeshView:
         self._adapters: dict[str, str] | None = None
         in_flight.watch(self._set_in_flight)
 
-    def changed(self) -> None:
-        """A worker has joined or left, its state, link or the trust in it has changed."""
+    def discard_snapshot(self) -> None:
+        """Take a new snapshot for the next placement: a worker has joined or left, or its state, link or the trust in
+        it has changed."""
         self._snapshot = self._adapters = None
 
     def reported(self, view: WorkerView) -> None:

@@ -17,7 +17,7 @@ from mesh.domain.errors import LayoutMismatch, Overloaded
 from mesh.domain.worker import WorkerInfo, WorkerState
 from mesh.redis_connection import open_redis
 from mesh.rpc.credentials import Credentials
-from router.admission.shared_limiter import SharedPermits
+from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.workers.connections import Caller
 from router.workers.membership import Membership
@@ -46,8 +46,8 @@ async def following(url: str, require_fits: Callable[[WorkerInfo], None] = lambd
 
 
 @asynccontextmanager
-async def sharing(url: str, name: str) -> AsyncIterator[SharedPermits]:
-    permits = SharedPermits(url, name, CAP)
+async def sharing(url: str, name: str) -> AsyncIterator[SharedLimiter]:
+    permits = SharedLimiter(url, name, CAP)
     task = asyncio.create_task(permits.run())
     try:
         yield permits

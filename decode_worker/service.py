@@ -33,12 +33,11 @@ from mesh.domain.errors import (
     LayoutMismatch,
     MeshError,
     ModelFailed,
-    TooLarge,
     TransferCorrupt,
     WorkerBusy,
 )
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceFailure
+from mesh.domain.tokens import SequenceFailure, failure_of
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics
 from worker.tracing import begin_span
@@ -160,7 +159,7 @@ class DecodeService:
             else:
                 await self._engine.call(lambda scheduler: scheduler.add(entry.sequence))
         except (WorkerBusy, InvalidRequest) as error:
-            self._fail(key, _reason_of(error), str(error))
+            self._fail(key, failure_of(error), str(error))
         except Exception as error:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
@@ -173,7 +172,7 @@ class DecodeService:
             await self._engine.prepare(choices)
         except (InvalidRequest, ModelFailed) as error:
             for sequence in choices:  # forks first: they would be replayed if their prompt's sequence ended before
-                self._fail(sequence.key, _reason_of(error), str(error))
+                self._fail(sequence.key, failure_of(error), str(error))
             return False
         return True
 
@@ -251,7 +250,7 @@ class DecodeService:
         for sequence in result.preempted:
             self._fail(sequence.key, SequenceFailure.PREEMPTED, "its blocks went to older sequences")
         for sequence, error in result.failed:
-            self._fail(sequence.key, _reason_of(error), str(error))
+            self._fail(sequence.key, failure_of(error), str(error))
 
     def on_committed(self, transfer_id: str, first_token_id: int) -> None:
         """The KV is complete: the sequence runs from the next step on."""
@@ -279,7 +278,7 @@ class DecodeService:
         if owner is not None:
             mark_failed(owner.entry.span, reason.value)
             self._retire(key)
-            self._metrics.failed(reason.value)
+            self._metrics.failed(reason)
             log.info("sequence failed", request_id=key[0], attempt=key[1], reason=reason.value, detail=detail)
             self._send(owner.session, Failed(key, reason, detail))
 
@@ -329,12 +328,3 @@ class DecodeService:
         with suppress(TimeoutError):
             async with asyncio.timeout(_READ_S):
                 await asyncio.gather(*(session.all_read.wait() for session in sessions))
-
-
-def _reason_of(error: MeshError) -> SequenceFailure:
-    """The reason to report for a sequence that the engine has refused."""
-    if isinstance(error, WorkerBusy):
-        return SequenceFailure.NO_CAPACITY
-    if isinstance(error, TooLarge):
-        return SequenceFailure.TOO_LARGE
-    return SequenceFailure.MODEL_FAILED if isinstance(error, ModelFailed) else SequenceFailure.REFUSED

@@ -86,7 +86,7 @@ class KVCache:
 
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
         """Bytes of `span` in `num_blocks` blocks."""
-        return num_blocks * span.num_cells * self.layout.cell_bytes
+        return num_blocks * span.num_layer_heads * self.layout.cell_bytes
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block within the cache, in all layers. Called by the model's thread only."""
@@ -305,7 +305,7 @@ def _zeros(num_bytes: int, device: torch.device) -> Tensor:
 def payload_array(payload: Buffer, layout: KVLayout, num_blocks: int, span: KVSpan) -> Bytes:
     """A payload as the array that `KVCache.read_blocks` describes. Raises ValueError if it has the wrong size."""
     flat: Bytes = np.frombuffer(payload, np.uint8)
-    needed = num_blocks * span.num_cells * layout.cell_bytes
+    needed = num_blocks * span.num_layer_heads * layout.cell_bytes
     if flat.size != needed:
         raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
     unit_bytes = layout.cell_bytes // (2 * layout.block_units)

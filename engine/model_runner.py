@@ -52,7 +52,7 @@ class ModelRunner:
         kv_cache: AnyKVCache,
         masks: TokenMasks,
         *,
-        layers_per_group: int = 4,
+        layers_per_group: int,
         group_bytes: int = 0,
         max_in_flight: int = 1,
         adapters: AdapterSlots | None = None,

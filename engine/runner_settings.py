@@ -6,7 +6,7 @@ from pathlib import Path
 from checkpoint.adapters import AdapterFiles, adapters_bytes
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.kv_memory import KVMemorySettings
-from engine.settings import NO_GRAPHS, GraphSettings, require_known
+from engine.settings import LAYERS_PER_GROUP, NO_GRAPHS, GraphSettings, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
@@ -34,7 +34,7 @@ class RunnerSettings:
     companion_bytes: int = 0
     kv_memory: KVMemorySettings = field(default_factory=KVMemorySettings)
     attention: str = "auto"
-    layers_per_group: int = 4
+    layers_per_group: int = LAYERS_PER_GROUP
     group_bytes: int = 0
     quantize: str = "none"
     kv_dtype: str = "auto"

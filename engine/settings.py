@@ -12,6 +12,10 @@ OF_CHECKPOINTS = "fp8"
 """An encoding that a runner takes from a checkpoint, and nobody needs to ask for."""
 QUANTIZATIONS = ("none", "int8", "int4")
 """Quantisations that the engine computes, as settings name them: none, and encodings (`engine/models/encodings.py`)."""
+MATRIX_ENCODINGS = (*QUANTIZATIONS[1:], OF_CHECKPOINTS)
+"""Encodings of matrices other than float, which multiply in a form of their own (`engine/models/encodings.py`)."""
+LAYERS_PER_GROUP = 8
+"""Layers whose KV is announced together, by default."""
 LOAD_FORMATS = ("auto", "dummy")
 ATTENTION_BACKENDS = ("auto", "flash", "triton", "torch", "cpu")
 """Attention of the eager decoder: "auto", and the backends of `engine/attention/select.py`."""

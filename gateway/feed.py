@@ -15,7 +15,8 @@ from tandem import Overloaded, TokenEvent
 Call = Callable[[], AsyncGenerator[TokenEvent, None]]
 """Creates a call of the router. The call starts when its events are read."""
 
-# Events that the client has not taken yet. At the limit the router is no longer read: backpressure reaches the worker.
+# Events that the client has not taken yet. At the limit the router is no longer read. The router goes on reading its
+# workers, up to limits of its own (router/answer_stream.py), and then cuts the stream off.
 _MAX_BUFFERED_EVENTS = 32
 
 _RETRY_AFTER_S = 1.0

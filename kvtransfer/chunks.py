@@ -29,7 +29,7 @@ class ChunkRange:
 
     def num_bytes(self, layout: KVLayout) -> int:
         """Return the length of the payload."""
-        return self.blocks.count * self.span.num_cells * layout.cell_bytes
+        return self.blocks.count * self.span.num_layer_heads * layout.cell_bytes
 
     def is_inside(self, blocks: Span, span: KVSpan) -> bool:
         """Return True if the range is not empty and lies within these block positions, layers and heads."""

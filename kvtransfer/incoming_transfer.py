@@ -122,11 +122,11 @@ class Assembly:
     @property
     def is_opened(self) -> bool:
         """True once flows have come for the whole."""
-        return self._num_cells(self._writing | self._committed) == self._whole.num_cells
+        return self._num_layer_heads(self._writing | self._committed) == self._whole.num_layer_heads
 
     @property
     def is_committed(self) -> bool:
-        return self.error is None and self._num_cells(self._committed) == self._whole.num_cells
+        return self.error is None and self._num_layer_heads(self._committed) == self._whole.num_layer_heads
 
     @property
     def has_failed(self) -> bool:
@@ -170,5 +170,5 @@ class Assembly:
         self._writing.discard(span)
 
     @staticmethod
-    def _num_cells(spans: set[KVSpan]) -> int:
-        return sum(span.num_cells for span in spans)
+    def _num_layer_heads(spans: set[KVSpan]) -> int:
+        return sum(span.num_layer_heads for span in spans)

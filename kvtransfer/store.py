@@ -10,7 +10,7 @@ class KVStore(Protocol):
     """Blocks of KV, read and written as bytes, a rectangle of layers and heads at a time.
 
     A payload is a C-order array `[layers, 2, len(block_ids), units, heads, bytes of a unit]`, keys before values, where
-    a unit is `layout.unit_tokens` tokens of one head. Its length is `len(block_ids) * span.num_cells *
+    a unit is `layout.unit_tokens` tokens of one head. Its length is `len(block_ids) * span.num_layer_heads *
     layout.cell_bytes`. Several threads call the methods concurrently, but never for the same (layer, head, block) of
     one transfer. The methods should release the GIL while they copy, and must not keep the buffer.
     """

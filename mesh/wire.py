@@ -217,12 +217,6 @@ def spec_from_proto(spec: sequence_pb2.SequenceSpec) -> SequenceSpec:
     return request
 
 
-def token_to_proto(token: SampledToken) -> sampling_pb2.SampledToken:
-    message = sampling_pb2.SampledToken()
-    _write_token(token, message)
-    return message
-
-
 def token_from_proto(message: sampling_pb2.SampledToken) -> SampledToken:
     top = message.top
     return SampledToken(message.id, message.logprob, _top_from_proto(top) if top else ())

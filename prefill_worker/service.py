@@ -29,7 +29,7 @@ from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceOutput
+from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
 from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics
@@ -184,7 +184,7 @@ class PrefillService:
                 with contextlib.suppress(MeshError):
                     await prompt.transfer.ended()
         except MeshError as error:
-            self._metrics.failed(type(error).__name__)
+            self._metrics.failed(failure_of(error))
             mark_failed(prompt.transfer_trace_span, type(error).__name__)
             raise
         finally:

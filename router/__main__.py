@@ -74,7 +74,7 @@ class RouterProcess:
 
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._control = WorkerControl(self.membership, self._channels, caller, self._serving_beside)
-        self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
+        self._links = DecodeLinks(self.membership, self._channels, caller, self._discard_snapshots)
         prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
             ModelRouter(
@@ -84,7 +84,7 @@ class RouterProcess:
                 links=self._links,
                 prefill_client=prefill_client,
                 journal=self.journal,
-                on_change=self._mesh_changed,
+                on_change=self._discard_snapshots,
                 on_gap=self.metrics.gaps.add,
             )
             for model_settings in settings.each_model()
@@ -165,13 +165,14 @@ class RouterProcess:
 
     def _worker_changed(self, view: WorkerView) -> None:
         """The worker has joined, left or changed its state."""
-        self.journal.changed(view)  # at once: it misses no state, however short
-        self._mesh_changed()
+        self.journal.note_worker(view)  # at once: it misses no state, however short
+        self._discard_snapshots()
 
-    def _mesh_changed(self) -> None:
-        """A worker has joined, left, changed its state, been proven or tripped; or a link has come up or broken."""
+    def _discard_snapshots(self) -> None:
+        """Discard what placement knows of workers, and follow the mesh soon. A worker has joined, left, changed its
+        state, been proven or tripped; or a link has come up or broken."""
         for model_router in self.model_routers:
-            model_router.mesh.changed()  # at once: no request may be placed by what was
+            model_router.mesh.discard_snapshot()  # at once: no request may be placed by what was
         self._has_changed.set()
 
     async def _follow_mesh(self) -> None:
@@ -186,7 +187,7 @@ class RouterProcess:
             self._channels.reconcile()
             self._links.reconcile()
             for model_router in self.model_routers:
-                model_router.mesh_changed()
+                model_router.follow_mesh()
             self._readiness.wake()
             await asyncio.sleep(0)  # canaries and readiness look at all workers, too
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))

@@ -80,8 +80,8 @@ class KVDestination:
     ready_tokens: int
 
 
-class PrefillRunner(Protocol):
-    """Runs prompts at prefill workers. Plug point: PrefillClient, and modelled workers
+class PrefillCaller(Protocol):
+    """Calls prefill workers. Plug point: PrefillClient, and modelled workers
     (tandem_cli/simulation/workers.py)."""
 
     def run(
@@ -211,7 +211,7 @@ class Attempt:
         reservation: CapacityReservation,
         *,
         link: Link,
-        prefill_client: PrefillRunner,
+        prefill_client: PrefillCaller,
         timeline: Timeline,
         timeouts: AttemptTimeouts,
         forks: "Sequence[Attempt]" = (),

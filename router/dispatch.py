@@ -38,7 +38,7 @@ from mesh.tasks import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
+from router.attempt import Attempt, AttemptTimeouts, PrefillCaller
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
@@ -159,7 +159,7 @@ class Dispatcher:
         *,
         queue: PlacementQueue,
         links: Links,
-        prefill_client: PrefillRunner,
+        prefill_client: PrefillCaller,
         health: WorkerHealth,
         journal: Journal,
         on_trip: Callable[[], None],

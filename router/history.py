@@ -37,8 +37,8 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A stretch of time that ended at `at_s`. `waiting` and `running` are mean numbers of choices; `kv_used` is the
-    mean use of the KV memory of decode workers, in [0, 1], None without any.
+    """A stretch of time that ended at `at_s`. `waiting` and `running` are mean numbers of choices: in the queue, and
+    with a permit elsewhere. `kv_used` is the mean use of the KV memory of decode workers, in [0, 1], None without any.
     """
 
     at_s: float

@@ -137,7 +137,7 @@ class Journal:
         """Newest first, up to a fixed number."""
         return list(reversed(self._traces))
 
-    def changed(self, view: WorkerView) -> None:
+    def note_worker(self, view: WorkerView) -> None:
         """Record what has changed about a worker since the last call."""
         incarnation, worker_id, role = view.info.incarnation, view.info.worker_id, view.info.role
         if self._roles.get(worker_id, role) is not role:

@@ -128,7 +128,8 @@ class RouterMetrics:
 def _gauges(models: Sequence[ModelRouter]) -> Iterator[Metric]:
     num_held = sum(model.limiter.num_held for model in models)
     num_waiting = sum(model.queue.num_queued_choices for model in models)
-    yield _gauge("num_requests_running", "Choices that workers are at", max(0, num_held - num_waiting))
+    num_running = max(0, num_held - num_waiting)
+    yield _gauge("num_requests_running", "Choices with a permit that are not in the queue for workers", num_running)
     yield _gauge("num_requests_waiting", "Choices in the queue for workers", num_waiting)
     yield _tokens_waiting(models)
     yield _gauge("max_requests", "The cap on choices in service", sum(model.limiter.max_permits for model in models))

@@ -16,7 +16,7 @@ from router.admission.limiter import ConcurrencyLimiter
 from router.admission.placement import NoPlacement
 from router.admission.queue import PlacementQueue
 from router.advice import DEFAULT_TTFT_TARGET_S, Adviser, RoleLoad, Sample
-from router.attempt import PrefillRunner
+from router.attempt import PrefillCaller
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
@@ -44,7 +44,7 @@ class ModelRouter:
         *,
         table: WorkerTable,
         links: Links,
-        prefill_client: PrefillRunner,
+        prefill_client: PrefillCaller,
         journal: Journal,
         on_change: Callable[[], None],
         on_gap: Callable[[float], None],
@@ -118,9 +118,10 @@ class ModelRouter:
             tasks.create_task(self._canaries.run())
             tasks.create_task(self.adviser.run())
 
-    def mesh_changed(self) -> None:
-        """A worker has joined, left, changed its state, been proven or tripped; or a link has come up or broken."""
-        self.mesh.changed()
+    def follow_mesh(self) -> None:
+        """Look at all workers again: one has joined, left, changed its state, been proven or tripped; or a link has
+        come up or broken."""
+        self.mesh.discard_snapshot()
         self.in_flight.follow(self.mesh.views())
         self._canaries.wake()
         for stalled in self.mesh.to_abandon():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
+from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.kv import Span
 from tandem_cli.capacity.prediction import PlanResult
 from tandem_cli.terminal import FittingTable
@@ -52,7 +53,7 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
 
 def _loaded_as(plan: PlanResult) -> str:
     weights = plan["precision"]["weights"]
-    return f"computed in {weights}" if weights in ("int8", "int4", "fp8") else f"its matrices are loaded as {weights}"
+    return f"computed in {weights}" if weights in MATRIX_ENCODINGS else f"its matrices are loaded as {weights}"
 
 
 def _experts(model: PlanResult) -> str:

@@ -42,6 +42,8 @@ class WorkerMetrics:
             ["role", "reason"],
             registry=self.registry,
         )
+        for reason in SequenceFailure:  # Prometheus sees no increase where a series begins with 1
+            self._failures.labels(self._role, reason.value)
 
     def watch(self, info: WorkerInfo, load: Callable[[], WorkerLoad], state: Callable[[], WorkerState]) -> None:
         """Also export the load of the last heartbeat, so that no scrape waits for an engine step. `load` and `state`
@@ -81,8 +83,8 @@ class WorkerMetrics:
     def transferred(self, seconds: float) -> None:
         self._transfer_s.observe(seconds)
 
-    def failed(self, reason: str) -> None:
-        self._failures.labels(self._role, reason).inc()
+    def failed(self, reason: SequenceFailure) -> None:
+        self._failures.labels(self._role, reason.value).inc()
 
     def _histogram(self, name: str, about: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"tandem_{name}", about, ["role"], buckets=buckets, registry=self.registry)
@@ -170,8 +172,6 @@ class DecodeMetrics(WorkerMetrics):
         )
         for kv in ("transferred", "computed", "shared"):
             self._started.labels(kv)
-        for reason in SequenceFailure:  # Prometheus sees no increase where a series begins with 1
-            self._failures.labels(self._role, reason.value)
 
     def started(self, num_tokens: int, kv: str) -> None:
         """Record a new sequence. Its KV is "transferred", "computed" here, or "shared" with another choice."""

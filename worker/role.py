@@ -15,13 +15,13 @@ from worker.runtime import WorkerRuntime
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """A role's limits on its engine. `max_kv_tokens` None: as memory allows. `max_step_stretch` is SchedulerConfig's.
+    """A role's limits on its engine. `max_kv_tokens` 0: as memory allows. `max_step_stretch` is SchedulerConfig's.
     Decode steps of the sizes in `graph_sizes` are captured as CUDA graphs.
     """
 
     max_batch_tokens: int
     max_num_seqs: int
-    max_kv_tokens: int | None = None
+    max_kv_tokens: int = 0
     speculation: Speculation = NO_SPECULATION
     max_step_stretch: float = 0.0
     graph_sizes: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ def widest(limits: Sequence[EngineLimits]) -> EngineLimits:
     return EngineLimits(
         max(limit.max_batch_tokens for limit in limits),
         max(limit.max_num_seqs for limit in limits),
-        max(limit.max_kv_tokens or 0 for limit in limits) or None,
+        max(limit.max_kv_tokens for limit in limits),
         next(speculations, NO_SPECULATION),
         max(limit.max_step_stretch for limit in limits),
         max((limit.graph_sizes for limit in limits), key=len),

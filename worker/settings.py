@@ -13,7 +13,7 @@ from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition_manifest import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
-from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, QUANTIZATIONS, require_known
+from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, LAYERS_PER_GROUP, QUANTIZATIONS, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port, is_loopback, is_unspecified, parse_cores
 from mesh.domain.kv import Degrees
@@ -31,9 +31,8 @@ RANK_MEMORIES = ("auto", "shared", "own")
 KV_TRANSPORTS = MappingProxyType(
     {"shm": True, "grpc": True, "gloo": False, "nccl": False, "nixl": False, "mooncake": False}
 )
-"""The transports of kvtransfer, whose import would take long in every program that reads settings, and if the mesh's
-credentials and TLS, or the machine itself, protect KV there.
-"""
+"""The transports of kvtransfer by name. True: the mesh's credentials and TLS, or the machine itself, protect KV there.
+The names are not imported from kvtransfer, because its import would take long in every program that reads settings."""
 DEFAULT_KV_TRANSPORTS = "shm,grpc"
 _LISTENING_EVERYWHERE = frozenset({"nixl", "mooncake"})
 
@@ -180,7 +179,7 @@ class WorkerSettings(ModelSettings):
     trust_fabric: bool = setting(
         False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
     )
-    layers_per_group: int = setting(8, "layers whose KV is sent together while the next ones compute")
+    layers_per_group: int = setting(LAYERS_PER_GROUP, "layers whose KV is sent together while the next ones compute")
     layer_group_bytes: int = setting(
         2 << 20, "minimum KV that is sent together: short prompts send more layers at once"
     )

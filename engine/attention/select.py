@@ -52,7 +52,7 @@ def available_backends(shape: AttentionShape, target: AttentionTarget) -> list[s
 def select_backend(shape: AttentionShape, target: AttentionTarget, name: str = "auto") -> AttentionBackend:
     """The backend called `name`, or, with "auto", the fastest one. Raises ConfigurationError if it cannot run here."""
     against = reasons_against(shape, target)
-    names = [backend for backend, reason in against.items() if reason is None]
+    names = available_backends(shape, target)
     if not names or (name != "auto" and name not in names):
         reasons = {name: against[name]} if name != "auto" else against
         raise ConfigurationError(

@@ -35,7 +35,7 @@ from engine.kernels.cpu.machine import (
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import PHASES, Activations, Kind, Model, Team, Work, output_rows, run_layers
+from engine.kernels.cpu.step import PHASES, Activations, Kind, ModelConstants, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
@@ -154,7 +154,7 @@ class CompiledDecoder:
         self._slopes = kernel_slopes(self._heads)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
-        self._model = Model(
+        self._model = ModelConstants(
             weights=packed.weights,
             firsts=np.cumsum([0, *(len(matrix_names(config, layer)) for layer in layers)], dtype=np.int64)[:-1],
             output=packed.output,
@@ -174,7 +174,7 @@ class CompiledDecoder:
 
     @property
     def phase_cycles(self) -> Int64s:
-        """See Model.phase_cycles. Counts the thread that calls `begin`."""
+        """See engine.model.Model.phase_cycles. Counts the thread that calls `begin`."""
         return self.threads.phase_cycles
 
     @property
@@ -351,9 +351,9 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
     )
 
 
-def _run_layers(model: Model, work: list[Work], layers: Range, team: Team) -> None:
+def _run_layers(model: ModelConstants, work: list[Work], layers: Range, team: Team) -> None:
     run_layers(model, work[team.thread], team, layers)
 
 
-def _output_rows(model: Model, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:
+def _output_rows(model: ModelConstants, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:
     output_rows(model, rows, out, operands[team.thread], team)

@@ -204,7 +204,7 @@ class OwnMemoryRank:
         return run
 
     def _reserve(self, num_blocks: int | None) -> AbstractContextManager[int]:
-        block_bytes = self._span.num_cells * self._layout.cell_bytes
+        block_bytes = self._span.num_layer_heads * self._layout.cell_bytes
         if self._is_leader:  # it has the draft model, too
             block_bytes += self._settings.companion_block_bytes
         return self.reservation.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)

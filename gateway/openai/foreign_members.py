@@ -32,7 +32,8 @@ WITHOUT_EFFECT = frozenset(
         *("guided_decoding_backend", "return_cached_tokens_details"),
     }
 )
-"""Members that change no answer here: notes for the server's log, and hints for speed."""
+"""Members that are accepted and ignored: notes for the server's log, hints for speed, and features that this server
+does not have and that clients send by habit, such as storing answers or moderating them."""
 
 # Values that ask for nothing, beside null, and what to do instead. Here 0 is not false, and 1 is not true.
 _OFF: tuple[object, ...] = (False, 0, "", [], {})

@@ -6,9 +6,9 @@ ranks than heads, several ranks hold copies of one head. A prefill and a decode 
 `flows` plans which rank sends which rectangle to which rank.
 
 Prefix caches and KV-aware placement name full blocks by chained hashes. A block's hash covers the block's tokens and
-the parent block's hash; through the parent it covers all earlier tokens and the namespace (model and tenant). Equal
-hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon et al. 2023.) An encoder attends to later
-tokens as well. For encoders every hash covers the whole prompt, and only equal prompts share KV.
+the parent block's hash; through the parent it covers all earlier tokens and the scope (model, tenant and adapter).
+Equal hashes therefore mean equal KV. (Automatic prefix caching as in vLLM; Kwon et al. 2023.) An encoder attends to
+later tokens as well. For encoders every hash covers the whole prompt, and only equal prompts share KV.
 """
 
 from array import array
@@ -70,7 +70,7 @@ class KVSpan:
     heads: Span
 
     @property
-    def num_cells(self) -> int:
+    def num_layer_heads(self) -> int:
         """The number of (layer, head) pairs."""
         return self.layers.count * self.heads.count
 
@@ -218,7 +218,7 @@ def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, .
             for span, of_span in holders.items()
             if (piece := span.intersection(target_span)) is not None
         ]
-        if sum(flow.span.num_cells for flow in pieces) != target_span.num_cells:
+        if sum(flow.span.num_layer_heads for flow in pieces) != target_span.num_layer_heads:
             raise LayoutMismatch(f"the sending ranks do not hold each of {target_span} exactly once")
         plan += pieces
     return tuple(plan)
@@ -230,9 +230,10 @@ def _equal_parts(total: int, num_parts: int) -> list[Span]:
     return [Span(first, end - first) for first, end in pairwise(bounds)]
 
 
-def root_hash(namespace: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
-    """Return the parent hash of the first block. Pass `whole_prompt` if KV depends on the whole prompt."""
-    root = blake2b(namespace.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
+def root_hash(scope: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
+    """Return the parent hash of the first block. `scope` is a request's `kv_scope`. Pass `whole_prompt` if KV depends
+    on the whole prompt."""
+    root = blake2b(scope.encode(), digest_size=_HASH_BYTES, person=b"tandem-prefix").digest()
     return next_hash(root, whole_prompt) if whole_prompt else root
 
 
@@ -242,11 +243,11 @@ def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 
 
 def block_hashes(
-    token_ids: Sequence[int], block_size: int, namespace: str, whole_prompt: Sequence[int] = ()
+    token_ids: Sequence[int], block_size: int, scope: str, whole_prompt: Sequence[int] = ()
 ) -> list[BlockHash]:
     """Return the hashes of all full blocks of `token_ids`, in order. For `whole_prompt` see `root_hash`."""
     hashes: list[BlockHash] = []
-    parent = root_hash(namespace, whole_prompt)
+    parent = root_hash(scope, whole_prompt)
     for start in range(0, len(token_ids) - block_size + 1, block_size):
         parent = next_hash(parent, token_ids[start : start + block_size])
         hashes.append(parent)

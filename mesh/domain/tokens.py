@@ -8,6 +8,22 @@ from collections.abc import Iterator
 from enum import Enum
 from typing import NamedTuple
 
+from mesh.domain.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    LayoutMismatch,
+    LeaseExpired,
+    MeshError,
+    ModelFailed,
+    ReceiverLost,
+    SequencePreempted,
+    TooLarge,
+    TransferCorrupt,
+    TransferFailed,
+    WorkerBusy,
+    WorkerDraining,
+)
+
 # Prompt log-probs per message, alternatives included: tens of KiB, and a few milliseconds to convert.
 _MAX_PART_LOGPROBS = 2048
 
@@ -87,3 +103,24 @@ class SequenceFailure(Enum):
     DEADLINE = "deadline"
     REFUSED = "refused"
     MODEL_FAILED = "model_failed"
+
+
+_FAILURES: tuple[tuple[type[MeshError], SequenceFailure], ...] = (
+    (WorkerBusy, SequenceFailure.NO_CAPACITY),
+    (SequencePreempted, SequenceFailure.PREEMPTED),
+    (TransferCorrupt, SequenceFailure.KV_REFUSED),
+    (LayoutMismatch, SequenceFailure.KV_REFUSED),
+    (TransferFailed, SequenceFailure.KV_MISSING),
+    (LeaseExpired, SequenceFailure.KV_MISSING),
+    (ReceiverLost, SequenceFailure.KV_MISSING),
+    (WorkerDraining, SequenceFailure.DRAINING),
+    (DeadlineExceeded, SequenceFailure.DEADLINE),
+    (TooLarge, SequenceFailure.TOO_LARGE),  # before its base class
+    (InvalidRequest, SequenceFailure.REFUSED),
+    (ModelFailed, SequenceFailure.MODEL_FAILED),
+)
+
+
+def failure_of(error: MeshError) -> SequenceFailure:
+    """The reason that stands for `error`; INTERNAL for errors that no other reason fits."""
+    return next((failure for cls, failure in _FAILURES if isinstance(error, cls)), SequenceFailure.INTERNAL)

@@ -49,8 +49,9 @@ class KvTransferServicer:
     def Push(self, request_iterator, context):
         """open -> granted; then chunks, each acknowledged (credit); commit right behind the last chunk; committed once all
         chunks are verified and written, which acknowledges those that have no ack yet. Until the commit, each renew is
-        answered by renewed. Any doubt about the data ends the call with DATA_LOSS, FAILED_PRECONDITION or ABORTED, and the
-        KV received so far is never read by the engine.
+        answered by renewed. Any doubt about the data ends the call with DATA_LOSS, FAILED_PRECONDITION or ABORTED, and a
+        transfer that fails otherwise (TransferFailed, ReceiverLost) ends it with UNAVAILABLE; the class of the error is
+        in the trailing metadata `tandem-error`. The KV received so far is then never read by the engine.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -85,7 +85,7 @@ class CapacityReservation:
             self._in_flight.prefilled_tokens += self.prefill_tokens
         self.prefill_tokens = 0
         self._in_flight.recount(self)
-        self._in_flight.changed()
+        self._in_flight.notify()
 
     def transfer_started(self) -> None:
         """The first KV leaves the prefill worker."""
@@ -100,7 +100,7 @@ class CapacityReservation:
         """The prefill worker has freed the blocks."""
         self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
         self._in_flight.recount(self)
-        self._in_flight.changed()
+        self._in_flight.notify()
 
     def fork(self) -> "CapacityReservation":
         """Return a reservation for a sequence at the same decode worker that shares this one's KV."""
@@ -157,7 +157,7 @@ class InFlightTable:
             if alive:  # the first fork counts the shared blocks from now on
                 alive[0].num_shared_tokens, alive[0].forks = reservation.num_shared_tokens, alive[1:]
                 self.recount(alive[0])
-            self.changed()
+            self.notify()
 
     def abandon(self, info: WorkerInfo) -> None:
         """Tell every attempt that still needs this run of the worker to leave it."""
@@ -167,7 +167,7 @@ class InFlightTable:
             if info in workers:
                 reservation.on_abandoned(info)
 
-    def changed(self) -> None:
+    def notify(self) -> None:
         """Notify listeners: capacity may have become free."""
         for callback in self._callbacks:
             callback()

@@ -82,8 +82,10 @@ class _Holdings:
         return {tenant: self.held[tenant] for tenant in told}
 
 
-class SharedPermits:
-    """One router's share of the permits of a model. Used by one event loop; `run()` is the task that calls Redis."""
+class SharedLimiter:
+    """A ConcurrencyLimiter whose permits are leases that routers share: one router's part of the permits of a model.
+    Used by one event loop; `run()` is the task that calls Redis.
+    """
 
     def __init__(
         self,
@@ -114,6 +116,17 @@ class SharedPermits:
     def share(self) -> int:
         """The permits that this router may hold while Redis is unavailable."""
         return max(1, self._cap // self._num_routers)
+
+    @property
+    def max_permits(self) -> int:
+        return self._cap
+
+    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
+        await self.acquire(count, tenant.name, tenant.max_concurrent_requests, cap)
+        return [Permit(self, tenant) for _ in range(count)]
+
+    def give_back(self, tenant: Tenant) -> None:
+        self.release(tenant.name)
 
     async def acquire(
         self, count: int, tenant: str = "", tenant_cap: int | None = None, cap: int | None = None
@@ -255,25 +268,6 @@ class SharedPermits:
             raise _overloaded(held_by_tenant, tenant_cap, True)
         if self.num_held + count > max(1, ask.cap // share_of):
             raise _overloaded(self.num_held, ask.cap, False)
-
-
-class SharedLimiter:
-    """A ConcurrencyLimiter whose permits are leases that routers share."""
-
-    def __init__(self, shared: SharedPermits, max_permits: int) -> None:
-        self._shared = shared
-        self.max_permits = max_permits
-
-    @property
-    def num_held(self) -> int:
-        return self._shared.num_held
-
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
-        await self._shared.acquire(count, tenant.name, tenant.max_concurrent_requests, cap)
-        return [Permit(self, tenant) for _ in range(count)]
-
-    def give_back(self, tenant: Tenant) -> None:
-        self._shared.release(tenant.name)
 
 
 def _reply() -> "asyncio.Future[Taken | None]":

@@ -20,7 +20,7 @@ from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerB
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.attempt import Attempt, AttemptTimeouts, PrefillRunner
+from router.attempt import Attempt, AttemptTimeouts, PrefillCaller
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
@@ -53,7 +53,7 @@ class CanaryRunner:
         health: WorkerHealth,
         mesh: MeshView,
         links: Links,
-        prefill_client: PrefillRunner,
+        prefill_client: PrefillCaller,
         timeout_s: float,
         on_change: Callable[[], None],
     ) -> None:
@@ -66,18 +66,18 @@ class CanaryRunner:
         self._on_change = on_change
         # Its own table: canaries are too small to delay clients' requests.
         self._in_flight = InFlightTable(asyncio.get_running_loop().time)
-        self._mesh_changed = asyncio.Event()
+        self._woken = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
 
     def wake(self) -> None:
         """Look for due canaries again: the mesh has changed."""
-        self._mesh_changed.set()
+        self._woken.set()
 
     async def run(self) -> None:
         """Send canaries when they are due, until cancelled."""
         try:
             while True:
-                self._mesh_changed.clear()
+                self._woken.clear()
                 self._health.follow(self._mesh.workers())
                 self._in_flight.follow(self._mesh.views())
                 usable = self._mesh.usable()
@@ -87,7 +87,7 @@ class CanaryRunner:
                     task.add_done_callback(self._tasks.discard)
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self._health.next_due_s(usable)):
-                        await self._mesh_changed.wait()
+                        await self._woken.wait()
         finally:
             for task in self._tasks:
                 task.cancel()

@@ -26,7 +26,8 @@ def shown(names: Collection[str]) -> str:
 class MeshView:
     """The workers of one model.
 
-    The snapshot for placement is kept: `changed` discards it, reports of load and work in flight change its rosters.
+    The snapshot for placement is kept: `discard_snapshot` ends it, reports of load and work in flight change its
+    rosters.
     """
 
     def __init__(
@@ -51,8 +52,9 @@ class MeshView:
         self._adapters: dict[str, str] | None = None
         in_flight.watch(self._set_in_flight)
 
-    def changed(self) -> None:
-        """A worker has joined or left, its state, link or the trust in it has changed."""
+    def discard_snapshot(self) -> None:
+        """Take a new snapshot for the next placement: a worker has joined or left, or its state, link or the trust in
+        it has changed."""
         self._snapshot = self._adapters = None
 
     def reported(self, view: WorkerView) -> None:

@@ -47,7 +47,7 @@ from mesh.sealed_messages import FreshnessGuard, RecordSeal, Refused, WorkerMess
 from mesh.tasks import is_cancelled, require_not_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
-from router.admission.shared_limiter import SharedLimiter, SharedPermits
+from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
@@ -248,14 +248,14 @@ class SharedRegistry:
         self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials, traffic)
         self._settings = settings
         self._router_id = caller.router_id
-        self._permits: list[SharedPermits] = []
+        self._permits: list[SharedLimiter] = []
         self._tasks: list[asyncio.Task[None]] = []
 
     def limiter_for(self, model: str) -> ConcurrencyLimiter:
         cap = self._settings.max_concurrent_requests
-        permits = SharedPermits(self._settings.registry_url, self._router_id, cap, model=model)
+        permits = SharedLimiter(self._settings.registry_url, self._router_id, cap, model=model)
         self._permits.append(permits)
-        return SharedLimiter(permits, cap)
+        return permits
 
     async def tell_traffic(self) -> None:
         """If Redis is away, they learn of it when it is back."""

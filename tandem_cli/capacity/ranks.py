@@ -21,6 +21,7 @@ from engine.models.share import Cut, RankShare, rank_share, require_own_heads, s
 from engine.quantized_formats.config import read_quantization
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
+from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
 from tandem_cli.capacity.roofline import Precision
@@ -96,7 +97,7 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
     layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
-    encoding = precision.weights if precision.weights in ("int8", "int4", "fp8") else None
+    encoding = precision.weights if precision.weights in MATRIX_ENCODINGS else None
     reason = f"{precision.other} beside {encoding}" if encoding is not None and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout, degrees.num_ranks)
     if reason is None:

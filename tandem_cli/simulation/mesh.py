@@ -199,7 +199,7 @@ class SimulatedMesh:
         self.num_switches += 1
 
     def _changed(self) -> None:
-        self.router.mesh_changed()
+        self.router.follow_mesh()
 
 
 @asynccontextmanager

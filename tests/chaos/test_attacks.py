@@ -54,7 +54,14 @@ async def test_texts_of_4_mb(running: MeshProcess, neighbours: Neighbours, evide
     measured, ok = ", ".join(f"{count} {how}" for how, count in endings.items()), set(endings) <= served
     evidence("R19", "texts of 4 MB", measured, target="refused", ok=ok)
     slowest_s = result["slowest_s"]
-    evidence("R19", "slowest refusal of a text", f"{slowest_s:.1f} s", target="<= 2 s", ok=slowest_s <= 2, is_time=True)
+    evidence(
+        "R19",
+        "slowest refusal of a text",
+        f"{slowest_s:.1f} s",
+        target="<= 2 s",
+        ok=slowest_s <= 2,
+        is_reported_only=True,
+    )
     measured, ok = f"{extra_mib:.0f} MiB", extra_mib <= MOST_EXTRA_MIB
     evidence("R19", "router's extra memory after texts of 4 MB", measured, target=f"<= {MOST_EXTRA_MIB:.0f} MiB", ok=ok)
 
@@ -68,7 +75,14 @@ async def test_bodies_of_8_mb(running: MeshProcess, neighbours: Neighbours, evid
     wrong = {name: status for name, status in result["statuses"].items() if status not in ("400", "413", "422", "424")}
     evidence("R19", "bodies of 8 MB not refused as such", wrong or 0, target="0", ok=not wrong)
     slowest_s = result["slowest_s"]
-    evidence("R19", "slowest refusal of a body", f"{slowest_s:.1f} s", target="<= 2 s", ok=slowest_s <= 2, is_time=True)
+    evidence(
+        "R19",
+        "slowest refusal of a body",
+        f"{slowest_s:.1f} s",
+        target="<= 2 s",
+        ok=slowest_s <= 2,
+        is_reported_only=True,
+    )
     measured, ok = f"{extra_mib:.0f} MiB", extra_mib <= MOST_EXTRA_MIB
     evidence(
         "R19", "gateway's extra memory after bodies of 8 MB", measured, target=f"<= {MOST_EXTRA_MIB:.0f} MiB", ok=ok
@@ -87,7 +101,9 @@ async def test_3000_connections_that_never_ask(
     state(evidence, neighbours, "3,000 connections that never ask", calm, hit)
     ours, theirs = percentile(hit_s, 50), percentile(calm_s, 50)
     measured, ok = f"{1000 * ours:.0f} ms; calm: {1000 * theirs:.0f} ms", ours <= 1.1 * theirs
-    evidence("R19", "short answers beside 3,000 connections, p50", measured, target="+10 %", ok=ok, is_time=True)
+    evidence(
+        "R19", "short answers beside 3,000 connections, p50", measured, target="+10 %", ok=ok, is_reported_only=True
+    )
     assert ours <= 3 * theirs + 0.2, (ours, theirs)
     measured = f"{result['idle']} of 2000 idle, {result['dripping']} of 1000 dripping, after {HELD_S:g} s"
     ok = not result["idle"] and not result["dripping"]

@@ -73,7 +73,7 @@ class Schedule:
         self._random = random.Random(seed)
         self._numbers = np.random.default_rng(seed)
         self.here, self.there = Side(2 * seed, sender_forgets), Side(2 * seed + 1, receiver_forgets)
-        slot_bytes = LAYOUT.whole.num_cells * LAYOUT.cell_bytes * _NUM_BLOCKS
+        slot_bytes = LAYOUT.whole.num_layer_heads * LAYOUT.cell_bytes * _NUM_BLOCKS
         self._arena = memoryview(bytearray(_NUM_SLOTS * slot_bytes))
         self._slots = [self._arena[start : start + slot_bytes] for start in range(0, len(self._arena), slot_bytes)]
         self._free_slots = list(range(_NUM_SLOTS))

@@ -4,6 +4,7 @@ import grpc
 import pytest
 
 from mesh.domain.request import mint_id
+from mesh.domain.tokens import SequenceFailure
 from mesh.v1 import decode_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation
@@ -40,6 +41,11 @@ async def test_on_the_prefill_worker(reason: str) -> None:
         status = grpc.StatusCode.INTERNAL if reason == "not finite" else grpc.StatusCode.INVALID_ARGUMENT
         assert caught.value.code() is status
         assert caught.value.details() == reason
+        value = rig.prefill_metrics.registry.get_sample_value
+        expected = SequenceFailure.MODEL_FAILED if reason == "not finite" else SequenceFailure.REFUSED
+        for failure in SequenceFailure:
+            labels = {"role": "prefill", "reason": failure.value}
+            assert value("tandem_engine_sequence_failures_total", labels) == (failure is expected)
         await router.abort(request)
         await rig.wait_whole()
         cleared = (rig.decode.runner.store.data == 0).all(axis=(0, 1, 3, 4, 5))

@@ -1,1 +1,2 @@
-"""Kernels for CPUs with AVX-512, compiled by numba. `step.py` is the outermost loop; docs/kernels.md is the guide."""
+"""Kernels for CPUs with AVX2 or better, compiled by numba. `step.py` is the outermost loop; docs/kernels.md is the
+guide."""

@@ -78,7 +78,7 @@ class Kind(NamedTuple):
     activation: int  # SILU, GELU, GELU_TANH or RELU
 
 
-class Model(NamedTuple):
+class ModelConstants(NamedTuple):
     """The weights and constants of a model, the same in every step."""
 
     weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
@@ -148,7 +148,7 @@ class _Matrices(NamedTuple):
 
 
 @entry
-def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
+def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
     operand, adapted = work.operand, work.adapted
     begin_products(operand)
@@ -172,7 +172,7 @@ def run_layers(model: Model, work: Work, team: Team, layers: Range) -> None:
 
 
 @jit
-def _compute_attention(model: Model, work: Work, team: Team, layer: int) -> None:
+def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
@@ -198,7 +198,7 @@ def _compute_attention(model: Model, work: Work, team: Team, layer: int) -> None
 
 
 @jit
-def _add_attention(model: Model, work: Work, team: Team, layer: int) -> None:
+def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add attention's result to the residual."""
     acts, operand, _, _, adapted = work
     rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
@@ -211,7 +211,7 @@ def _add_attention(model: Model, work: Work, team: Team, layer: int) -> None:
 
 
 @jit
-def _compute_inner(model: Model, work: Work, team: Team, layer: int) -> None:
+def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Compute the inner rows of the MLP."""
     acts, operand, _, _, adapted = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
@@ -234,7 +234,7 @@ def _compute_inner(model: Model, work: Work, team: Team, layer: int) -> None:
 
 
 @jit
-def _add_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
+def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
     acts, operand, _, _, adapted = work
     rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
@@ -247,7 +247,7 @@ def _add_mlp(model: Model, work: Work, team: Team, layer: int) -> None:
 
 
 @jit
-def _add_experts(model: Model, work: Work, team: Team, layer: int) -> None:
+def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the results of the layer's experts to the residual."""
     acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
     weights, part = model.weights, Part(team.thread, team.num_threads)
@@ -275,7 +275,7 @@ def _is_gated_at_once(kind: Kind, work: Work, layer: int) -> bool:
 
 
 @jit
-def _add_product(model: Model, work: Work, team: Team, matrix: int) -> None:
+def _add_product(model: ModelConstants, work: Work, team: Team, matrix: int) -> None:
     """Multiply, and add to the residual; in a sandwich, store."""
     acts, part = work.acts, Part(team.thread, team.num_threads)
     if model.kind.sandwich:
@@ -285,7 +285,7 @@ def _add_product(model: Model, work: Work, team: Team, matrix: int) -> None:
 
 
 @jit
-def _end_branch(model: Model, work: Work, rows: Range, layer: int, site: int) -> None:
+def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
     """After `_add_product` and a barrier: apply adapters, and the norms of a sandwich."""
     acts, adapted = work.acts, work.adapted
     if model.kind.sandwich:
@@ -297,7 +297,7 @@ def _end_branch(model: Model, work: Work, rows: Range, layer: int, site: int) ->
 
 
 @jit
-def _matrices(model: Model, layer: int) -> _Matrices:
+def _matrices(model: ModelConstants, layer: int) -> _Matrices:
     first = model.firsts[layer]
     return _Matrices(first, first + 1, first + 2, first + 3)
 
@@ -323,7 +323,7 @@ def _finish_own_phase(team: Team, phase: int) -> None:
 
 
 @entry
-def output_rows(model: Model, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
+def output_rows(model: ModelConstants, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
     """Compute logits [rows, vocab_size] from rows of the residual. Every thread of every rank calls this function.
     `logits` begins at the first column that the rank computes.
     """

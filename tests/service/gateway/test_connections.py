@@ -190,7 +190,9 @@ async def test_idle_connections_do_not_slow_others_down(repaired: Repaired, evid
     calm_s, crowded_s = statistics.median(times[calm_port]), statistics.median(times[port])
     crowd_of = f"{num_idle:,} idle and {num_dripping:,} dripping connections"
     said = f"{1000 * calm_s:.1f} ms calm, {1000 * crowded_s:.1f} ms with {crowd_of}"
-    evidence("R19", "median of a request", said, target="within 10 %", ok=crowded_s < 1.1 * calm_s, is_time=True)
+    evidence(
+        "R19", "median of a request", said, target="within 10 %", ok=crowded_s < 1.1 * calm_s, is_reported_only=True
+    )
     assert crowded_s < 3 * calm_s
     repaired("D6", f"median of a request: {said}")
 

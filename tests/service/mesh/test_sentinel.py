@@ -115,7 +115,7 @@ async def test_a_failover_under_load_loses_no_permit_and_no_stream(
         [token.id for token in result.tokens] != expected_tokens(prompt, NUM_TOKENS)
         for prompt, result in zip(prompts, results, strict=True)
     )
-    evidence("R11", "streams lost or changed by a failover of Redis", f"{wrong} of {CAP}", target="0", ok=not wrong)
+    evidence("R9", "streams lost or changed by a failover of Redis", f"{wrong} of {CAP}", target="0", ok=not wrong)
     assert wrong == 0
 
 

@@ -10,7 +10,7 @@ from redis.exceptions import ResponseError
 
 from mesh.domain.errors import Overloaded
 from router.admission.permit_leases import LeaseTimes, PermitStore, Take
-from router.admission.shared_limiter import SharedPermits
+from router.admission.shared_limiter import SharedLimiter
 from tests.defects import Repaired
 from tests.fakes.redis_server import RedisServer, num_leased
 from tests.waiting import LIMIT_S, until
@@ -24,16 +24,16 @@ class Routers:
 
     def __init__(self, server: RedisServer) -> None:
         self.server = server
-        self.tasks: dict[SharedPermits, asyncio.Task[None]] = {}
+        self.tasks: dict[SharedLimiter, asyncio.Task[None]] = {}
 
-    async def start(self, count: int) -> list[SharedPermits]:
+    async def start(self, count: int) -> list[SharedLimiter]:
         for _ in range(count):
-            permits = SharedPermits(self.server.url, f"router-{len(self.tasks)}", CAP, TIMES)
+            permits = SharedLimiter(self.server.url, f"router-{len(self.tasks)}", CAP, TIMES)
             self.tasks[permits] = asyncio.create_task(permits.run())
         await until(lambda: all(p.connected.is_set() and p.share == CAP // count for p in self.tasks))
         return list(self.tasks)
 
-    async def kill(self, permits: SharedPermits) -> None:
+    async def kill(self, permits: SharedLimiter) -> None:
         """As a dead router: nothing is given back."""
         self.tasks[permits].cancel()
         await asyncio.gather(self.tasks[permits], return_exceptions=True)
@@ -43,7 +43,7 @@ class Routers:
             return await num_leased(redis)
 
 
-async def until_acquired(permits: SharedPermits, count: int, timeout_s: float) -> None:
+async def until_acquired(permits: SharedLimiter, count: int, timeout_s: float) -> None:
     async with asyncio.timeout(timeout_s):
         while True:
             try:
@@ -64,7 +64,7 @@ async def test_two_routers_never_pass_the_cap_in_a_storm_with_cancellations(rout
     both = await routers.start(2)
     held, most, outcomes = 0, 0, {"served": 0, "refused": 0, "cancelled": 0}
 
-    async def request(permits: SharedPermits, number: int) -> None:
+    async def request(permits: SharedLimiter, number: int) -> None:
         nonlocal held, most
         count = 1 + number % 3
         try:
@@ -296,7 +296,7 @@ async def test_a_router_that_stops_gives_everything_back_at_once(routers: Router
 
 async def test_an_hour_without_redis_heals(redis_server: RedisServer, repaired: Repaired) -> None:
     num_seconds, num_each = 3600, 100
-    permits = SharedPermits(redis_server.url, "router", num_each, LeaseTimes())
+    permits = SharedLimiter(redis_server.url, "router", num_each, LeaseTimes())
     run = asyncio.create_task(permits.run())
     await until(permits.connected.is_set)
     await permits.acquire(2)
@@ -339,7 +339,7 @@ async def test_an_hour_without_redis_heals(redis_server: RedisServer, repaired: 
 
 
 async def test_thousands_of_permits_are_given_back(routers: Routers, redis_server: RedisServer) -> None:
-    permits = SharedPermits(redis_server.url, "router", 5000, TIMES)
+    permits = SharedLimiter(redis_server.url, "router", 5000, TIMES)
     routers.tasks[permits] = asyncio.create_task(permits.run())
     await until(permits.connected.is_set)
     for number in range(3000):

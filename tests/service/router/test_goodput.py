@@ -103,10 +103,10 @@ async def test_goodput_at_three_times_the_capacity(make_mesh: Any, evidence: Evi
     peak = (before + after) / 2  # the machine may be busy with other things at any time
     share, p99_s = goodput(outcomes) / peak, refusals_s[int(0.99 * len(refusals_s))]
     what = f"goodput of {len(outcomes)} requests at 3x the capacity"
-    evidence("R11", what, f"{share:.0%} of peak", target=">= 90 %", ok=share >= 0.9, is_time=True)
+    evidence("R11", what, f"{share:.0%} of peak", target=">= 90 %", ok=share >= 0.9, is_reported_only=True)
     what = f"refusals p99 of {len(refusals_s)}"
-    evidence("R11", what, f"{1000 * p99_s:.0f} ms", target="<= 50 ms", ok=p99_s <= 0.05, is_time=True)
-    evidence("R11", "answers begun after their target", num_late, target="0", ok=num_late == 0, is_time=True)
+    evidence("R11", what, f"{1000 * p99_s:.0f} ms", target="<= 50 ms", ok=p99_s <= 0.05, is_reported_only=True)
+    evidence("R11", "answers begun after their target", num_late, target="0", ok=num_late == 0, is_reported_only=True)
     assert share > 0.25  # noise may take some of it; queueing in vain would take all
     assert statistics.median(refusals_s) < TARGET_S / 2
     assert len(refusals_s) > len(outcomes) / 3  # it was overload

@@ -35,7 +35,9 @@ async def test_past_the_cap_requests_are_refused_at_once(make_mesh: Any, evidenc
     await decode.started.wait_len(4)
     delays_s = [await refused_in_s(mesh) for _ in range(50)]
     p99_ms = 1000 * sorted(delays_s)[-1]
-    evidence("R11", "slowest of 50 refusals", f"{p99_ms:.1f} ms", target="<= 50 ms", ok=p99_ms <= 50, is_time=True)
+    evidence(
+        "R11", "slowest of 50 refusals", f"{p99_ms:.1f} ms", target="<= 50 ms", ok=p99_ms <= 50, is_reported_only=True
+    )
     assert statistics.median(delays_s) < 0.5
     assert mesh.model.limiter.num_held == 4
     decode.gate.open()

@@ -126,7 +126,7 @@ async def test_a_host_that_takes_connections_and_says_nothing(evidence: Evidence
                 took_s = time.monotonic() - started_s
                 await asyncio.gather(*(ask(client) for _ in range(NUM_CALLS)))
     what = "SDK: first call with a silent host before the router, later ones go to the router"
-    evidence("R10", what, f"{took_s:.1f} s", target="<= 6 s", ok=took_s <= 6, is_time=True)
+    evidence("R10", what, f"{took_s:.1f} s", target="<= 6 s", ok=took_s <= 6, is_reported_only=True)
     assert took_s < 40
 
 

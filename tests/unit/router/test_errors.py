@@ -3,8 +3,8 @@
 import pytest
 
 from mesh import wire
-from mesh.domain.errors import DeadlineExceeded, InvalidRequest, MeshError, ModelFailed, Replayable
-from mesh.domain.tokens import SequenceFailure
+from mesh.domain.errors import DeadlineExceeded, InvalidRequest, MeshError, ModelFailed, Replayable, TooLarge
+from mesh.domain.tokens import SequenceFailure, failure_of
 from mesh.rpc.status import STATUS_BY_ERROR
 from mesh.v1 import decode_pb2
 from router.workers.decode_link import _error_of
@@ -31,3 +31,7 @@ def test_every_reason_is_replayed_or_ends_the_request(reason: SequenceFailure) -
     error = _error_of(decode_pb2.SequenceFailed(reason=wire.failure_to_proto(reason), detail="the worker's words"))
     assert isinstance(error, FINAL.get(reason, Replayable))
     assert "the worker's words" in str(error)
+    if reason is not SequenceFailure.TOO_LARGE:
+        assert failure_of(error) is reason
+    else:
+        assert failure_of(TooLarge("")) is reason

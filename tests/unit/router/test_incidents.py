@@ -21,7 +21,7 @@ def test_a_worker_has_joined_although_many_requests_were_replayed(repaired: Repa
     journal = Journal(lambda: float(next(ticks)))
     workers = [prefill(), decode()]
     for worker in workers:
-        journal.changed(worker)
+        journal.note_worker(worker)
     for _ in range(1000):
         journal.replayed(cast("Choice", _Choice()), WorkerLost("gone"), workers[1].info)
     kinds = [incident.kind for incident in journal.incidents]
@@ -35,10 +35,10 @@ def test_a_worker_has_joined_although_many_requests_were_replayed(repaired: Repa
 def test_a_dropped_worker_that_comes_back_has_joined_again() -> None:
     journal, worker, other = Journal(lambda: 0.0), decode(), prefill()
     for view in (worker, other, worker, replace(worker, state=WorkerState.LOST)):
-        journal.changed(view)
+        journal.note_worker(view)
     journal.keep([other])
-    journal.changed(worker)
-    journal.changed(other)
+    journal.note_worker(worker)
+    journal.note_worker(other)
     kinds = [(incident.kind, incident.worker_id) for incident in reversed(journal.incidents)]
     assert kinds == [
         (IncidentKind.JOINED, "d0"),

@@ -107,7 +107,7 @@ class Mesh:
                 self.membership.join(make(f"{make.__name__}-{number}", num_blocks=16, max_num_seqs=6).info)
 
     def _changed(self) -> None:
-        self.view.changed()
+        self.view.discard_snapshot()
         self.in_flight.follow(self.membership.workers())
 
     def heartbeat(self, free_blocks: list[int], states: list[WorkerState]) -> None:

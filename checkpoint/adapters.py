@@ -38,7 +38,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None, []),
 }
 # These begin training with a changed base model, which the adapter alone does not have.
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +170,7 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 "serve that"
             )
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGED_BASES):
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
         raise ConfigurationError(
             f"init_lora_weights {start!r} changes the base model: save the adapter with "
             "path_initial_model_for_weight_conversion"

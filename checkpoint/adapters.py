@@ -169,6 +169,9 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 f"{key} {value!r} is not supported, only {plain[0]!r} is: merge the adapter into its base model and "
                 "serve that"
             )
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ConfigurationError(f"{key} must be an object, got {config[key]!r}")
     start = config.get("init_lora_weights", True)
     if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
         raise ConfigurationError(

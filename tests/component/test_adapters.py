@@ -135,6 +135,8 @@ def add_tensor(folder: Path, name: str, *shape: int) -> None:
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
+        ({"rank_pattern": ["q_proj"]}, "rank_pattern must be an object"),
+        ({"alpha_pattern": "q_proj"}, "alpha_pattern must be an object"),
         ({"init_lora_weights": "lora_ga"}, "changes the base model"),
         ({"init_lora_weights": "OLoRA"}, "changes the base model"),
         ({"r": 8}, "has rank 4, and adapter_config.json says 8"),

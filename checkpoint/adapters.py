@@ -38,7 +38,7 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "alora_invocation_tokens": (None, []),
 }
 # These begin training with a changed base model, which the adapter alone does not have.
-_CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+_CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,11 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
                 f"{key} {value!r} is not supported, only {plain[0]!r} is: merge the adapter into its base model and "
                 "serve that"
             )
+    for key in ("rank_pattern", "alpha_pattern"):
+        if not isinstance(config.get(key) or {}, dict):
+            raise ConfigurationError(f"{key} must be an object, got {config[key]!r}")
     start = config.get("init_lora_weights", True)
-    if isinstance(start, str) and start.startswith(_CHANGED_BASES):
+    if isinstance(start, str) and start.lower().startswith(_CHANGED_BASES):
         raise ConfigurationError(
             f"init_lora_weights {start!r} changes the base model: save the adapter with "
             "path_initial_model_for_weight_conversion"

@@ -4,7 +4,7 @@ import fcntl
 import glob
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -42,11 +42,21 @@ def require_absent(out: Path) -> None:
         raise ConfigurationError(f"{out} exists already")
 
 
-def copy_other_files(model_dir: Path, folder: Path) -> None:
-    """Copy the files of a checkpoint to `folder`, but for its weights."""
-    for path in sorted({path for pattern in FILES for path in model_dir.glob(pattern)}):
-        if ".safetensors" not in path.name:
+def copy_other_files(model_dir: Path, folder: Path, *, but: Collection[str] = ()) -> None:
+    """Copy the files of a checkpoint to `folder`, except its weights and those that `but` names."""
+    for path in checkpoint_files(model_dir):
+        if not is_of_weights(path) and path.name not in but:
             shutil.copyfile(path, folder / path.name)
+
+
+def checkpoint_files(model_dir: Path) -> list[Path]:
+    """All files of a checkpoint."""
+    return sorted({path for pattern in FILES for path in model_dir.glob(pattern)})
+
+
+def is_of_weights(path: Path) -> bool:
+    """True for a file of weights or their index."""
+    return ".safetensors" in path.name
 
 
 @contextmanager

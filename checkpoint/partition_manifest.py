@@ -1,14 +1,17 @@
 """The manifest of a model that is partitioned ahead of time; `engine/partition.py` has the weights."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
+from checkpoint.new_folder import checkpoint_files, is_of_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 7
+VERSION = 8
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
 
 
@@ -24,13 +27,14 @@ class RankFile:
 @dataclass(frozen=True, slots=True)
 class Partition:
     """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
-    are not quantised are of `dtype`.
+    are not quantised are of `dtype`. `source` is what `source_of` has said of the checkpoint.
     """
 
     folder: Path
     weights_digest: str
     quantize: str
     dtype: str
+    source: Mapping[str, str]
     degrees: Degrees
     files: tuple[RankFile, ...]
 
@@ -53,6 +57,15 @@ class Partition:
                 "partition it into another folder"
             )
 
+    def require_source(self, model_dir: Path, source: Mapping[str, str]) -> None:
+        """Raise ConfigurationError unless the partition was made of the files in `model_dir` as they are now."""
+        names = sorted(self.source.keys() | source.keys())
+        if changed := [name for name in names if self.source.get(name) != source.get(name)]:
+            raise ConfigurationError(
+                f"{self.folder} is a partition of another checkpoint than {model_dir}, where {', '.join(changed)} "
+                f"{'differs' if len(changed) == 1 else 'differ'}: remove the folder, or choose another one"
+            )
+
     def require_file(self, file: RankFile) -> None:
         """Raise ConfigurationError unless this file is there in its whole length."""
         path = self.folder / file.name
@@ -65,6 +78,23 @@ class Partition:
             f"{path} is missing, truncated or changed since it was written: remove the folder and run "
             "`tandem partition` again"
         )
+
+
+def source_of(model_dir: Path) -> dict[str, str]:
+    """What identifies each file of a checkpoint, by name: a hash of its contents; of weights, which are large, the size
+    and the time of the last change. Raises ConfigurationError.
+    """
+    try:
+        return {path.name: _identity(path) for path in checkpoint_files(model_dir)}
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+
+
+def _identity(path: Path) -> str:
+    if is_of_weights(path):
+        status = path.stat()
+        return f"{status.st_size}:{status.st_mtime_ns}"
+    return blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def read_partition(model_dir: Path) -> Partition | None:
@@ -89,8 +119,9 @@ def read_partition(model_dir: Path) -> Partition | None:
         if degrees.num_ranks != len(files):
             raise ConfigurationError(f"{path} names {len(files)} files for {degrees.num_ranks} ranks")
         facts = {name: manifest[name] for name in ("weights_digest", "quantize", "dtype")}
+        facts["source"] = dict(manifest["source"])
         return Partition(model_dir, **facts, degrees=degrees, files=files)
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is not the manifest of a partitioned model: {error!r}") from error
 
 

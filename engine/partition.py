@@ -1,7 +1,7 @@
 """Models that are partitioned ahead of time: one file of packed weights per rank, in place of the checkpoint's.
 
     OUT/config.json, tokenizer files, ...   copies of the checkpoint's
-    OUT/tandem-partition.json               degrees, arithmetic, digest of the checkpoint's weights, checksums
+    OUT/tandem-partition.json               degrees, arithmetic, what it was made of, checksums
     OUT/rank-0-of-2.safetensors             see engine.models.packed_decoder
 
 Workers map the files, so they load in a moment, and the workers of a machine share the pages. The checkpoint's digest
@@ -10,9 +10,10 @@ takes the place of its weights in the fingerprint, so partitioned and other work
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
@@ -44,8 +45,10 @@ def write_partition(
     weights_digest: str,
     quantize: str,
     dtype: str,
+    source: Mapping[str, str],
 ) -> Partition:
-    """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank.
+    """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank. `source`: see
+    `source_of`, from before the weights were read.
 
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
     it shrinks. Raises ConfigurationError if `out` exists, and OSError.
@@ -54,9 +57,11 @@ def write_partition(
         copy_other_files(model_dir, partial)
         names = [f"rank-{rank}-of-{degrees.num_ranks}.safetensors" for rank in range(degrees.num_ranks)]
         files = tuple(_write(partial / name, next(ranks)) for name in names)
-        partition = Partition(out, weights_digest, quantize, dtype, degrees, files)
-        content = {"version": VERSION, "weights_digest": weights_digest, "quantize": quantize, "dtype": dtype}
+        partition = Partition(out, weights_digest, quantize, dtype, source, degrees, files)
+        content: dict[str, Any] = {"version": VERSION, "weights_digest": weights_digest}
+        content |= {"quantize": quantize, "dtype": dtype}
         content |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
+        content["source"] = dict(source)
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
     return partition

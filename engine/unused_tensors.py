@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import structlog
@@ -33,11 +33,12 @@ def report_unused(
     """List the tensors that are not `used` in one log line. `tied`: names of the output matrix and the embedding, if
     config.json says that they are equal; a copy of the embedding is not reported.
 
-    Raises ConfigurationError for an unused bias of a matrix or norm that is used: answers would be wrong without it.
-    Biases of zeros are ignored.
+    Raises ConfigurationError for an output matrix that is no copy, quantised ones included, and for an unused bias of a
+    matrix or norm that is used: answers would be wrong. Biases of zeros are ignored.
     """
     unused = {name for name in set(stored) - set(used) if not _HARMLESS.search(name)}
-    if tied is not None and tied[0] in unused and _are_copies(*(stored[name] for name in tied if name in stored)):
+    if tied is not None:
+        _require_copy(model_dir, stored, unused, *tied)
         unused.discard(tied[0])
     used_stems = {name.removesuffix(".weight") for name in used}
     biases = {name for name in unused if name.endswith(".bias") and name.removesuffix(".bias") in used_stems}
@@ -50,6 +51,20 @@ def report_unused(
     if summary := _summary(unused - biases):
         log.warning(
             "the model does not use tensors of its checkpoint", num_tensors=len(unused - biases), tensors=summary
+        )
+
+
+def _require_copy(
+    model_dir: Path, stored: Mapping[str, StoredTensor], unused: Collection[str], head: str, embedding: str
+) -> None:
+    """Raise ConfigurationError if the checkpoint has an output matrix that is not the embedding."""
+    stem = head.removesuffix("weight")
+    parts = sorted(name for name in unused if name.startswith(stem) and name not in (head, f"{stem}bias"))
+    is_other = head in unused and not _are_copies(*(stored[name] for name in (head, embedding) if name in stored))
+    if is_other or parts:
+        raise ConfigurationError(
+            f"{model_dir}: {head if is_other else parts[0]} differs from {embedding}, and config.json says that they "
+            "are equal: set tie_word_embeddings to false, or remove it"
         )
 
 

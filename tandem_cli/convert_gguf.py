@@ -9,14 +9,19 @@ from typing import Any
 
 import torch
 
-from checkpoint.gguf.file import open_gguf
+from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
-from checkpoint.model_files import tokenizer_source
+from checkpoint.model_files import read_json, tokenizer_source
 from checkpoint.new_folder import copy_other_files, new_folder
+from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer
 from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
+
+_OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
+"""Files that describe the weights beside a tokenizer, which are not those of the file in GGUF."""
+_SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
@@ -36,7 +41,8 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
                 _write_json(unfinished / "generation_config.json", generation_config(file))
             else:
                 tokenizer_source(tokenizer)  # which raises if there is none
-                copy_other_files(tokenizer, unfinished)
+                copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
+                _keep_end_tokens(tokenizer, file, unfinished)
             load_tokenizer(unfinished)
             _write_json(unfinished / "config.json", config)
             writer = ShardWriter(unfinished)
@@ -50,6 +56,18 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
         f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {out}\n"
     )
     return 0
+
+
+def _keep_end_tokens(folder: Path, file: GgufFile, out: Path) -> None:
+    """Write generation_config.json, if `folder` has none: its config.json, which may name the tokens that end an
+    answer, is not copied.
+    """
+    path = out / "generation_config.json"
+    if path.exists():
+        return
+    stated = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    ids = {key: stated[key] for key in _SPECIAL_IDS if stated.get(key) is not None}
+    _write_json(path, generation_config(file) | ids)
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -3,10 +3,11 @@
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from checkpoint.partition_manifest import read_partition
+from checkpoint.partition_manifest import read_partition, source_of
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.load import load_packed
@@ -31,11 +32,12 @@ def partition_model(args: argparse.Namespace) -> int:
         )
     runner_settings = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
     degrees = Degrees(_tensor_parallel(args.tensor_parallel, runner_settings), args.pipeline_parallel)
+    source = source_of(model_dir)
     settings, config = resolve(runner_settings)
     if not isinstance(config, ModelConfig):
         raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
     digest = weights_digest(model_dir, rounded_to(settings, config)).hex()
-    if args.reuse and _is_written(args.out, settings, degrees, digest):
+    if args.reuse and _is_written(args.out, settings, degrees, digest, source):
         sys.stdout.write(f"{args.out}: holds this partition\n")
         return 0
     if read_partition(model_dir) is not None:
@@ -47,7 +49,7 @@ def partition_model(args: argparse.Namespace) -> int:
     ranks = (load_packed(settings, config, share) for share in shares)
     facts = {"weights_digest": digest, "quantize": settings.quantize, "dtype": settings.dtype}
     try:
-        partition = write_partition(model_dir, args.out, ranks, degrees=degrees, **facts)
+        partition = write_partition(model_dir, args.out, ranks, degrees=degrees, source=source, **facts)
     except OSError as error:
         raise ConfigurationError(f"cannot write {args.out}: {error}") from error
     flags = "".join(
@@ -76,7 +78,7 @@ def _tensor_parallel(degree: str, runner_settings: RunnerSettings) -> int:
     return int(degree)
 
 
-def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: str) -> bool:
+def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: str, source: Mapping[str, str]) -> bool:
     """Whether `out` is the partition that is to be written. Raises ConfigurationError if it is another one."""
     partition = read_partition(out)
     if partition is None:
@@ -86,6 +88,7 @@ def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: s
         raise ConfigurationError(
             f"{out} is a partition of another checkpoint than {settings.model_dir}: choose another folder"
         )
+    partition.require_source(settings.model_dir, source)
     for file in partition.files:
         partition.require_file(file)
     return True

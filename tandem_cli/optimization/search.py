@@ -80,7 +80,9 @@ class State:
 
     @classmethod
     def open(cls, path: Path, about: dict[str, Any], candidates: Sequence[Candidate]) -> "State":
-        """Read the file, if there is one. Raises ConfigurationError if the folder is of another run."""
+        """Read the file, if there is one. Candidates that failed then are tried again, because what failed them may be
+        over. Raises ConfigurationError if the folder is of another run.
+        """
         state = cls(path, about)
         if not path.exists():
             if path.parent.exists() and any(path.parent.iterdir()):
@@ -97,15 +99,21 @@ class State:
                 f"{path.parent} holds a run with another {' and '.join(changed) or 'version'}: choose another folder "
                 "for --out, or remove that one"
             )
+        try:
+            state._take(content, candidates)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
+        return state
+
+    def _take(self, content: dict[str, Any], candidates: Sequence[Candidate]) -> None:
         by_name = {candidate.name: candidate for candidate in candidates}
         for name, entry in content["results"].items():
             if name in by_name:
                 rounds = {int(number): figures for number, figures in entry["rounds"].items()}
-                state.results[name] = Result(by_name[name], rounds, entry["failure"], entry["num_changed"])
-        state.quality = {name: PrecisionQuality(**entry) for name, entry in content["quality"].items()}
-        state.answers = {name: [Answer(**entry) for entry in entries] for name, entries in content["answers"].items()}
-        state.published = content["published"]
-        return state
+                self.results[name] = Result(by_name[name], rounds, num_changed=entry["num_changed"])
+        self.quality = {name: PrecisionQuality(**entry) for name, entry in content["quality"].items()}
+        self.answers = {name: [Answer(**entry) for entry in entries] for name, entries in content["answers"].items()}
+        self.published = content["published"]
 
     def save(self) -> None:
         """Write the file; it is never half written."""

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from checkpoint.gguf.file import open_gguf
 from checkpoint.gguf.tokenizer import _WORDS
 from checkpoint.model_files import read_model_facts
+from checkpoint.partition_manifest import MANIFEST
 from checkpoint.source import ModelSource
 from checkpoint.tokenizer_files import load_tokenizer
 from engine.load_runner import load_model_runner
@@ -189,6 +190,20 @@ def test_a_tokenizer_may_be_that_of_the_original(tmp_path: Path) -> None:
     assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
     assert (out / "tokenizer.json").read_bytes() == (model_dir / "tokenizer.json").read_bytes()
     assert load_config(out) == load_config(model_dir)
+
+
+def test_the_end_of_answers_is_that_of_the_original(tmp_path: Path) -> None:
+    """Its config.json may say it alone. What describes its weights is left out."""
+    model_dir, out = write_model(MODELS["llama"](), tmp_path / "model"), tmp_path / "out"
+    path = write_gguf(model_dir, tmp_path / "model.gguf")
+    (model_dir / "generation_config.json").unlink()
+    stated = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(stated | {"eos_token_id": [7, 9]}))
+    for name in ("quantize_config.json", MANIFEST):
+        (model_dir / name).write_text("{}")
+    assert main(["convert", str(path), str(out), "--tokenizer", str(model_dir)]) == 0
+    assert read_model_facts(out).eos_token_ids == {7, 9}
+    assert not {"quantize_config.json", MANIFEST} & {file.name for file in out.iterdir()}
 
 
 def test_bad_files_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

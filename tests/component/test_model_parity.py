@@ -1,8 +1,10 @@
 """The engine says what Hugging Face transformers says, for every family, in mixed batches, in every way it computes."""
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,15 @@ import torch
 from engine.load_runner import load_model_runner
 from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
+from tests.component.checkpoints import (
+    FAMILIES,
+    OTHER_FAMILIES,
+    WINDOW,
+    build_checkpoint,
+    llama_like,
+    randomise,
+    save_tokenizer,
+)
 from tests.component.driving import Driver
 from tests.component.parity import check_half_precision, check_parity, half_tolerance, prompts, run_mixed
 from tests.fakes.requests import make_request
@@ -34,6 +44,35 @@ def test_every_family(checkpoint: Checkpoint, family: str, arm: str) -> None:
 @pytest.mark.parametrize("family", OTHER_FAMILIES)
 def test_every_other_family(checkpoint: Checkpoint, family: str) -> None:
     check_parity(checkpoint(family), load_model_runner(settings(checkpoint(family))))
+
+
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
+_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "facts", "unstated"),
+    [
+        ("qwen3_moe", _WINDOWS, ()),
+        ("qwen2_moe", _WINDOWS | {"max_window_layers": 2}, ("layer_types",)),
+        ("qwen2_moe", _WINDOWS | {"max_window_layers": 4}, ()),
+        ("qwen2_moe", {"qkv_bias": False}, ()),
+    ],
+    ids=["qwen3-windows", "qwen2-windows", "qwen2-layer-types", "qwen2-no-biases"],
+)
+def test_windows_and_biases_of_qwen_mixtures(
+    tmp_path: Path, model_type: str, facts: dict[str, Any], unstated: tuple[str, ...]
+) -> None:
+    shared = {"shared_expert_intermediate_size": 48} if model_type == "qwen2_moe" else {}
+    torch.manual_seed(0)
+    model = llama_like(model_type, **_EXPERTS | shared | facts)
+    randomise(model)
+    model.save_pretrained(tmp_path)
+    save_tokenizer(tmp_path)
+    path = tmp_path / "config.json"
+    stated = json.loads(path.read_text())
+    path.write_text(json.dumps({key: value for key, value in stated.items() if key not in unstated}))
+    check_parity(tmp_path, load_model_runner(settings(tmp_path)))
 
 
 def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import run_mixed
 from tests.component.ranked import ranked_runner
+from tests.component.test_load import edit_weights
 
 
 def partitioned(model_dir: Path, out: Path, degrees: Degrees = ALONE, quantize: str = "none") -> Path:
@@ -198,6 +200,29 @@ def test_a_partition_that_is_there_is_used_again(
     (out / partition.files[1].name).unlink()
     status, said = again("llama", "--tensor-parallel=2")
     assert (status, "is missing, truncated or changed" in said) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "generation_config.json", "model.safetensors"]
+)
+def test_a_partition_of_what_the_checkpoint_was_is_not_used_again(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    out = partitioned(model_dir, tmp_path / "out")
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 0
+    path = model_dir / name
+    if path.suffix == ".json":
+        content = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(content | {"eos_token_id": 7}))
+    else:  # one row, which is not where the digest of the weights looks
+        edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
+    capsys.readouterr()
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 2
+    assert f"another checkpoint than {model_dir}, where {name} differs: remove the folder" in capsys.readouterr().err
+    shutil.move(out, tmp_path / "moved")
+    load_model_runner(settings(tmp_path / "moved"))
 
 
 def test_partitions_are_for_cpus(

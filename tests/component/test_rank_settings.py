@@ -46,6 +46,7 @@ def partitioned(model_dir: Path, out: Path, degrees: Degrees) -> Path:
     shutil.copytree(model_dir, out, ignore=shutil.ignore_patterns("*.safetensors"))
     files = [{"name": f"rank-{rank}-of-{size}.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(size)]
     manifest = {"version": VERSION, "weights_digest": "00", "quantize": "none", "dtype": "float32", "files": files}
+    manifest["source"] = {}
     manifest |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
     (out / MANIFEST).write_text(json.dumps(manifest))
     return out

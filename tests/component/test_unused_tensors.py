@@ -53,8 +53,16 @@ def test_what_is_known_to_be_harmless_is_not_named(copy: Checkpoint) -> None:
         model__norm__bias=torch.zeros(64),
     )
     assert warnings_of(model_dir) == []
-    add(model_dir, lm_head__weight=torch.ones(264, 64))
-    assert warnings_of(model_dir) == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("name", ["lm_head__weight", "lm_head__qweight"])
+def test_an_output_matrix_of_its_own_beside_tied_embeddings_is_refused(copy: Checkpoint, name: str) -> None:
+    """transformers uses it, whatever config.json says."""
+    model_dir = copy("llama-tied")
+    add(model_dir, **{name: torch.ones(264, 64)})
+    stated = rf"{name.replace('__', '.')} differs from model\.embed_tokens\.weight, and config\.json says that they are"
+    with pytest.raises(ConfigurationError, match=f"{stated} equal: set tie_word_embeddings to false, or remove it"):
+        load(model_dir)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gpt2", "gpt-neox", "qwen2", "mixtral", "bloom"])

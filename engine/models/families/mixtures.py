@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from engine.models.families.llama import llama, qwen2, qwen3
+from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
 from engine.models.model_config import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
 
 _MIXTRAL = TensorNames(
@@ -31,11 +31,23 @@ def qwen2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 1.5 MoE and 2 MoE, with a gated shared expert that processes every token."""
     shared = integer(raw, "shared_expert_intermediate_size")
     experts = replace(_qwen_experts(plain, raw), shared_size=shared, shared_gate=True)
-    return replace(qwen2(plain, raw), experts=experts)
+    bias = bool(raw.get("qkv_bias", True))
+    return replace(qwen2(plain, raw), qkv_bias=bias, windows=_qwen2_moe_windows(plain, raw), experts=experts)
+
+
+def _qwen2_moe_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
+    """As `qwen_windows`, but without `layer_types` these are every second layer before `max_window_layers`."""
+    if not raw.get("use_sliding_window", False) or raw.get("layer_types") is not None:
+        return qwen_windows(plain, raw)
+    window, end = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28)
+    return tuple(window if layer % 2 == 0 and layer < end else None for layer in range(plain.num_layers))
 
 
 def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    return replace(qwen3(plain, raw), experts=_qwen_experts(plain, raw))
+    """Qwen 3 MoE, with the same window in all layers, or none."""
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    windows = (window,) * plain.num_layers
+    return replace(qwen3(plain, raw), windows=windows, experts=_qwen_experts(plain, raw))
 
 
 def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

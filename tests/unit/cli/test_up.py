@@ -324,6 +324,7 @@ def test_the_ranks_of_a_partition_have_cores(
     def write(arguments: Sequence[str], python_path: str) -> str:
         files = [{"name": f"rank-{rank}-of-3.safetensors", "num_bytes": 1, "xxh3": ""} for rank in range(3)]
         manifest = {"version": VERSION, "weights_digest": "00", "quantize": "none", "dtype": "float32", "files": files}
+        manifest["source"] = {}
         out.mkdir()
         (out / MANIFEST).write_text(json.dumps(manifest | {"tensor_parallel": 3, "pipeline_parallel": 1}))
         return ""

@@ -1,11 +1,13 @@
 """Successive halving over candidates that are not served: rounds, judging, failures, going on after an interrupt."""
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import exp
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -287,6 +289,15 @@ def test_a_finished_search_measures_nothing(state: State) -> None:
     assert (again.served, again.judged) == ([], [])
 
 
+def test_what_failed_is_tried_again_by_the_next_run_once(state: State) -> None:
+    name = "int8, 1 colocated"
+    Mesh(state, broken=(name,)).search().run()
+    again = Mesh(State.open(state.path, ABOUT, CANDIDATES), {name: 1000.0})
+    final = again.search().run()
+    assert {served for served, _ in again.served} == {name, "int8, ngram, 1 colocated"}, "and its twin with speculation"
+    assert name in [result.candidate.name for result in final]
+
+
 def test_a_judge_that_fails_does_not_cost_the_measurement(state: State) -> None:
     class Failing(Mesh):
         def assess(self, precision: str, base: Sequence[Answer], answers: Sequence[Answer]) -> PrecisionQuality:
@@ -308,9 +319,15 @@ def test_a_folder_of_another_run_is_refused(state: State, tmp_path: Path) -> Non
     (tmp_path / "full" / "thesis.tex").write_text("")
     with pytest.raises(ConfigurationError, match="full is not empty"):
         State.open(tmp_path / "full" / "state.json", ABOUT, CANDIDATES)
-    state.path.write_text("{")
-    with pytest.raises(ConfigurationError, match="cannot read"):
-        State.open(state.path, ABOUT, CANDIDATES)
+    whole = json.loads(state.path.read_text())
+    for content in ("{", *(json.dumps(whole | {key: 7}) for key in ("results", "quality")), _without(whole, "answers")):
+        state.path.write_text(content)
+        with pytest.raises(ConfigurationError, match="cannot read"):
+            State.open(state.path, ABOUT, CANDIDATES)
+
+
+def _without(content: dict[str, Any], key: str) -> str:
+    return json.dumps({name: value for name, value in content.items() if name != key})
 
 
 def test_few_questions_are_asked_again() -> None:

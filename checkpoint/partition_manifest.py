@@ -81,8 +81,8 @@ class Partition:
 
 
 def source_of(model_dir: Path) -> dict[str, str]:
-    """What identifies each file of a checkpoint, by name: a hash of its contents; of weights, which are large, the size
-    and the time of the last change. Raises ConfigurationError.
+    """The identity of each file of a checkpoint, by name: a hash of its contents, or for weights, which are large, the
+    size and the time of the last change. Raises ConfigurationError.
     """
     try:
         return {path.name: _identity(path) for path in checkpoint_files(model_dir)}

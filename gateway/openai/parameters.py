@@ -164,8 +164,8 @@ def _message(message: Message) -> Json:
 
 
 def _read_arguments(call: Json) -> None:
-    """Replace JSON text by the parsed object, because templates serialise arguments themselves. What is no JSON, or has
-    numbers or halves of characters that JSON text cannot have, stays as it is.
+    """Replace JSON text by the parsed object, because templates serialise arguments themselves. Text that is no JSON,
+    or has numbers or halves of characters that JSON text cannot have, stays as it is.
     """
     function = call.get("function")
     if isinstance(function, dict) and isinstance(function.get("arguments"), str):

@@ -66,7 +66,7 @@ async def two_routers(url: str, model_dir: Path) -> AsyncIterator[list[RouterPro
         await asyncio.gather(*(router.start() for router in routers))
         for router in routers:
             await until(lambda router=router: router.model_routers[0].mesh.has_path)
-            await until(lambda router=router: router.model_routers[0].limiter._shared.share == CAP // 2)
+            await until(lambda router=router: router.model_routers[0].limiter.share == CAP // 2)
         yield routers
     finally:
         await asyncio.gather(*(router.stop(0.2) for router in routers))

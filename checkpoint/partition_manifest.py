@@ -3,16 +3,18 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from hashlib import blake2b
 from pathlib import Path
+
+import xxhash
 
 from checkpoint.new_folder import checkpoint_files, is_of_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 8
+VERSION = 9
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
+_READ_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +27,34 @@ class RankFile:
 
 
 @dataclass(frozen=True, slots=True)
+class SourceFile:
+    """A file of the checkpoint that a partition was made of, as it was then."""
+
+    num_bytes: int
+    changed_ns: int
+    xxh3: str
+
+    def is_still(self, path: Path) -> bool:
+        """Whether `path` has these contents. A file of weights, which is large, is read only if it has another time
+        than then, as a copy has. Raises OSError.
+        """
+        status = path.stat()
+        if status.st_size != self.num_bytes:
+            return False
+        return (is_of_weights(path) and status.st_mtime_ns == self.changed_ns) or checksum(path) == self.xxh3
+
+
+@dataclass(frozen=True, slots=True)
 class Partition:
     """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
-    are not quantised are of `dtype`. `source` is what `source_of` has said of the checkpoint.
+    are not quantised are of `dtype`. `source` has each file of the checkpoint, by name.
     """
 
     folder: Path
     weights_digest: str
     quantize: str
     dtype: str
-    source: Mapping[str, str]
+    source: Mapping[str, SourceFile]
     degrees: Degrees
     files: tuple[RankFile, ...]
 
@@ -57,10 +77,14 @@ class Partition:
                 "partition it into another folder"
             )
 
-    def require_source(self, model_dir: Path, source: Mapping[str, str]) -> None:
+    def require_source(self, model_dir: Path) -> None:
         """Raise ConfigurationError unless the partition was made of the files in `model_dir` as they are now."""
-        names = sorted(self.source.keys() | source.keys())
-        if changed := [name for name in names if self.source.get(name) != source.get(name)]:
+        try:
+            paths = {path.name: path for path in checkpoint_files(model_dir)}
+            same = {name for name, path in paths.items() if name in self.source and self.source[name].is_still(path)}
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+        if changed := sorted((self.source.keys() | paths.keys()) - same):
             raise ConfigurationError(
                 f"{self.folder} is a partition of another checkpoint than {model_dir}, where {', '.join(changed)} "
                 f"{'differs' if len(changed) == 1 else 'differ'}: remove the folder, or choose another one"
@@ -80,21 +104,26 @@ class Partition:
         )
 
 
-def source_of(model_dir: Path) -> dict[str, str]:
-    """The identity of each file of a checkpoint, by name: a hash of its contents, or for weights, which are large, the
-    size and the time of the last change. Raises ConfigurationError.
-    """
+def source_of(model_dir: Path) -> dict[str, SourceFile]:
+    """The files of a checkpoint as they are now, by name; reads each of them. Raises ConfigurationError."""
     try:
-        return {path.name: _identity(path) for path in checkpoint_files(model_dir)}
+        return {path.name: _source_file(path) for path in checkpoint_files(model_dir)}
     except OSError as error:
         raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
 
 
-def _identity(path: Path) -> str:
-    if is_of_weights(path):
-        status = path.stat()
-        return f"{status.st_size}:{status.st_mtime_ns}"
-    return blake2b(path.read_bytes(), digest_size=16).hexdigest()
+def _source_file(path: Path) -> SourceFile:
+    status = path.stat()
+    return SourceFile(status.st_size, status.st_mtime_ns, checksum(path))
+
+
+def checksum(path: Path) -> str:
+    """The xxh3 of a file's contents. Raises OSError."""
+    digest = xxhash.xxh3_64()
+    with path.open("rb", buffering=0) as file:
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
+    return str(digest.hexdigest())
 
 
 def read_partition(model_dir: Path) -> Partition | None:
@@ -119,9 +148,9 @@ def read_partition(model_dir: Path) -> Partition | None:
         if degrees.num_ranks != len(files):
             raise ConfigurationError(f"{path} names {len(files)} files for {degrees.num_ranks} ranks")
         facts = {name: manifest[name] for name in ("weights_digest", "quantize", "dtype")}
-        facts["source"] = dict(manifest["source"])
+        facts["source"] = {name: SourceFile(**file) for name, file in manifest["source"].items()}
         return Partition(model_dir, **facts, degrees=degrees, files=files)
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{path} is not the manifest of a partitioned model: {error!r}") from error
 
 

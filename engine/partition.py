@@ -15,14 +15,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile
+from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile, SourceFile, checksum
 from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
 from mesh.domain.kv import Degrees
-
-_READ_BYTES = 1 << 24
 
 
 def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str, dtype: str) -> PackedDecoder:
@@ -31,7 +27,7 @@ def read_rank(partition: Partition, rank: int, degrees: Degrees, quantize: str, 
     file = partition.files[rank]
     partition.require_file(file)
     path = partition.folder / file.name
-    if _checksum(path) != file.xxh3:
+    if checksum(path) != file.xxh3:
         raise partition.damage(path)
     return read_packed(path)
 
@@ -45,7 +41,7 @@ def write_partition(
     weights_digest: str,
     quantize: str,
     dtype: str,
-    source: Mapping[str, str],
+    source: Mapping[str, SourceFile],
 ) -> Partition:
     """Write a partition of the checkpoint in `model_dir`; `ranks` yields the weights of each rank. `source`: see
     `source_of`, from before the weights were read.
@@ -61,7 +57,7 @@ def write_partition(
         content: dict[str, Any] = {"version": VERSION, "weights_digest": weights_digest}
         content |= {"quantize": quantize, "dtype": dtype}
         content |= {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
-        content["source"] = dict(source)
+        content["source"] = {name: asdict(file) for name, file in source.items()}
         content["files"] = [asdict(file) for file in files]
         (partial / MANIFEST).write_text(json.dumps(content, indent=2) + "\n")
     return partition
@@ -72,12 +68,4 @@ def _write(path: Path, packed: PackedDecoder) -> RankFile:
     with path.open("rb") as file:
         os.fsync(file.fileno())
     path.chmod(0o444)
-    return RankFile(path.name, path.stat().st_size, _checksum(path))
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_64()
-    with path.open("rb", buffering=0) as file:
-        while part := file.read(_READ_BYTES):
-            digest.update(part)
-    return str(digest.hexdigest())
+    return RankFile(path.name, path.stat().st_size, checksum(path))

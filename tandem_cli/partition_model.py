@@ -3,11 +3,9 @@
 import argparse
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
-from checkpoint.partition_manifest import read_partition, source_of
+from checkpoint.partition_manifest import Partition, read_partition, source_of
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.load import load_packed
@@ -32,12 +30,14 @@ def partition_model(args: argparse.Namespace) -> int:
         )
     runner_settings = RunnerSettings(model_dir, quantize=args.quantize, dtype=args.dtype)
     degrees = Degrees(_tensor_parallel(args.tensor_parallel, runner_settings), args.pipeline_parallel)
-    source = source_of(model_dir)
+    written = read_partition(args.out) if args.reuse else None
+    source = {} if written else source_of(model_dir)  # before anything of it is read
     settings, config = resolve(runner_settings)
     if not isinstance(config, ModelConfig):
         raise ConfigurationError("an encoder-decoder model cannot be partitioned: its decoder is not compiled")
     digest = weights_digest(model_dir, rounded_to(settings, config)).hex()
-    if args.reuse and _is_written(args.out, settings, degrees, digest, source):
+    if written:
+        _require(written, settings, degrees, digest)
         sys.stdout.write(f"{args.out}: holds this partition\n")
         return 0
     if read_partition(model_dir) is not None:
@@ -78,17 +78,13 @@ def _tensor_parallel(degree: str, runner_settings: RunnerSettings) -> int:
     return int(degree)
 
 
-def _is_written(out: Path, settings: RunnerSettings, degrees: Degrees, digest: str, source: Mapping[str, str]) -> bool:
-    """Whether `out` is the partition that is to be written. Raises ConfigurationError if it is another one."""
-    partition = read_partition(out)
-    if partition is None:
-        return False
+def _require(partition: Partition, settings: RunnerSettings, degrees: Degrees, digest: str) -> None:
+    """Raise ConfigurationError unless the partition is the one that is to be written."""
     partition.require(degrees, settings.quantize, settings.dtype)
     if partition.weights_digest != digest:
         raise ConfigurationError(
-            f"{out} is a partition of another checkpoint than {settings.model_dir}: choose another folder"
+            f"{partition.folder} is a partition of another checkpoint than {settings.model_dir}: choose another folder"
         )
-    partition.require_source(settings.model_dir, source)
+    partition.require_source(settings.model_dir)
     for file in partition.files:
         partition.require_file(file)
-    return True

@@ -225,6 +225,24 @@ def test_a_partition_of_what_the_checkpoint_was_is_not_used_again(
     load_model_runner(settings(tmp_path / "moved"))
 
 
+def test_a_partition_of_a_checkpoint_that_was_downloaded_anew_is_used_again(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    out = partitioned(model_dir, tmp_path / "out")
+    for path in model_dir.iterdir():
+        os.utime(path, ns=(0, 0))
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 0
+    weights = model_dir / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    capsys.readouterr()
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 2
+    assert "where model.safetensors differs: remove the folder" in capsys.readouterr().err
+
+
 def test_partitions_are_for_cpus(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

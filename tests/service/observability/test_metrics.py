@@ -26,7 +26,7 @@ from tests.fakes.sdk_router import Refusal, Script
 from tests.service.conftest import make_request
 from tests.service.fake_router import fake_router
 from tests.service.gateway.http import running_gateway
-from tests.service.worker_rig import EngineRig, until, worker_rig
+from tests.service.worker_rig import EngineRig, WorkerRig, until, worker_rig
 from worker.metrics import WorkerMetrics
 
 CONSTANT = {"tandem_max_requests", "tandem_engine_max_num_seqs", "tandem_engine_kv_blocks"}
@@ -149,7 +149,7 @@ async def test_metrics_of_workers(evidence: Evidence) -> None:
             await router.run(make_sequence(f"a{number}", range(1, 13), max_new_tokens=3))
         await router.start(make_sequence("local", range(1, 10), max_new_tokens=2))
         await router.collect(make_sequence("local", range(1, 10), max_new_tokens=2))
-        await preempt_and_refuse(router)
+        await preempt(rig, router)
         for _, role, engine in workers:
             load = replace(engine.scheduler.load(), drafted_tokens=2, accepted_tokens=1)
             loads[role] = replace(load, num_running=1, num_waiting=1, pending_tokens=1, free_blocks=7)
@@ -176,10 +176,13 @@ def watch(metrics: WorkerMetrics, role: WorkerRole, rig: EngineRig, loads: Any, 
     metrics.watch(info, lambda: loads[role], lambda: states[role])
 
 
-async def preempt_and_refuse(router: Any) -> None:
-    """Two sequences grow in 8 blocks until one has to go."""
+async def preempt(rig: WorkerRig, router: Any) -> None:
+    """Two sequences, which begin together, grow in 8 blocks until one has to go."""
+    rig.decode.runner.gate.clear()
     for name in ("x", "y"):
         await router.start(make_sequence(name, range(1, 9), max_new_tokens=20))
+    await until(lambda: rig.decode_service.num_sequences == 2)
+    rig.decode.runner.gate.set()
     failed = [message async for message in until_failed(router)]
     assert failed
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import structlog
 import torch
-from safetensors import safe_open
 
 from checkpoint.tensors import StoredTensor, read_sample
+from engine.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -25,6 +25,7 @@ _HARMLESS = re.compile(
     r")$"
 )
 _MAX_LISTED = 20
+_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def report_unused(
@@ -75,8 +76,9 @@ def _are_copies(*tensors: StoredTensor) -> bool:
 
 
 def _is_zero(tensor: StoredTensor, name: str) -> bool:
-    with safe_open(tensor.path, framework="pt") as file:
-        return not bool(torch.count_nonzero(file.get_tensor(name)))
+    values = read_stored(tensor, name)
+    numbers = values if tensor.dtype in _FLOATS else values.reshape(-1).view(torch.uint8)  # torch counts no fp8
+    return not bool(torch.count_nonzero(numbers))
 
 
 def _and_more(count: int) -> str:

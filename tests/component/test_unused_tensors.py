@@ -79,6 +79,29 @@ def test_a_bias_that_nobody_announced_is_refused(copy: Checkpoint, name: str, re
     repaired("M9", "a bias that config.json does not announce is refused by name; Gemma's attention_bias is used")
 
 
+def test_a_bias_in_fp8_is_known_to_be_zeros_or_not(copy: Checkpoint) -> None:
+    model_dir = copy("llama")
+    add(model_dir, model__norm__bias=torch.zeros(64, dtype=torch.float8_e4m3fn))
+    assert warnings_of(model_dir) == []
+    add(model_dir, model__norm__bias=torch.ones(64).to(torch.float8_e4m3fn))
+    with pytest.raises(ConfigurationError, match=r"has model\.norm\.bias, which config\.json does not"):
+        load(model_dir)
+
+
+def test_a_bias_of_a_type_that_torch_lacks_is_refused(copy: Checkpoint) -> None:
+    model_dir = copy("llama")
+    add(model_dir, model__norm__bias=torch.zeros(48, dtype=torch.uint8))
+    path = model_dir / "model.safetensors"
+    stored = path.read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    header["model.norm.bias"] |= {"dtype": "F6_E2M3", "shape": [64]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+    with pytest.raises(ConfigurationError, match=r"cannot read tensor model\.norm\.bias: .*F6_E2M3"):
+        load(model_dir)
+
+
 def test_biases_of_a_gemma_that_says_it_has_none(copy: Checkpoint) -> None:
     model_dir = copy("gemma-biases")
     path = model_dir / "config.json"

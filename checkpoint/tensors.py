@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from checkpoint.model_files import parse_json_object, read_json
+from checkpoint.config_json import parse_json_object, read_json
 from mesh.domain.errors import ConfigurationError
 
 SINGLE_FILE = "model.safetensors"

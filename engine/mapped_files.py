@@ -6,7 +6,6 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor
 from mesh.domain.errors import ConfigurationError
 
 
@@ -27,7 +26,7 @@ def read_mapped(file: Any, name: str) -> Tensor:
     return tensor
 
 
-def read_stored(stored: StoredTensor, name: str) -> Tensor:
+def read_stored(path: Path, name: str) -> Tensor:
     """One tensor of a file. Raises ConfigurationError."""
-    with open_mapped(stored.path) as file:
+    with open_mapped(path) as file:
         return read_mapped(file, name)

@@ -76,7 +76,7 @@ def _are_copies(*tensors: StoredTensor) -> bool:
 
 
 def _is_zero(tensor: StoredTensor, name: str) -> bool:
-    values = read_stored(tensor, name)
+    values = read_stored(tensor.path, name)
     numbers = values if tensor.dtype in _FLOATS else values.reshape(-1).view(torch.uint8)  # torch counts no fp8
     return not bool(torch.count_nonzero(numbers))
 

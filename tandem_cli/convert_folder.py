@@ -12,7 +12,7 @@ from torch import Tensor
 
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.tensors import SINGLE_FILE
 from engine.quantizer.shards import ShardWriter

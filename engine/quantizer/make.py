@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor, open_checkpoint
@@ -317,4 +317,4 @@ def _file_order(source: Source) -> Tensor:
 def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter, replaced: Set[str]) -> None:
     """Copy the tensors that are not replaced as they are, also those that are no part of the model."""
     for name in sorted(checkpoint.stored.keys() - replaced):
-        writer.add(name, read_stored(checkpoint.stored[name], name))
+        writer.add(name, read_stored(checkpoint.stored[name].path, name))

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
@@ -14,6 +14,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 64
+_PART_BYTES = 1 << 20
 _MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
 _MAX_ELEMENTS = (1 << 63) - 1
 _AGAIN = "download or write it again"
@@ -60,6 +61,28 @@ def read_sample(tensor: StoredTensor) -> bytes:
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset + max(0, tensor.num_bytes - _SAMPLE_BYTES) // 2)
         return file.read(min(_SAMPLE_BYTES, tensor.num_bytes))
+
+
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """True if two tensors have the same dtype, shape and bytes; they are read to the first difference. Raises
+    ConfigurationError.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(one == other for one, other in zip(_parts(first), _parts(second), strict=True))
+
+
+def _parts(tensor: StoredTensor) -> Iterator[bytes]:
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for start in range(0, tensor.num_bytes, _PART_BYTES):
+                part = file.read(min(_PART_BYTES, tensor.num_bytes - start))
+                if not part:
+                    raise ConfigurationError(f"{tensor.path} is truncated: {_AGAIN}")
+                yield part
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {tensor.path}: {error}") from error
 
 
 def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from checkpoint.tensors import StoredTensor, read_sample
+from checkpoint.tensors import StoredTensor, are_equal
 from engine.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
@@ -61,18 +61,12 @@ def _require_copy(
     """Raise ConfigurationError if the checkpoint has an output matrix that is not the embedding."""
     stem = head.removesuffix("weight")
     parts = sorted(name for name in unused if name.startswith(stem) and name not in (head, f"{stem}bias"))
-    is_other = head in unused and not _are_copies(*(stored[name] for name in (head, embedding) if name in stored))
+    is_other = head in unused and embedding in stored and not are_equal(stored[head], stored[embedding])
     if is_other or parts:
         raise ConfigurationError(
             f"{model_dir}: {head if is_other else parts[0]} differs from {embedding}, and config.json says that they "
             "are equal: set tie_word_embeddings to false, or remove it"
         )
-
-
-def _are_copies(*tensors: StoredTensor) -> bool:
-    """True if the tensors have equal samples; they are not read completely."""
-    samples = {(tensor.dtype, tensor.shape, read_sample(tensor)) for tensor in tensors}
-    return len(tensors) == 1 or len(samples) == 1
 
 
 def _is_zero(tensor: StoredTensor, name: str) -> bool:

@@ -65,6 +65,19 @@ def test_an_output_matrix_of_its_own_beside_tied_embeddings_is_refused(copy: Che
         load(model_dir)
 
 
+@pytest.mark.parametrize("place", [0, 100, 264 * 64 - 1])
+def test_an_output_matrix_that_differs_in_one_number_is_refused(copy: Checkpoint, place: int) -> None:
+    model_dir = copy("llama-tied")
+
+    def add_head(stored: dict[str, torch.Tensor]) -> None:
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+        stored["lm_head.weight"].view(-1)[place] += 1
+
+    edit_weights(model_dir, add_head)
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load(model_dir)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gpt2", "gpt-neox", "qwen2", "mixtral", "bloom"])
 def test_plain_checkpoints_have_nothing_to_name(checkpoint: Checkpoint, family: str) -> None:
     assert warnings_of(checkpoint(family)) == []

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from checkpoint.tensors import StoredTensor, read_header
+from checkpoint.tensors import StoredTensor, are_equal, read_header
 from mesh.domain.errors import ConfigurationError
 
 HUGE = 10**30
@@ -91,6 +91,22 @@ def test_tensors_that_do_not_fill_the_file_are_refused(tmp_path: Path, header: o
     path = write(tmp_path / "model.safetensors", header, bytes(16))
     with pytest.raises(ConfigurationError, match=f"{path} .*{words}: download or write it again"):
         read_header(path)
+
+
+@pytest.mark.parametrize("place", [0, (1 << 20) - 1, 1 << 20, (1 << 20) + 6])
+def test_equal_tensors_are_equal_in_every_byte(tmp_path: Path, place: int) -> None:
+    size = (1 << 20) + 7  # more than is read at once
+    header = {"a": entry("U8", [size], [0, size]), "b": entry("U8", [size], [size, 2 * size])}
+    data = bytearray(2 * size)
+    path = tmp_path / "model.safetensors"
+    tensors = read_header(write(path, header, bytes(data)))
+    assert are_equal(tensors["a"], tensors["b"])
+    data[place] = 1
+    write(path, header, bytes(data))
+    assert not are_equal(tensors["a"], tensors["b"])
+    write(path, header, b"")
+    with pytest.raises(ConfigurationError, match=f"{path} is truncated"):
+        are_equal(tensors["a"], tensors["b"])
 
 
 @pytest.mark.parametrize("length", [0, 1, 1 << 20, (1 << 64) - 1])

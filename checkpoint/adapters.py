@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from checkpoint.tensors import StoredTensor, read_header
 from mesh.domain.errors import ConfigurationError
 

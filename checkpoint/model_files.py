@@ -12,6 +12,16 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from checkpoint.config_json import (
+    POSITION_KEYS,
+    VOCAB_KEYS,
+    read_bytes,
+    read_json,
+    rope_section,
+    rope_stretch,
+    section,
+    stretched_positions,
+)
 from mesh.domain.errors import ConfigurationError
 
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
@@ -22,13 +32,6 @@ SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 BYTE_LEVEL = ("vocab.json", "merges.txt")
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FINGERPRINT_BYTES = 16
-
-# Names of the maximum sequence length and of the vocabulary size in different model families.
-POSITION_KEYS = (
-    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
-    "model_max_length",
-)
-VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +73,8 @@ class RopeOverride:
         """
         if not self.scaling:
             return dict(config)
-        stored = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        nested = stored.get("full_attention")
+        stored = rope_section(config)
+        nested = section(stored, "full_attention") if "full_attention" in stored else None
         current = stored if nested is None else nested
         scaling = {key: current[key] for key in _PRESERVED_ROPE_KEYS if key in current} | self._parsed()
         changed = {key: value for key, value in config.items() if key != "rope_scaling"}
@@ -143,32 +146,11 @@ def _max_positions(config: Mapping[str, Any], path: Path, override: RopeOverride
     counts_scaled = str(config.get("model_type")).startswith("gemma3")
     if counts_scaled and not override.scaling:
         return positions
-    rope = override.apply(config).get("rope_parameters") or config.get("rope_scaling") or {}
-    rope = rope.get("full_attention", rope) if isinstance(rope, dict) else {}
+    rope = rope_section(override.apply(config))
+    rope = section(rope, "full_attention") or rope
     kind = rope.get("rope_type") or rope.get("type") or "default"
     original, factor = rope_stretch(config, rope, str(kind), positions)
     return stretched_positions(str(kind), positions, original, factor)
-
-
-def rope_stretch(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, positions: int) -> tuple[int, float]:
-    """The context length of the first training, and by how much `kind` stretches it. `positions` is
-    max_position_embeddings of config.json; `scaling` its entry for rotary positions.
-    """
-    key = "original_max_position_embeddings"
-    original = config.get(key) or scaling.get(key) or positions
-    stretch = positions / original if kind in ("yarn", "longrope") else 1.0
-    return original, float(scaling.get("factor") or stretch)
-
-
-def stretched_positions(kind: str, positions: int, original: int, factor: float) -> int:
-    """Return the maximum length that a scaling of rotary positions supports. `positions` is max_position_embeddings of
-    config.json, which some kinds of scaling include and others do not.
-    """
-    if kind in ("linear", "dynamic"):
-        return int(positions * factor)
-    if kind == "yarn":
-        return max(positions, int(original * factor))
-    return positions
 
 
 def _decoder_start(config: Mapping[str, object], generation: Mapping[str, object], path: Path) -> int | None:
@@ -197,36 +179,11 @@ def tokenizer_fingerprint(model_dir: Path) -> str:
     """Return a hash of the tokenizer's files. Equal hashes mean equal token ids. Raises ConfigurationError."""
     source = tokenizer_source(model_dir)
     other_files = () if source == ALL_IN_ONE else (BYTE_LEVEL[1], *_COMPANIONS)
-    digest = blake2b(_read_bytes(model_dir / source), digest_size=_FINGERPRINT_BYTES)
+    digest = blake2b(read_bytes(model_dir / source), digest_size=_FINGERPRINT_BYTES)
     for name in other_files:
         if (model_dir / name).is_file():
-            digest.update(_read_bytes(model_dir / name))
+            digest.update(read_bytes(model_dir / name))
     return digest.hexdigest()
-
-
-def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
-    """Read a JSON object from a file. A missing `optional` file gives an empty one. Raises ConfigurationError."""
-    if optional and not path.exists():
-        return {}
-    return parse_json_object(_read_bytes(path), path)
-
-
-def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
-    """Parse a JSON object that a file contains. Raises ConfigurationError with the file's name."""
-    try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"{path} must hold a JSON object")
-    return content
-
-
-def _read_bytes(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def _eos_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:

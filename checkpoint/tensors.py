@@ -1,18 +1,32 @@
 """Opens a Hugging Face checkpoint: which safetensors file holds which tensor. Only the headers are read."""
 
+import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
-from checkpoint.model_files import parse_json_object, read_json
+from checkpoint.config_json import parse_json_object, read_json
 from mesh.domain.errors import ConfigurationError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 64
+_PART_BYTES = 1 << 20
+_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
+_MAX_ELEMENTS = (1 << 63) - 1
+_AGAIN = "download or write it again"
+_BITS = {
+    **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
+    **dict.fromkeys(("F32", "I32", "U32"), 32),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 16),
+    **dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ", "I8", "U8", "BOOL"), 8),
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    "F4": 4,
+}
+"""Bits of a number, by the names of types in the format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +63,28 @@ def read_sample(tensor: StoredTensor) -> bytes:
         return file.read(min(_SAMPLE_BYTES, tensor.num_bytes))
 
 
+def are_equal(first: StoredTensor, second: StoredTensor) -> bool:
+    """True if two tensors have the same dtype, shape and bytes; they are read to the first difference. Raises
+    ConfigurationError.
+    """
+    if (first.dtype, first.shape) != (second.dtype, second.shape):
+        return False
+    return all(one == other for one, other in zip(_parts(first), _parts(second), strict=True))
+
+
+def _parts(tensor: StoredTensor) -> Iterator[bytes]:
+    try:
+        with tensor.path.open("rb") as file:
+            file.seek(tensor.offset)
+            for start in range(0, tensor.num_bytes, _PART_BYTES):
+                part = file.read(min(_PART_BYTES, tensor.num_bytes - start))
+                if not part:
+                    raise ConfigurationError(f"{tensor.path} is truncated: {_AGAIN}")
+                yield part
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {tensor.path}: {error}") from error
+
+
 def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
@@ -67,27 +103,62 @@ def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """The tensors of one safetensors file by name. Raises ConfigurationError."""
+    """The tensors of one safetensors file by name. Raises ConfigurationError if the header is damaged: each tensor must
+    have the size of its shape, and all together must be the rest of the file.
+    """
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-            if not 2 <= length <= size - _LENGTH_BYTES:
+            if not 2 <= length <= min(size - _LENGTH_BYTES, _MAX_HEADER_BYTES):
                 raise ConfigurationError(f"{path} is truncated or not a safetensors file ({size} bytes)")
             header = parse_json_object(file.read(length), path)
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     header.pop("__metadata__", None)
-    tensors = {name: _stored(path, name, entry, _LENGTH_BYTES + length) for name, entry in header.items()}
-    for name, tensor in tensors.items():
-        if tensor.offset + tensor.num_bytes > size:
-            raise ConfigurationError(f"{path} is truncated: {size} bytes, tensor {name} ends beyond them")
+    data_start = _LENGTH_BYTES + length
+    tensors = {name: _stored(path, name, entry, data_start) for name, entry in header.items()}
+    _require_gapless(path, tensors, data_start, size)
     return tensors
 
 
-def _stored(path: Path, name: str, entry: Mapping[str, Any], data_start: int) -> StoredTensor:
+def _require_gapless(path: Path, tensors: Mapping[str, StoredTensor], data_start: int, size: int) -> None:
+    """Raise ConfigurationError unless the tensors follow each other from `data_start` to the end of the file."""
+    end = data_start
+    for name, tensor in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+        if tensor.offset + tensor.num_bytes > size:
+            raise ConfigurationError(f"{path} is truncated: {size} bytes, tensor {name} ends beyond them: {_AGAIN}")
+        if tensor.offset != end:
+            what = "overlaps another" if tensor.offset < end else "has bytes of no tensor before it"
+            raise ConfigurationError(f"{path} is damaged: tensor {name} {what}: {_AGAIN}")
+        end += tensor.num_bytes
+    if end != size:
+        raise ConfigurationError(f"{path} is damaged: {size - end} bytes after its last tensor: {_AGAIN}")
+
+
+def _stored(path: Path, name: str, entry: object, data_start: int) -> StoredTensor:
     try:
-        start, end = entry["data_offsets"]
-        return StoredTensor(path, entry["dtype"], tuple(entry["shape"]), data_start + start, end - start)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigurationError(f"{path}: the header describes tensor {name} wrongly: {error!r}") from error
+        return _parse_entry(path, entry, data_start)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{path}: the header describes tensor {name} wrongly: {error}: {_AGAIN}") from error
+
+
+def _parse_entry(path: Path, entry: object, data_start: int) -> StoredTensor:
+    """Raises ConfigurationError with what is wrong."""
+    if not isinstance(entry, dict):
+        raise ConfigurationError(f"it must be an object, got {entry!r:.100}")
+    dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise ConfigurationError(f"dtype must be one of {', '.join(_BITS)}, got {dtype!r:.100}")
+    if not _are_counts(shape) or math.prod(max(1, extent) for extent in shape) > _MAX_ELEMENTS:
+        raise ConfigurationError(f"shape must be a list of integers from 0 on, got {shape!r:.100}")
+    if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        raise ConfigurationError(f"data_offsets must be two ascending integers from 0 on, got {offsets!r:.100}")
+    start, end = offsets
+    if (end - start) * 8 != math.prod(shape) * _BITS[dtype]:
+        raise ConfigurationError(f"{end - start} bytes are not the size of shape {shape!r:.100} in {dtype}")
+    return StoredTensor(path, dtype, tuple(shape), data_start + start, end - start)
+
+
+def _are_counts(value: object) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(number) is int and number >= 0 for number in value)

@@ -20,7 +20,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
-from checkpoint.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, read_json, tokenizer_source
+from checkpoint.config_json import read_json
+from checkpoint.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, tokenizer_source
 from mesh.domain.errors import ConfigurationError
 
 _CHATGLM = "ChatGLMTokenizer"

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import structlog
-from safetensors import safe_open
 
 from checkpoint.tensors import open_checkpoint
+from engine.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -46,8 +46,7 @@ def read_kv_scales(model_dir: Path) -> Mapping[int, KVScale]:
     for name, match in ((name, _SCALE.search(name)) for name in stored):
         if match is None:
             continue
-        with safe_open(stored[name].path, framework="pt") as file:
-            numbers = file.get_tensor(name).float().flatten().tolist()
+        numbers = read_stored(stored[name].path, name).float().flatten().tolist()
         if len(numbers) != 1 or not isfinite(numbers[0]) or numbers[0] <= 0:
             raise ConfigurationError(
                 f"{stored[name].path}: tensor {name} must be one number above 0 to scale KV in fp8, got {numbers[:4]} "

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import structlog
 import torch
-from safetensors import safe_open
 
-from checkpoint.tensors import StoredTensor, read_sample
+from checkpoint.tensors import StoredTensor, are_equal
+from engine.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
@@ -25,6 +25,7 @@ _HARMLESS = re.compile(
     r")$"
 )
 _MAX_LISTED = 20
+_FLOATS = ("F64", "F32", "BF16", "F16")
 
 
 def report_unused(
@@ -60,7 +61,7 @@ def _require_copy(
     """Raise ConfigurationError if the checkpoint has an output matrix that is not the embedding."""
     stem = head.removesuffix("weight")
     parts = sorted(name for name in unused if name.startswith(stem) and name not in (head, f"{stem}bias"))
-    is_other = head in unused and not _are_copies(*(stored[name] for name in (head, embedding) if name in stored))
+    is_other = head in unused and embedding in stored and not are_equal(stored[head], stored[embedding])
     if is_other or parts:
         raise ConfigurationError(
             f"{model_dir}: {head if is_other else parts[0]} differs from {embedding}, and config.json says that they "
@@ -68,15 +69,10 @@ def _require_copy(
         )
 
 
-def _are_copies(*tensors: StoredTensor) -> bool:
-    """True if the tensors have equal samples; they are not read completely."""
-    samples = {(tensor.dtype, tensor.shape, read_sample(tensor)) for tensor in tensors}
-    return len(tensors) == 1 or len(samples) == 1
-
-
 def _is_zero(tensor: StoredTensor, name: str) -> bool:
-    with safe_open(tensor.path, framework="pt") as file:
-        return not bool(torch.count_nonzero(file.get_tensor(name)))
+    values = read_stored(tensor.path, name)
+    numbers = values if tensor.dtype in _FLOATS else values.reshape(-1).view(torch.uint8)  # torch counts no fp8
+    return not bool(torch.count_nonzero(numbers))
 
 
 def _and_more(count: int) -> str:

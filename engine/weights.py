@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import structlog
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
 from engine.load_times import load_phase
+from engine.mapped_files import open_mapped, read_mapped
 from engine.memory import release_pages
 from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, LinearParameters, Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
@@ -303,8 +303,8 @@ class _Reader:
     def _tensor(self, name: str) -> Tensor:
         path = self._stored[name].path
         if path not in self._files:
-            self._files[path] = self._stack.enter_context(_open(path))
-        self._mapped.append(_read(self._files[path], name))
+            self._files[path] = self._stack.enter_context(open_mapped(path))
+        self._mapped.append(read_mapped(self._files[path], name))
         return self._mapped[-1]
 
     def _release(self) -> None:
@@ -317,25 +317,10 @@ class _Reader:
 _FLOAT32 = WeightsTarget(torch.device("cpu"), torch.float32)
 
 
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ConfigurationError(f"cannot read {path}: {error}") from error
-
-
 def _not_finite(values: Tensor, name: str) -> str:
     count = int((~torch.isfinite(values)).sum())
     hint = "or too large for float16: try bfloat16" if values.dtype is torch.float16 else "the checkpoint is broken"
     return f"{count} of {values.numel()} numbers of tensor {name} are NaN or infinite: {hint}"
-
-
-def _read(file: Any, name: str) -> Tensor:
-    try:
-        tensor: Tensor = file.get_tensor(name)
-    except SafetensorError as error:
-        raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
-    return tensor
 
 
 def _rows(source: Source, tensor: Tensor) -> Tensor:

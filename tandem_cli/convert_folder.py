@@ -12,13 +12,14 @@ from torch import Tensor
 
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.tensors import SINGLE_FILE
 from engine.quantizer.shards import ShardWriter
 from mesh.domain.errors import ConfigurationError
 
 _SINGLE, _INDEX, _ADAPTER = "pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"
+_DENSE = "save the model with dense weights of floating point, or without that tensor"
 
 
 def convert_folder(folder: Path, out: Path) -> int:
@@ -81,12 +82,25 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _load(path).items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ConfigurationError(f"{path} has {name!r}, which is no tensor: only plain weights can be converted")
+        if kind := _unwritable(tensor):
+            raise ConfigurationError(f"{path}: tensor {name} is {kind}, which cannot be converted: {_DENSE}")
+        tensor = tensor.resolve_neg()  # its memory has the numbers without their sign
         storage = tensor.untyped_storage()
         # Tied weights share memory, and slices have more than they need. safetensors would refuse both.
         if storage.data_ptr() in storages or storage.nbytes() != tensor.nbytes:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         storages.add(storage.data_ptr())
         yield name, tensor
+
+
+def _unwritable(tensor: Tensor) -> str:
+    """Why safetensors cannot hold the tensor, or no model could use it; an empty string if it can."""
+    if tensor.is_nested or tensor.layout != torch.strided:
+        return "nested" if tensor.is_nested else f"sparse ({str(tensor.layout).removeprefix('torch.')})"
+    if tensor.is_quantized or tensor.is_complex():
+        kind = "quantised by PyTorch" if tensor.is_quantized else "complex"
+        return f"{kind} ({str(tensor.dtype).removeprefix('torch.')})"
+    return "without values (meta)" if tensor.is_meta else ""
 
 
 def _load(path: Path) -> Mapping[object, object]:

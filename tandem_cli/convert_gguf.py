@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from checkpoint.config_json import read_json
 from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
-from checkpoint.model_files import read_json, tokenizer_source
+from checkpoint.model_files import tokenizer_source
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer

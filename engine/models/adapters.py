@@ -133,6 +133,8 @@ def _values(tensor: StoredTensor, module: str) -> Tensor:
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         stored = bytearray(file.read(tensor.num_bytes))
+    if len(stored) != tensor.num_bytes:
+        raise ConfigurationError(f"{tensor.path} is truncated: download or write it again")
     values = torch.frombuffer(stored, dtype=_DTYPES[tensor.dtype]).view(tensor.shape).to(torch.float32)
     if not is_finite(values):
         raise ConfigurationError(f"{module} has numbers that are NaN or infinite")

@@ -7,14 +7,25 @@ config.json, in which families use different keys for the same fact. Data only, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from checkpoint.model_files import POSITION_KEYS, VOCAB_KEYS, rope_stretch, stretched_positions
+from checkpoint.config_json import (
+    POSITION_KEYS,
+    VOCAB_KEYS,
+    RawConfig,
+    first_of,
+    flag,
+    integer,
+    number,
+    numbers,
+    optional_number,
+    rope_section,
+    rope_stretch,
+    stretched_positions,
+    text,
+    texts,
+)
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
-
-RawConfig = Mapping[str, Any]
-"""A config.json."""
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
@@ -62,7 +73,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
 
     `dim`: number of rotated dimensions per head. Only some families take it from config.json, see `rotated_dim`.
     """
-    scaling = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
+    scaling = rope_section(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
     if kind not in SUPPORTED_KINDS:
@@ -73,20 +84,20 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     original, factor = rope_stretch(raw, scaling, kind, max_position_embeddings)
     return RopeConfig(
         kind=kind,
-        theta=float(scaling.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        theta=number(scaling, "rope_theta", default=number(raw, "rope_theta", default=10_000.0)),
         dim=dim,
         original_positions=max_position_embeddings if kind == "dynamic" else original,
         factor=factor,
-        low_freq_factor=float(scaling.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(scaling.get("high_freq_factor") or 4.0),
-        attention_factor=scaling.get("attention_factor"),
-        beta_fast=float(scaling.get("beta_fast") or 32),
-        beta_slow=float(scaling.get("beta_slow") or 1),
-        mscale=float(scaling.get("mscale") or 0.0),
-        mscale_all_dim=float(scaling.get("mscale_all_dim") or 0.0),
-        truncate=bool(scaling.get("truncate", True)),
-        short_factor=tuple(scaling.get("short_factor") or ()),
-        long_factor=tuple(scaling.get("long_factor") or ()),
+        low_freq_factor=number(scaling, "low_freq_factor", default=1.0),
+        high_freq_factor=number(scaling, "high_freq_factor", default=4.0),
+        attention_factor=optional_number(scaling, "attention_factor"),
+        beta_fast=number(scaling, "beta_fast", default=32.0),
+        beta_slow=number(scaling, "beta_slow", default=1.0),
+        mscale=number(scaling, "mscale", default=0.0, may_be_zero=True),
+        mscale_all_dim=number(scaling, "mscale_all_dim", default=0.0, may_be_zero=True),
+        truncate=flag(scaling, "truncate", default=True),
+        short_factor=numbers(scaling, "short_factor"),
+        long_factor=numbers(scaling, "long_factor"),
     )
 
 
@@ -95,9 +106,8 @@ def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
 
     `default` is the fraction of the head without the key. transformers ignores the key for all other families.
     """
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    share = scaling.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or raw.get("rotary_pct") or default
-    return int(head_dim * share)
+    default = number(raw, "partial_rotary_factor", "rotary_pct", default=default)
+    return int(head_dim * number(rope_section(raw), "partial_rotary_factor", default=default))
 
 
 def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
@@ -300,31 +310,21 @@ _ACTIVATION = ("hidden_activation", "hidden_act", "activation_function", "activa
 _DEFAULT_POSITIONS = 2048
 
 
-def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:
-    """The value of the first of these keys that is present and not null."""
-    return next((raw[key] for key in keys if raw.get(key) is not None), default)
-
-
-def integer(raw: RawConfig, *keys: str, default: int | None = None) -> int:
-    """The value of the first present key as a positive integer. Raises ConfigurationError for other values."""
-    value = first_of(raw, keys, default)
-    if not isinstance(value, int) or value < 1:
-        raise ConfigurationError(f"config.json: {keys[0]} must be a positive integer, got {value!r}")
-    return value
-
-
-def refuse(raw: RawConfig, **unsupported: object) -> None:
-    """Raise ConfigurationError if config.json has one of these keys with the unsupported value."""
-    for key, value in unsupported.items():
-        if raw.get(key) == value:
-            raise ConfigurationError(f"config.json: {key} {value!r} is not supported")
+def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
+    """The window in tokens; null is none."""
+    is_null = raw.get("sliding_window", default) is None
+    return None if is_null else integer(raw, "sliding_window", default=default)
 
 
 def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
     """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
-    types = raw.get("layer_types")
-    if types is None:
+    if raw.get("layer_types") is None:
         return (window,) * num_layers
+    types = texts(raw, "layer_types")
+    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
@@ -345,16 +345,16 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         num_kv_heads=integer(raw, "num_key_value_heads", default=num_heads),
         head_dim=head_dim,
         max_position_embeddings=max_positions,
-        norm_eps=float(first_of(raw, _NORM_EPS, 1e-6)),
+        norm_eps=number(raw, *_NORM_EPS, default=1e-6),
         activation=str(first_of(raw, _ACTIVATION, "silu")),
         rope=parse_rope(raw, max_positions, head_dim),
         windows=(None,) * num_layers,
-        tied=bool(raw.get("tie_word_embeddings", False)),
+        tied=flag(raw, "tie_word_embeddings", default=False),
         dtype=weights_dtype(raw),
     )
 
 
 def weights_dtype(raw: RawConfig) -> str:
     """The dtype of the weights, or float32 if config.json names none that is supported."""
-    name = raw.get("dtype") or raw.get("torch_dtype")
+    name = text(raw, "dtype", "torch_dtype", default="float32")
     return name if name in DTYPE_BYTES else "float32"

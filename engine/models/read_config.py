@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_json
+from checkpoint.config_json import RawConfig, read_json, texts
+from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
@@ -32,7 +33,7 @@ from engine.models.families.llama import (
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
-from engine.models.model_config import ModelConfig, RawConfig, plain_config
+from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
 Facts = Callable[[ModelConfig, RawConfig], ModelConfig]
@@ -94,10 +95,18 @@ SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_
 def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyConfig:
     """Read `config.json` of a Hugging Face checkpoint. `rope` overrides its rotary positions.
 
-    Raises ConfigurationError if the file is absent, or the model is not supported.
+    Raises ConfigurationError if the file is absent, a member has a wrong type, or the model is not supported.
     """
-    raw = rope.apply(read_json(Path(model_dir) / "config.json"))
-    for architecture in raw.get("architectures") or []:
+    path = Path(model_dir) / "config.json"
+    raw = read_json(path)
+    try:
+        return _parse(rope.apply(raw), rope)
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
+        raise ConfigurationError(f"{path}: a member has a wrong type or value: {error!r}") from error
+
+
+def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
+    for architecture in texts(raw, "architectures"):
         if architecture in ARCHITECTURES:
             _require_rotary(rope, architecture, has_rotary=False)
             return parse_encoder_decoder(raw, architecture)
@@ -126,7 +135,7 @@ def load_decoder_config(model_dir: Path) -> ModelConfig:
 
 
 def _family_of(raw: RawConfig) -> tuple[str, Family]:
-    names = raw.get("architectures") or []
+    names = texts(raw, "architectures")
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
@@ -146,9 +155,28 @@ def _check(config: ModelConfig) -> None:
             f"num_attention_heads ({config.num_heads}) must be a multiple of num_key_value_heads "
             f"({config.num_kv_heads})"
         )
-    if config.positions == "rotary" and (config.head_dim % 2 or config.rope.dim % 2):
-        raise ConfigurationError(
-            f"head_dim must be even for rotary positions, got {config.head_dim}, of which {config.rope.dim} are rotated"
-        )
+    if config.positions == "rotary":
+        for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
+            _check_rope(rope, config.head_dim)
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
+
+
+def _check_rope(rope: RopeConfig, head_dim: int) -> None:
+    if head_dim % 2 or rope.dim % 2:
+        raise ConfigurationError(
+            f"head_dim must be even for rotary positions, got {head_dim}, of which {rope.dim} are rotated"
+        )
+    if not 0 < rope.dim <= head_dim:
+        raise ConfigurationError(f"config.json implies that {rope.dim} of {head_dim} dimensions of a head are rotated")
+    for name, factors in (("short_factor", rope.short_factor), ("long_factor", rope.long_factor)):
+        if rope.kind == "longrope" and len(factors) != rope.dim // 2:
+            raise ConfigurationError(
+                f"config.json: {name} must have {rope.dim // 2} numbers, one for each pair of rotated dimensions, "
+                f"got {len(factors)}"
+            )
+    if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigurationError(
+            f"config.json: high_freq_factor ({rope.high_freq_factor:g}) must be above low_freq_factor "
+            f"({rope.low_freq_factor:g})"
+        )

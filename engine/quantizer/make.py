@@ -14,14 +14,14 @@ from math import gcd
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.finite import is_finite
+from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
@@ -317,6 +317,4 @@ def _file_order(source: Source) -> Tensor:
 def _copy_rest(checkpoint: FloatCheckpoint, writer: ShardWriter, replaced: Set[str]) -> None:
     """Copy the tensors that are not replaced as they are, also those that are no part of the model."""
     for name in sorted(checkpoint.stored.keys() - replaced):
-        with safe_open(checkpoint.stored[name].path, framework="pt") as file:
-            tensor: Tensor = file.get_tensor(name)
-            writer.add(name, tensor)
+        writer.add(name, read_stored(checkpoint.stored[name].path, name))

@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from checkpoint.model_files import read_json
+from checkpoint.config_json import read_json
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 
 MAX_RENDER_S = 1.0

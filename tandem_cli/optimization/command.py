@@ -88,6 +88,7 @@ def _about(args: argparse.Namespace, recipe: Recipe, subject: Subject, questions
     judge = "" if args.judge is None else blake2b(args.judge.read_bytes(), digest_size=16).hexdigest()
     machine = describe_machine()
     return {
+        **subject.other_files(),
         "model": fingerprint(subject.folder),
         "data": digest_of(questions),
         "judge": judge,

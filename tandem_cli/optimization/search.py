@@ -94,7 +94,8 @@ class State:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
         if content.get("version") != _VERSION or earlier != about:
-            changed = sorted(name for name in about if earlier.get(name) != about[name])
+            names = sorted(about.keys() | earlier.keys())
+            changed = [name for name in names if earlier.get(name) != about.get(name)]
             raise ConfigurationError(
                 f"{path.parent} holds a run with another {' and '.join(changed) or 'version'}: choose another folder "
                 "for --out, or remove that one"

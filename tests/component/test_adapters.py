@@ -14,6 +14,9 @@ from structlog.testing import capture_logs
 from checkpoint.adapters import find_adapters, read_adapter
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
+from engine.models.adapters import load_adapter
+from engine.models.parameters import parameter_specs
+from engine.models.read_config import load_decoder_config
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, ModelFailed
 from mesh.domain.worker import WorkerRole
@@ -198,6 +201,23 @@ def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: P
         add_tensor(folder, f"{PREFIX}{module}.{part}.weight", *shape)
     with pytest.raises(ConfigurationError, match=f"adapter mine: .*{reason}"):
         load_arm(checkpoint("llama"), "torch", adapters=read_adapters(folder))
+
+
+def test_a_damaged_header_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = write_adapter(checkpoint("llama"), tmp_path / "mine")
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes().replace(b'"data_offsets":[0,', b'"data_offsets":[4,', 1))
+    with pytest.raises(ConfigurationError, match=f"adapter mine: {path}: the header .* are not the size of shape"):
+        read_adapters(folder)
+
+
+def test_a_file_cut_short_while_the_worker_starts_is_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir, folder = checkpoint("llama"), tmp_path / "mine"
+    (adapter,) = read_adapters(write_adapter(model_dir, folder))
+    path = folder / "adapter_model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ConfigurationError, match=f"adapter mine: {path} is truncated"):
+        load_adapter(adapter, parameter_specs(load_decoder_config(model_dir)))
 
 
 def test_a_setting_lists_folders_by_name(checkpoint: Checkpoint, tmp_path: Path) -> None:

@@ -134,6 +134,38 @@ def test_an_adapter_without_settings_is_refused(tmp_path: Path) -> None:
         convert_folder(tmp_path, tmp_path / "new")
 
 
+def test_negated_views_keep_their_signs(tmp_path: Path) -> None:
+    wanted = {"whole": torch._neg_view(torch.arange(4.0)), "half": torch.ones(3, dtype=torch.complex64).conj().imag}
+    torch.save(wanted, tmp_path / "pytorch_model.bin")
+    convert_folder(tmp_path, tmp_path / "new")
+    require_equal(read(tmp_path / "new"), wanted)
+
+
+@pytest.mark.parametrize(
+    ("make", "kind"),
+    [
+        (lambda: torch.eye(4).to_sparse(), r"sparse \(sparse_coo\)"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"sparse \(sparse_csr\)"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+        (lambda: torch.quantize_per_tensor(torch.eye(4), 0.1, 0, torch.qint8), r"quantised by PyTorch \(qint8\)"),
+        (
+            lambda: torch.quantize_per_channel(torch.eye(4), torch.ones(4), torch.zeros(4), 0, torch.quint8),
+            r"quantised by PyTorch \(quint8\)",
+        ),
+        (lambda: torch.ones(3, dtype=torch.complex64), r"complex \(complex64\)"),
+        (lambda: torch.ones(3, dtype=torch.complex128), r"complex \(complex128\)"),
+        (lambda: torch.empty(3, device="meta"), r"without values \(meta\)"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, of nested and quantised tensors
+def test_tensors_that_are_not_plain_are_named(tmp_path: Path, make: Callable[[], torch.Tensor], kind: str) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"plain": torch.ones(2), "odd": make()}, path)
+    with pytest.raises(ConfigurationError, match=f"{path}: tensor odd is {kind}, which cannot be converted: save the"):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 class Evil:
     """Makes a file when it is unpickled."""
 

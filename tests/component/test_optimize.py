@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -122,6 +123,35 @@ def test_schemes_that_a_family_does_not_allow_are_left_out(checkpoint: Checkpoin
     reasons = {candidate.precision: reason for candidate, reason in pruned.items()}
     assert {candidate.precision for candidate in tried} == {BASE, "int8"}, "int4 needs the compiled decoder"
     assert "no norm is before the matrices" in reasons["smoothquant"]
+
+
+def test_all_files_of_a_model_but_its_weights_are_told_apart(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    subject = Subject.open(str(model_dir), questions(tmp_path))
+    before = subject.other_files()
+    assert before.keys() == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    settings = json.loads((model_dir / "tokenizer_config.json").read_text())
+    (model_dir / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "another"}))
+    (model_dir / "generation_config.json").write_text('{"eos_token_id": 7}')
+    (model_dir / "chat_template.jinja").write_text("one more")
+    after = subject.other_files()
+    assert after.keys() - before.keys() == {"chat_template.jinja"}
+    assert {name for name in before if before[name] != after[name]} == {
+        "tokenizer_config.json",
+        "generation_config.json",
+    }
+
+
+def test_a_run_of_a_model_with_other_files_is_not_resumed(
+    checkpoint: Checkpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    questions(tmp_path)
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "state.json").write_text(json.dumps({"version": 0, "about": {"chat_template.jinja": "a hash"}}))
+    refusal = said(capsys, str(checkpoint("llama")), f"--data={tmp_path / 'data.jsonl'}", f"--out={out}")
+    assert f"{out} holds a run with another chat_template.jinja and " in refusal
+    assert all(f" and {name} and " in refusal for name in ("config.json", "generation_config.json", "tokenizer.json"))
 
 
 def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:

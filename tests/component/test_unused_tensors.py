@@ -65,6 +65,19 @@ def test_an_output_matrix_of_its_own_beside_tied_embeddings_is_refused(copy: Che
         load(model_dir)
 
 
+@pytest.mark.parametrize("place", [0, 100, 264 * 64 - 1])
+def test_an_output_matrix_that_differs_in_one_number_is_refused(copy: Checkpoint, place: int) -> None:
+    model_dir = copy("llama-tied")
+
+    def add_head(stored: dict[str, torch.Tensor]) -> None:
+        stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+        stored["lm_head.weight"].view(-1)[place] += 1
+
+    edit_weights(model_dir, add_head)
+    with pytest.raises(ConfigurationError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight"):
+        load(model_dir)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma", "gemma2", "gpt2", "gpt-neox", "qwen2", "mixtral", "bloom"])
 def test_plain_checkpoints_have_nothing_to_name(checkpoint: Checkpoint, family: str) -> None:
     assert warnings_of(checkpoint(family)) == []
@@ -77,6 +90,29 @@ def test_a_bias_that_nobody_announced_is_refused(copy: Checkpoint, name: str, re
     with pytest.raises(ConfigurationError, match=rf"has {name.replace('__', '.')}, which config\.json does not"):
         load(model_dir)
     repaired("M9", "a bias that config.json does not announce is refused by name; Gemma's attention_bias is used")
+
+
+def test_a_bias_in_fp8_is_known_to_be_zeros_or_not(copy: Checkpoint) -> None:
+    model_dir = copy("llama")
+    add(model_dir, model__norm__bias=torch.zeros(64, dtype=torch.float8_e4m3fn))
+    assert warnings_of(model_dir) == []
+    add(model_dir, model__norm__bias=torch.ones(64).to(torch.float8_e4m3fn))
+    with pytest.raises(ConfigurationError, match=r"has model\.norm\.bias, which config\.json does not"):
+        load(model_dir)
+
+
+def test_a_bias_of_a_type_that_torch_lacks_is_refused(copy: Checkpoint) -> None:
+    model_dir = copy("llama")
+    add(model_dir, model__norm__bias=torch.zeros(48, dtype=torch.uint8))
+    path = model_dir / "model.safetensors"
+    stored = path.read_bytes()
+    end = 8 + int.from_bytes(stored[:8], "little")
+    header = json.loads(stored[8:end])
+    header["model.norm.bias"] |= {"dtype": "F6_E2M3", "shape": [64]}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + stored[end:])
+    with pytest.raises(ConfigurationError, match=r"cannot read tensor model\.norm\.bias: .*F6_E2M3"):
+        load(model_dir)
 
 
 def test_biases_of_a_gemma_that_says_it_has_none(copy: Checkpoint) -> None:

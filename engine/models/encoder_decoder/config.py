@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from engine.models.model_config import ModelConfig, RawConfig, integer, weights_dtype
+from checkpoint.config_json import RawConfig, flag, integer, number
+from engine.models.model_config import ModelConfig, weights_dtype
 from mesh.domain.errors import ConfigurationError
 
 ARCHITECTURES = {
@@ -85,7 +86,7 @@ def parse_encoder_decoder(raw: RawConfig, architecture: str) -> EncoderDecoderCo
         head_dim=integer(raw, "d_kv"),
         num_buckets=integer(raw, "relative_attention_num_buckets", default=32),
         max_distance=integer(raw, "relative_attention_max_distance", default=128),
-        norm_eps=float(raw.get("layer_norm_epsilon", 1e-6)),
+        norm_eps=number(raw, "layer_norm_epsilon", default=1e-6),
         activation=activation,
         gated=gated,
         logit_scale=_logit_scale(raw, architecture),
@@ -110,7 +111,8 @@ def _logit_scale(raw: RawConfig, architecture: str) -> float:
 
     Old config.json files have no key for it: tied embeddings identify the first T5.
     """
-    scaled = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True) is not False)
+    is_tied = raw.get("tie_word_embeddings") is None or flag(raw, "tie_word_embeddings", default=True)
+    scaled = flag(raw, "scale_decoder_outputs", default=is_tied)
     if architecture.startswith("MT5") or not scaled:
         return 1.0
     return float(integer(raw, "d_model") ** -0.5)

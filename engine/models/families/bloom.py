@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse
+from checkpoint.config_json import RawConfig, flag, refuse
+from engine.models.model_config import ModelConfig, TensorNames
 
 _TENSORS = TensorNames(
     embed="transformer.word_embeddings",
@@ -32,5 +33,5 @@ def bloom(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        tied=bool(raw.get("tie_word_embeddings", True)),
+        tied=flag(raw, "tie_word_embeddings", default=True),
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer, refuse, rotated_dim
+from checkpoint.config_json import RawConfig, flag, integer, number, refuse
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
 
 _CHATGLM = TensorNames(
     embed="transformer.embedding.word_embeddings",
@@ -23,20 +24,20 @@ def chatglm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """ChatGLM 2 and 3, and GLM-4 in its first format. `rope_ratio` multiplies the base, except in ChatGLM2-32K."""
     refuse(raw, rmsnorm=False, post_layer_norm=False, add_bias_linear=True, original_rope=False)
     refuse(raw, apply_residual_connection_post_layernorm=True)
-    multi_query = raw.get("multi_query_attention", False)
+    multi_query = flag(raw, "multi_query_attention", default=False)
     return replace(
         plain,
         tensors=_CHATGLM,
         num_kv_heads=integer(raw, "multi_query_group_num") if multi_query else plain.num_heads,
-        rope=replace(plain.rope, dim=plain.head_dim // 2, theta=10_000.0 * raw.get("rope_ratio", 1)),
-        qkv_bias=bool(raw.get("add_qkv_bias", False)),
+        rope=replace(plain.rope, dim=plain.head_dim // 2, theta=10_000.0 * number(raw, "rope_ratio", default=1.0)),
+        qkv_bias=flag(raw, "add_qkv_bias", default=False),
     )
 
 
 def glm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GLM-4 9B and GLM-Edge in the format of transformers."""
     rope = replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.5))
-    return replace(plain, tensors=_GLM, rope=rope, qkv_bias=bool(raw.get("attention_bias", False)))
+    return replace(plain, tensors=_GLM, rope=rope, qkv_bias=flag(raw, "attention_bias", default=False))
 
 
 def glm4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

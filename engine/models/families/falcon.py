@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer
+from checkpoint.config_json import RawConfig, flag, integer
+from engine.models.model_config import ModelConfig, TensorNames
 
 _TENSORS = TensorNames(
     embed="transformer.word_embeddings",
@@ -19,9 +20,9 @@ _TWO_NORMS = replace(_TENSORS, input_norm="ln_attn", post_norm="ln_mlp")
 
 def falcon(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """7B (one key/value head, one norm), 40B and 180B (groups, two norms), 11B (groups, one norm), RW (ALiBi)."""
-    is_new, bias = bool(raw.get("new_decoder_architecture", False)), bool(raw.get("bias", False))
-    block = "parallel-shared" if raw.get("parallel_attn", True) else "sequential"
-    if is_new and (raw.get("num_ln_in_parallel_attn") or 2) == 2:
+    is_new, bias = flag(raw, "new_decoder_architecture", default=False), flag(raw, "bias", default=False)
+    block = "parallel-shared" if flag(raw, "parallel_attn", default=True) else "sequential"
+    if is_new and integer(raw, "num_ln_in_parallel_attn", default=2) == 2:
         block = "parallel"
     return replace(
         plain,
@@ -30,7 +31,7 @@ def falcon(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm="layer",
         norm_bias=True,
         block=block,
-        positions="alibi" if raw.get("alibi", False) else "rotary",
+        positions="alibi" if flag(raw, "alibi", default=False) else "rotary",
         # Falcon adds the ALiBi bias before it scales the scores.
         alibi_scale=plain.head_dim**-0.5,
         activation=str(raw.get("activation", "gelu")),
@@ -38,11 +39,11 @@ def falcon(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        tied=bool(raw.get("tie_word_embeddings", True)),
+        tied=flag(raw, "tie_word_embeddings", default=True),
     )
 
 
 def _num_kv_heads(plain: ModelConfig, raw: RawConfig, *, is_new: bool) -> int:
     if is_new:
         return integer(raw, "num_kv_heads", default=plain.num_heads)
-    return 1 if raw.get("multi_query", True) else plain.num_heads
+    return 1 if flag(raw, "multi_query", default=True) else plain.num_heads

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse
+from checkpoint.config_json import RawConfig, flag, refuse
+from engine.models.model_config import ModelConfig, TensorNames
 
 _TENSORS = TensorNames(
     embed="transformer.wte",
@@ -29,7 +30,7 @@ def _plain_gpt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=True,
         o_bias=True,
         mlp_bias=True,
-        tied=bool(raw.get("tie_word_embeddings", True)),
+        tied=flag(raw, "tie_word_embeddings", default=True),
     )
 
 
@@ -42,7 +43,7 @@ def gpt2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def gpt_bigcode(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """StarCoder and SantaCoder: all query heads share one head of keys and values."""
     refuse(raw, scale_attn_weights=False, add_cross_attention=True)
-    multi_query = raw.get("multi_query", True)
+    multi_query = flag(raw, "multi_query", default=True)
     return replace(
         _plain_gpt(plain, raw),
         tensors=replace(_TENSORS, grouped_qkv=not multi_query),

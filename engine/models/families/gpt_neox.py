@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, parse_rope, rotated_dim
+from checkpoint.config_json import RawConfig, flag, integer, number
+from engine.models.model_config import ModelConfig, TensorNames, parse_rope, rotated_dim
 
 _TENSORS = TensorNames(
     embed="gpt_neox.embed_in",
@@ -19,15 +20,15 @@ _TENSORS = TensorNames(
 
 def gpt_neox(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GPT-NeoX 20B, Pythia, Dolly 2, and RedPajama-INCITE (with sequential layers)."""
-    bias = bool(raw.get("attention_bias", True))
+    bias = flag(raw, "attention_bias", default=True)
     return replace(
         plain,
         tensors=_TENSORS,
         norm="layer",
         norm_bias=True,
-        block="parallel" if raw.get("use_parallel_residual", True) else "sequential",
+        block="parallel" if flag(raw, "use_parallel_residual", default=True) else "sequential",
         rope=parse_rope(
-            {"rope_theta": raw.get("rotary_emb_base"), **raw},
+            {"rope_theta": number(raw, "rotary_emb_base", default=10_000.0), **raw},
             plain.max_position_embeddings,
             rotated_dim(raw, plain.head_dim, default=0.25),
         ),
@@ -60,7 +61,7 @@ def gptj(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         norm="layer",
         norm_bias=True,
         block="parallel-shared",
-        rope=replace(plain.rope, dim=raw.get("rotary_dim") or plain.head_dim),
+        rope=replace(plain.rope, dim=integer(raw, "rotary_dim", default=plain.head_dim)),
         gated=False,
         mlp_bias=True,
         lm_head_bias=True,

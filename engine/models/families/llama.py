@@ -9,18 +9,19 @@ ALiBi instead of rotary positions. InternLM has attention biases (1), one groupe
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer, layer_windows, refuse, rotated_dim
+from checkpoint.config_json import RawConfig, flag, integer, number, refuse
+from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Llama 1 to 3, and models that use its architecture: Yi, Vicuna, SmolLM, DeepSeek LLM."""
-    bias = bool(raw.get("attention_bias", False))
-    return replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=bool(raw.get("mlp_bias", False)))
+    bias = flag(raw, "attention_bias", default=False)
+    return replace(plain, qkv_bias=bias, o_bias=bias, mlp_bias=flag(raw, "mlp_bias", default=False))
 
 
 def mistral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Mistral, with the same window in all layers, or none."""
-    return replace(plain, windows=(raw.get("sliding_window", 4096),) * plain.num_layers)
+    return replace(plain, windows=(sliding_window(raw, 4096),) * plain.num_layers)
 
 
 def qwen_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
@@ -28,12 +29,12 @@ def qwen_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
 
     `layer_types` lists the layers with a window; without it these are the layers from `max_window_layers` on.
     """
-    if not raw.get("use_sliding_window", False):
+    if not flag(raw, "use_sliding_window", default=False):
         return plain.windows
-    window = raw.get("sliding_window", 4096)
+    window = sliding_window(raw, 4096)
     if raw.get("layer_types") is not None:
         return layer_windows(raw, plain.num_layers, window)
-    first = raw.get("max_window_layers", 28)
+    first = integer(raw, "max_window_layers", default=28, least=0)
     return tuple(window if layer >= first else None for layer in range(plain.num_layers))
 
 
@@ -44,17 +45,17 @@ def qwen2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def qwen3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3, with norms of queries and keys."""
-    bias = bool(raw.get("attention_bias", False))
+    bias = flag(raw, "attention_bias", default=False)
     return replace(plain, qkv_bias=bias, o_bias=bias, qk_norm=True, windows=qwen_windows(plain, raw))
 
 
 def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         llama(plain, raw),
-        embed_scale=float(raw.get("embedding_multiplier", 1.0)),
-        attention_scale=float(raw.get("attention_multiplier", 1.0)),
-        residual_scale=float(raw.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / float(raw.get("logits_scaling", 1.0)),
+        embed_scale=number(raw, "embedding_multiplier", default=1.0),
+        attention_scale=number(raw, "attention_multiplier", default=1.0),
+        residual_scale=number(raw, "residual_multiplier", default=1.0),
+        logit_scale=1.0 / number(raw, "logits_scaling", default=1.0),
     )
 
 
@@ -65,9 +66,9 @@ def stablelm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         plain,
         norm="layer",
         norm_bias=True,
-        block="parallel-shared" if raw.get("use_parallel_residual", False) else "sequential",
+        block="parallel-shared" if flag(raw, "use_parallel_residual", default=False) else "sequential",
         rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim, default=0.25)),
-        qkv_bias=bool(raw.get("use_qkv_bias", False)),
+        qkv_bias=flag(raw, "use_qkv_bias", default=False),
     )
 
 
@@ -75,18 +76,18 @@ _STARCODER2 = TensorNames(up=("mlp.c_fc",), down="mlp.c_proj")
 
 
 def starcoder2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    bias = bool(raw.get("use_bias", True))
+    bias = flag(raw, "use_bias", default=True)
     return replace(
         plain,
         tensors=_STARCODER2,
         norm="layer",
         norm_bias=True,
-        windows=(raw.get("sliding_window"),) * plain.num_layers,
+        windows=(sliding_window(raw),) * plain.num_layers,
         gated=False,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        tied=bool(raw.get("tie_word_embeddings", True)),
+        tied=flag(raw, "tie_word_embeddings", default=True),
     )
 
 
@@ -123,17 +124,17 @@ _INTERNLM2 = TensorNames(
 
 def internlm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """InternLM 7B and 20B, with one switch for all attention biases."""
-    bias = bool(raw.get("bias", True))
+    bias = flag(raw, "bias", default=True)
     return replace(plain, qkv_bias=bias, o_bias=bias)
 
 
 def internlm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """InternLM 2 and 2.5, with grouped query, key and value rows in one tensor."""
-    bias = bool(raw.get("bias", False))
+    bias = flag(raw, "bias", default=False)
     return replace(plain, tensors=_INTERNLM2, qkv_bias=bias, o_bias=bias)
 
 
 def internlm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """InternLM 3, with a separate switch for the biases of queries, keys and values."""
-    bias = bool(raw.get("bias", False))
-    return replace(plain, qkv_bias=bool(raw.get("qkv_bias", False)), o_bias=bias, mlp_bias=bias)
+    bias = flag(raw, "bias", default=False)
+    return replace(plain, qkv_bias=flag(raw, "qkv_bias", default=False), o_bias=bias, mlp_bias=bias)

@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from checkpoint.config_json import RawConfig, flag, integer, integers, refuse
 from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
-from engine.models.model_config import ExpertsConfig, ModelConfig, RawConfig, TensorNames, integer, refuse
+from engine.models.model_config import ExpertsConfig, ModelConfig, TensorNames, sliding_window
 
 _MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
@@ -23,7 +24,7 @@ def mixtral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         normalised=True,
         layers=(True,) * plain.num_layers,
     )
-    windows = (raw.get("sliding_window"),) * plain.num_layers
+    windows = (sliding_window(raw),) * plain.num_layers
     return replace(plain, tensors=_MIXTRAL, windows=windows, experts=experts)
 
 
@@ -31,21 +32,21 @@ def qwen2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 1.5 MoE and 2 MoE, with a gated shared expert that processes every token."""
     shared = integer(raw, "shared_expert_intermediate_size")
     experts = replace(_qwen_experts(plain, raw), shared_size=shared, shared_gate=True)
-    bias = bool(raw.get("qkv_bias", True))
+    bias = flag(raw, "qkv_bias", default=True)
     return replace(qwen2(plain, raw), qkv_bias=bias, windows=_qwen2_moe_windows(plain, raw), experts=experts)
 
 
 def _qwen2_moe_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
     """As `qwen_windows`, but without `layer_types` these are every second layer before `max_window_layers`."""
-    if not raw.get("use_sliding_window", False) or raw.get("layer_types") is not None:
+    if not flag(raw, "use_sliding_window", default=False) or raw.get("layer_types") is not None:
         return qwen_windows(plain, raw)
-    window, end = raw.get("sliding_window", 4096), raw.get("max_window_layers", 28)
+    window, end = sliding_window(raw, 4096), integer(raw, "max_window_layers", default=28, least=0)
     return tuple(window if layer % 2 == 0 and layer < end else None for layer in range(plain.num_layers))
 
 
 def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3 MoE, with the same window in all layers, or none."""
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    window = sliding_window(raw, 4096) if flag(raw, "use_sliding_window", default=False) else None
     windows = (window,) * plain.num_layers
     return replace(qwen3(plain, raw), windows=windows, experts=_qwen_experts(plain, raw))
 
@@ -56,25 +57,25 @@ def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     Later DeepSeek models, which compress KV, are not supported.
     """
     refuse(raw, scoring_func="sigmoid")
-    inner, first = integer(raw, "moe_intermediate_size"), raw.get("first_k_dense_replace", 0)
-    step = raw.get("moe_layer_freq", 1)
+    inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
+    first = integer(raw, "first_k_dense_replace", default=0, least=0)
     experts = ExpertsConfig(
         num_experts=integer(raw, "n_routed_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         intermediate_size=inner,
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        normalised=flag(raw, "norm_topk_prob", default=False),
         layers=tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers)),
-        shared_size=(raw.get("n_shared_experts") or 0) * inner,
+        shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
     )
     return replace(llama(plain, raw), tensors=_DEEPSEEK, experts=experts)
 
 
 def _qwen_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
-    step, without = raw.get("decoder_sparse_step", 1), raw.get("mlp_only_layers") or ()
+    step, without = integer(raw, "decoder_sparse_step", default=1), integers(raw, "mlp_only_layers")
     return ExpertsConfig(
         num_experts=integer(raw, "num_experts", "num_local_experts"),
         top_k=integer(raw, "num_experts_per_tok"),
         intermediate_size=integer(raw, "moe_intermediate_size"),
-        normalised=bool(raw.get("norm_topk_prob", False)),
+        normalised=flag(raw, "norm_topk_prob", default=False),
         layers=tuple((layer + 1) % step == 0 and layer not in without for layer in range(plain.num_layers)),
     )

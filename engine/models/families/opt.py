@@ -5,7 +5,8 @@ OPT 350M norms the residual after each addition, has no final norm, and an embed
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, integer, refuse
+from checkpoint.config_json import RawConfig, flag, integer, refuse
+from engine.models.model_config import ModelConfig, TensorNames
 
 _TENSORS = TensorNames(
     embed="model.decoder.embed_tokens",
@@ -25,15 +26,15 @@ _TENSORS = TensorNames(
 
 def opt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     refuse(raw, layer_norm_elementwise_affine=False)
-    norms_before = bool(raw.get("do_layer_norm_before", True))
+    norms_before = flag(raw, "do_layer_norm_before", default=True)
     embed_size = integer(raw, "word_embed_proj_dim", default=plain.hidden_size)
-    bias = bool(raw.get("enable_bias", True))
+    bias = flag(raw, "enable_bias", default=True)
     return replace(
         plain,
         tensors=_TENSORS,
         block="sequential" if norms_before else "post",
         embed_size=None if embed_size == plain.hidden_size else embed_size,
-        final_norm=norms_before and not raw.get("_remove_final_layer_norm", False),
+        final_norm=norms_before and not flag(raw, "_remove_final_layer_norm", default=False),
         norm="layer",
         norm_bias=True,
         norm_eps=1e-5,
@@ -43,5 +44,5 @@ def opt(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
-        tied=bool(raw.get("tie_word_embeddings", True)),
+        tied=flag(raw, "tie_word_embeddings", default=True),
     )

@@ -2,7 +2,8 @@
 
 from dataclasses import replace
 
-from engine.models.model_config import ModelConfig, RawConfig, TensorNames, refuse, rotated_dim
+from checkpoint.config_json import RawConfig, refuse
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
 
 _PHI = TensorNames(
     final_norm="model.final_layernorm",
@@ -38,5 +39,5 @@ def phi3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         plain,
         tensors=_PHI3,
         rope=replace(plain.rope, dim=rotated_dim(raw, plain.head_dim)),
-        windows=(raw.get("sliding_window"),) * plain.num_layers,
+        windows=(sliding_window(raw),) * plain.num_layers,
     )

@@ -1,0 +1,180 @@
+"""Reads JSON files of a checkpoint, members of config.json by their types, and what it says of positions. Standard
+library only.
+
+Each reader of a member raises ConfigurationError, which names the member, for a value of another type. A member that is
+null is absent; of flags, null is false, as in transformers.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mesh.domain.errors import ConfigurationError
+
+RawConfig = Mapping[str, Any]
+"""A config.json, or an object in it."""
+
+# Names of the maximum sequence length and of the vocabulary size in different model families.
+POSITION_KEYS = (
+    *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length"),
+    "model_max_length",
+)
+VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+
+
+def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    """Read a JSON object from a file. A missing `optional` file gives an empty one. Raises ConfigurationError."""
+    if optional and not path.exists():
+        return {}
+    return parse_json_object(read_bytes(path), path)
+
+
+def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
+    """Parse a JSON object that a file contains. Raises ConfigurationError with the file's name."""
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"{path} must hold a JSON object")
+    return content
+
+
+def read_bytes(path: Path) -> bytes:
+    """Read a file. Raises ConfigurationError."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def first_of(raw: RawConfig, keys: tuple[str, ...], default: Any = None) -> Any:
+    """The value of the first of these keys that is present and not null."""
+    return next((raw[key] for key in keys if raw.get(key) is not None), default)
+
+
+def integer(raw: RawConfig, *keys: str, default: int | None = None, least: int = 1) -> int:
+    """The value of the first present key, an integer from `least` on."""
+    value = first_of(raw, keys, default)
+    if type(value) is not int or value < least:
+        _refuse_type(_present(raw, keys), "a positive integer" if least == 1 else f"an integer from {least} on", value)
+    return value
+
+
+def number(raw: RawConfig, *keys: str, default: float, may_be_zero: bool = False) -> float:
+    """The value of the first present key, a finite number above 0, or 0 if it may be."""
+    value = first_of(raw, keys, default)
+    if not (_is_positive(value) or (may_be_zero and type(value) in (int, float) and value == 0)):
+        _refuse_type(_present(raw, keys), "a number from 0 on" if may_be_zero else "a number above 0", value)
+    return float(value)
+
+
+def optional_number(raw: RawConfig, key: str) -> float | None:
+    """A finite number above 0, as it is in the file, or None."""
+    value = raw.get(key)
+    if value is not None and not _is_positive(value):
+        _refuse_type(key, "a number above 0", value)
+    return value
+
+
+def numbers(raw: RawConfig, key: str) -> tuple[float, ...]:
+    """A list of finite numbers above 0, or an empty one."""
+    value = first_of(raw, (key,), [])
+    if not isinstance(value, list) or not all(map(_is_positive, value)):
+        _refuse_type(key, "a list of numbers above 0", value)
+    return tuple(value)
+
+
+def integers(raw: RawConfig, key: str) -> tuple[int, ...]:
+    """A list of integers from 0 on, or an empty one."""
+    value = first_of(raw, (key,), [])
+    if not isinstance(value, list) or not all(type(each) is int and each >= 0 for each in value):
+        _refuse_type(key, "a list of integers from 0 on", value)
+    return tuple(value)
+
+
+def text(raw: RawConfig, *keys: str, default: str) -> str:
+    """The value of the first present key, a string."""
+    value = first_of(raw, keys, default)
+    if not isinstance(value, str):
+        _refuse_type(_present(raw, keys), "a string", value)
+    return value
+
+
+def texts(raw: RawConfig, key: str) -> tuple[str, ...]:
+    """A list of strings, or an empty one."""
+    value = first_of(raw, (key,), [])
+    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+        _refuse_type(key, "a list of strings", value)
+    return tuple(value)
+
+
+def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
+    """True or false; 1 and 0 are, too."""
+    value = raw.get(key, default)
+    if value is not None and not (isinstance(value, int) and value in (0, 1)):
+        _refuse_type(key, "true or false", value)
+    return bool(value)
+
+
+def section(raw: RawConfig, *keys: str) -> RawConfig:
+    """The first of these objects that is present and has members, or an empty one."""
+    for key in keys:
+        value = raw.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            _refuse_type(key, "an object", value)
+        if value:
+            return dict(value)
+    return {}
+
+
+def refuse(raw: RawConfig, **unsupported: bool | str) -> None:
+    """Raise ConfigurationError if config.json has one of these keys with the unsupported value."""
+    for key, value in unsupported.items():
+        given = raw.get(key)
+        if isinstance(value, bool) and given is not None:
+            given = flag(raw, key, default=False)
+        if given is not None and not isinstance(given, type(value)):
+            _refuse_type(key, "a string", given)
+        if given == value:
+            raise ConfigurationError(f"config.json: {key} {value!r} is not supported")
+
+
+def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The entry of config.json for rotary positions, under its new name or its old one."""
+    return section(config, "rope_parameters", "rope_scaling")
+
+
+def rope_stretch(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, positions: int) -> tuple[int, float]:
+    """The context length of the first training, and by how much `kind` stretches it. `positions` is
+    max_position_embeddings of config.json; `scaling` its entry for rotary positions.
+    """
+    key = "original_max_position_embeddings"
+    original = integer(config, key, default=integer(scaling, key, default=positions))
+    stretch = positions / original if kind in ("yarn", "longrope") else 1.0
+    return original, number(scaling, "factor", default=stretch)
+
+
+def stretched_positions(kind: str, positions: int, original: int, factor: float) -> int:
+    """Return the maximum length that a scaling of rotary positions supports. `positions` is max_position_embeddings of
+    config.json, which some kinds of scaling include and others do not.
+    """
+    if kind in ("linear", "dynamic"):
+        return int(positions * factor)
+    if kind == "yarn":
+        return max(positions, int(original * factor))
+    return positions
+
+
+def _present(raw: RawConfig, keys: tuple[str, ...]) -> str:
+    return next((key for key in keys if raw.get(key) is not None), keys[0])
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
+
+
+def _refuse_type(key: str, needed: str, value: object) -> NoReturn:
+    raise ConfigurationError(f"config.json: {key} must be {needed}, got {value!r:.100}")

@@ -1,0 +1,32 @@
+"""Tensors of safetensors files, mapped into memory; errors name the file and the tensor."""
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from mesh.domain.errors import ConfigurationError
+
+
+def open_mapped(path: Path) -> Any:
+    """A file for `read_mapped`, as a context manager. Raises ConfigurationError."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
+
+
+def read_mapped(file: Any, name: str) -> Tensor:
+    """A tensor of an open file, which is a view of it. Raises ConfigurationError."""
+    try:
+        tensor: Tensor = file.get_tensor(name)
+    except (SafetensorError, RuntimeError) as error:
+        raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
+    return tensor
+
+
+def read_stored(path: Path, name: str) -> Tensor:
+    """One tensor of a file. Raises ConfigurationError."""
+    with open_mapped(path) as file:
+        return read_mapped(file, name)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import torch
 
-from checkpoint.new_folder import is_of_weights
-from checkpoint.partition_manifest import source_of
+from checkpoint.new_folder import checkpoint_files, is_of_weights
+from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
 from engine.memory import device_memory
@@ -85,10 +85,8 @@ class Subject:
         return cls(name, folder, config, base, machine, prompts, references)
 
     def other_files(self) -> dict[str, str]:
-        """A hash of each file of the model but its weights: settings, tokenizer, chat template. Raises
-        ConfigurationError.
-        """
-        return {name: digest for name, digest in source_of(self.folder).items() if not is_of_weights(Path(name))}
+        """A hash of each file of the model but its weights: settings, tokenizer, chat template. Raises OSError."""
+        return {path.name: checksum(path) for path in checkpoint_files(self.folder) if not is_of_weights(path)}
 
     def calibration(self, num_judged: int) -> list[tuple[int, ...]]:
         """Prompts with their references to calibrate with: those that are not judged by, if there are some."""

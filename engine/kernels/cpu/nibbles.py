@@ -250,7 +250,7 @@ class _Tile:
         for octet in range(_STEP // (2 * GROUP)):
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
             for at in prefetched_at:
-                emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES))
+                emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
             for row, at in enumerate(inputs_at):
                 fours_at = [emit.at(at, GROUP * (2 * octet + half)) for half in range(2)]
                 fours = [vectors.splat(emit.load(four_at, INT32)) for four_at in fours_at]

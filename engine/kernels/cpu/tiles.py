@@ -53,6 +53,7 @@ STORE, ADD, GATE = range(3)
 FINISH_ROWS = 4
 """Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
+_ROWS_AT_MEMORY_SPEED = 2
 _ROWS_IN_REGISTERS = 8  # with more rows in a tile, LLVM runs out of registers
 
 
@@ -140,6 +141,9 @@ def write_tile(
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
     num_passes = builder.udiv(depth, INT64(arithmetic.numbers))
+    # A core fetches fewer lines at once into its nearest cache than into the next one: enough only for what is
+    # multiplied as fast as it comes.
+    to_l2 = num_rows > _ROWS_AT_MEMORY_SPEED or arithmetic.sums is INTS
     for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
         zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
         with emit.loop(num_passes, zeros) as loop:
@@ -148,7 +152,7 @@ def write_tile(
             a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
             loop.next[:] = loop.carried
             for at in panels_at if ahead is not None and some_rows.start == 0 else ():
-                emit.prefetch(emit.at(at, ahead))
+                emit.prefetch(emit.at(at, ahead), to_l2=to_l2)
             for number in range(arithmetic.numbers):
                 columns = [_weights(emit, at, arithmetic, number) for at in panels_at]
                 a = emit.at(a_column, number * FLOAT_BYTES), a_step

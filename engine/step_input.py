@@ -4,6 +4,7 @@ A StepInput refers to no sequence and holds no tensor. It is built once per step
 other ranks of a worker get ForwardMetadata, made from it, through memory (engine/ranks/shared.py).
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -146,7 +147,7 @@ class StepInputBuilder:
 
     def _buffer(self, name: str, shape: tuple[int, ...], dtype: DTypeLike) -> NDArray[Any]:
         """A view of this shape on the named buffer, which grows if it is too small."""
-        size = int(np.prod(shape))
+        size = math.prod(shape)
         if name not in self._buffers or len(self._buffers[name]) < size:
             self._buffers[name] = np.empty(2 * size, dtype)
         return self._buffers[name][:size].reshape(shape)

@@ -54,7 +54,7 @@ def engine(options: Options) -> Any:
         dtype="float32" if options.precision == "none" else "bfloat16",
         max_model_len=min(options.kv_tokens, positions),
         max_num_seqs=options.max_seqs,
-        num_gpu_blocks_override=options.kv_tokens // 128,
+        num_gpu_blocks_override=options.kv_tokens // 128 + 1,  # it keeps one for itself
         block_size=128,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=4 << 30,

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
 from tandem._routers import ChannelFactory, Router, Routers, Stubs
-from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, TandemError
+from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
@@ -197,6 +197,9 @@ def _trace_headers() -> Iterable[tuple[str, str]]:
 
 
 def _credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Raises InvalidRequest for a key that no header can carry, such as one with the line break of its file."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("api_key may have printable ASCII characters only, and no line break")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 

@@ -255,6 +255,15 @@ async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:
     assert sent == ["Bearer alice", None, "Bearer own"]
 
 
+@pytest.mark.parametrize("key", ["key\n", "clé", "a\0b"])
+async def test_a_key_that_no_header_can_carry_is_refused(router: FakeRouter, key: str) -> None:
+    with pytest.raises(tandem.InvalidRequest, match="api_key"):
+        tandem.AsyncClient(router.address, api_key=key)
+    async with tandem.AsyncClient(router.address) as client:
+        with pytest.raises(tandem.InvalidRequest, match="api_key"):
+            client.acting_for(key)
+
+
 async def test_nobody_there() -> None:
     async with tandem.AsyncClient("127.0.0.1:1", max_retries=0) as client:
         with pytest.raises(tandem.ConnectionFailed, match=r"127\.0\.0\.1:1"):

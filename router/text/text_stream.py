@@ -91,12 +91,14 @@ class TextRules:
 
 
 class TextStream:
-    """All stages for one choice. `stopped` is True once a stop string has matched."""
+    """All stages for one choice, whose text continues that of the tokens `before`. `stopped` is True once a stop string
+    has matched.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(before)
         self._matcher = StopMatcher(rules.stop, keep=rules.include_stop)
         self._num_tokens = 0
         self._after_special = False

@@ -277,7 +277,28 @@ def test_spaces_between_special_tokens_can_be_left_out() -> None:
     assert shown_by([special] * 2, tokenizer, **without) == name * 2
 
 
-@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab")])
+@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab")])
 def test_stop_strings_count_behind_the_minimum(min_tokens: int, shown: str) -> None:
     tokenizer = byte_level()
     assert shown_by(byte_ids("ababab", tokenizer), tokenizer, stop=("ab",), min_tokens=min_tokens) == shown
+
+
+def stopped_as_in_vllm(text: str, stops: list[str], min_tokens: int) -> str:
+    """Its `check_stop_strings` for one character at a time: a match must end in the characters behind the minimum."""
+    for end in range(min_tokens + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@given(
+    st.text(alphabet="ab", max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 13),
+)
+@settings(max_examples=500)
+def test_stop_strings_may_begin_before_the_minimum(text: str, stops: list[str], min_tokens: int) -> None:
+    tokenizer = byte_level()
+    shown = shown_by(byte_ids(text, tokenizer), tokenizer, stop=tuple(stops), min_tokens=min_tokens)
+    assert shown == stopped_as_in_vllm(text, stops, min_tokens)

@@ -4,6 +4,7 @@ The cost is bounded by the size limits of mesh.domain.request and by llguidance'
 time, so that router and workers reach the same result.
 """
 
+import json
 import re
 import threading
 from collections import OrderedDict
@@ -26,6 +27,11 @@ T = TypeVar("T")
 _JSON_WHITESPACE = " ?"
 # A rule of GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`. Lark's rules have a single colon.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+# An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
+_NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
+_NUL = r"\x00-\x00"
+_SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
 # The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
 # 50 MiB of stack; untouched stack takes no memory.
 _STACK_BYTES = 256 << 20
@@ -115,11 +121,60 @@ def _source(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
         return LLMatcher.grammar_from_regex(structure.source)
     if structure.kind is StructureKind.GRAMMAR:
-        return LLMatcher.grammar_from_lark(_lark(structure.source))
+        return LLMatcher.grammar_from_lark(_with_sound_schemas(_lark(structure.source)))
     if structure.kind is StructureKind.CHOICE:
         return LLMatcher.grammar_from_regex("|".join(map(_escape, structure.choices)))
-    schema = structure.source if structure.kind is StructureKind.JSON_SCHEMA else '{"type": "object"}'
+    schema = _sound_schema(structure.source) if structure.kind is StructureKind.JSON_SCHEMA else '{"type": "object"}'
     return LLMatcher.grammar_from_json_schema(schema, overrides={"whitespace_pattern": _JSON_WHITESPACE})
+
+
+def _sound_schema(source: str) -> str:
+    """The schema, with patterns that mean in llguidance what they say; unchanged if they do."""
+    try:
+        schema = json.loads(source)
+        sound = _with_sound_patterns(schema)
+    except RecursionError:  # deeper than the compiler takes
+        return source
+    return source if sound == schema else json.dumps(sound)
+
+
+def _with_sound_schemas(grammar: str) -> str:
+    """The grammar, with the schemas in it made sound."""
+    first, *rest = grammar.split("%json")
+    for text in rest:
+        schema = text.lstrip()
+        try:
+            end = json.JSONDecoder().raw_decode(schema)[1]
+        except (ValueError, RecursionError):  # no schema, or one that the compiler refuses
+            end = 0
+        first += f"%json {_sound_schema(schema[:end])}{schema[end:]}" if end else f"%json{text}"
+    return first
+
+
+def _with_sound_patterns(schema: object) -> object:
+    if isinstance(schema, list):
+        return list(map(_with_sound_patterns, schema))
+    if not isinstance(schema, dict):
+        return schema
+    sound = {}
+    for key, value in schema.items():
+        if key == "pattern" and isinstance(value, str):
+            value = _sound_pattern(value)
+        elif key == "patternProperties" and isinstance(value, dict):
+            value = {_sound_pattern(pattern): _with_sound_patterns(part) for pattern, part in value.items()}
+        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = {name: _with_sound_patterns(part) for name, part in value.items()}
+        elif key not in _VALUES:
+            value = _with_sound_patterns(value)
+        sound[key] = value
+    return sound
+
+
+def _sound_pattern(pattern: str) -> str:
+    """llguidance 1.9 lets a class with all control characters match an escaped quote and an escaped backslash, even if
+    it excludes them, as `[^"]` does. So every negated class excludes one control character, U+0000.
+    """
+    return _NEGATED_CLASS.sub(lambda found: found[0] if found[0][0] == "\\" else found[0] + _NUL, pattern)
 
 
 def _lark(source: str) -> str:

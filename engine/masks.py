@@ -32,13 +32,16 @@ _NO_INDICES: Indices = np.empty(0, np.int64)
 
 @dataclass(eq=False, slots=True)
 class _Grammar:
-    """The grammar state of one sequence. Only the mask thread uses it, except for `failure`, valid after `apply`."""
+    """The grammar state of one sequence. Only the mask thread uses it, except for `failure` and `num_rows`, valid after
+    `apply`. `num_rows`: see TokenMasks.num_rows.
+    """
 
     structure: Structure
     scope: str
     matcher: LLMatcher | None = None
     num_consumed: int = 0
     failure: str = ""
+    num_rows: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +126,13 @@ class TokenMasks:
         grammar = self._grammars.get(sequence.key)
         return "" if grammar is None else grammar.failure
 
+    def num_rows(self, sequence: SequenceState) -> int | None:
+        """The leading rows of the sequence's last step that count; None: all. Behind later drafts the grammar was too
+        much work, so that the rows have no masks. The step that follows such a draft without drafts will tell.
+        """
+        grammar = self._grammars.get(sequence.key)
+        return None if grammar is None else grammar.num_rows
+
     def forget(self, sequence: SequenceState) -> None:
         """Drop the grammar state of `sequence`."""
         self._grammars.pop(sequence.key, None)
@@ -169,16 +179,21 @@ class TokenMasks:
             grammar.failure = str(error)
             return None
         matcher.consume_tokens(step.new_tokens)
-        if step.drafts:
-            matcher = matcher.deep_copy()
-            if matcher.try_consume_tokens(step.drafts) < len(step.drafts):
-                return None
-        bits = matcher.compute_bitmask()
-        if not matcher.is_error():
-            return bits
         if not step.drafts:
+            grammar.num_rows = None
+            bits = matcher.compute_bitmask()
+            if not matcher.is_error():
+                return bits
             reason = matcher.get_error().partition("\n")[0]
             grammar.failure = f"{grammar.structure.kind} cannot be followed any further: {reason}"
+            return None
+        matcher = matcher.deep_copy()
+        if matcher.try_consume_tokens(step.drafts) == len(step.drafts):
+            bits = matcher.compute_bitmask()
+            if not matcher.is_error():
+                return bits
+        if matcher.is_error() and grammar.num_rows is None:
+            grammar.num_rows = len(step.drafts)
         return None
 
 

@@ -228,7 +228,10 @@ class ModelRunner:
         drawn = self._sampler.draw(self._model.logits(chosen), sequences)
         total, *drawn_tensors = self._copies.to_host([total, *drawn.tensors])
         sampled = iter(drawn.read(drawn_tensors))
-        tokens = [_verified(item.drafts, sampled) if item.needs_sampling else () for item in batch.items]
+        tokens = [
+            _verified(item.drafts, sampled)[: self._masks.num_rows(item.sequence)] if item.needs_sampling else ()
+            for item in batch.items
+        ]
         return total.item(), tokens
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:

@@ -20,6 +20,9 @@ from torch import Tensor
 from engine.device_copies import Arrays, Tensors
 from engine.sequence import SequenceKey, SequenceState
 
+# Beyond what models compute. Tiny penalties would make infinity of logits, and a temperature NaN of that.
+_LARGEST = 1e30
+
 
 class TokenCounts:
     """The distinct tokens of one sequence, from position `first` on, and how often each was generated."""
@@ -129,7 +132,7 @@ def _penalise(logits: Tensor, changes: Tensors) -> None:
         changes["repetition"],
     )
     values = logits[at]
-    values = torch.where(values > 0, values / repetition, values * repetition)
+    values = torch.where(values > 0, (values / repetition).clamp_(max=_LARGEST), values * repetition)
     values -= counts * changes["frequency"]
     values -= (counts > 0) * changes["presence"]
     logits[at] = values

@@ -25,6 +25,7 @@ from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.admission.fair_queue import QueueEntry
 from router.tenants import Tenant
+from router.text.chat import ChatPrompt
 from router.text.text_stream import TextRules, TextStream
 from router.text.tokenizer import Tokenizer
 from router.timeline import Timeline, Timing
@@ -214,7 +215,8 @@ class Choice:
         self._max_new_tokens = valid.sampling.max_new_tokens or 0
         self._order = TokenOrder(max_early=self._max_new_tokens + 1)
         self._tokenizer = tokenizer
-        self._text = TextStream(tokenizer, _text_rules(valid))
+        self._begins_text = _begins_text(valid)
+        self._text = TextStream(tokenizer, _text_rules(valid), () if self._begins_text else valid.prompt_ids)
         self._pending: list[TokenEvent] = []
         self._logprob_sum = 0.0
 
@@ -345,8 +347,15 @@ class Choice:
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
         if not top:
             return ()
-        text_of = self._tokenizer.text_of
-        return tuple(TopToken(entry.id, text_of(entry.id), entry.logprob) for entry in top)
+        text_of, begins = self._tokenizer.text_of, self._begins_text and len(self.token_ids) == 1
+        return tuple(TopToken(entry.id, text_of(entry.id, begins=begins), entry.logprob) for entry in top)
+
+
+def _begins_text(valid: ValidRequest) -> bool:
+    """True if the answer is a text of its own: a turn of a conversation, or the text of a decoder."""
+    prompt = valid.params.prompt
+    is_turn = isinstance(prompt, ChatPrompt) and not prompt.how.continues_final
+    return is_turn or bool(valid.decoder_prompt)
 
 
 def _text_rules(valid: ValidRequest) -> TextRules:

@@ -20,7 +20,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
 from tandem._routers import ChannelFactory, Router, Routers, Stubs
-from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, TandemError
+from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
 R = TypeVar("R")
@@ -197,6 +197,9 @@ def _trace_headers() -> Iterable[tuple[str, str]]:
 
 
 def _credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    """Raises InvalidRequest for a key that no header can carry, such as one with the line break of its file."""
+    if api_key and not (api_key.isascii() and api_key.isprintable()):
+        raise InvalidRequest("api_key may have printable ASCII characters only, and no line break")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()
 
 
@@ -233,7 +236,8 @@ class ResumableStream:
     """The messages of one Generate call, possibly from several routers in turn.
 
     After a loss, the search for a router takes at most `resume_timeout_s`, within `deadline`; 0 seconds disable it.
-    `on_repeat` is called before the messages start again from the first.
+    `on_repeat` is called before the messages start again from the first. `is_complete` says whether the messages so far
+    are the whole answer: a loss then ends the stream.
     """
 
     def __init__(
@@ -244,12 +248,14 @@ class ResumableStream:
         *,
         resume_timeout_s: float,
         on_repeat: Callable[[], None],
+        is_complete: Callable[[], bool],
     ) -> None:
         self._connection = connection
         self._request = request
         self._deadline = deadline
         self._resume_timeout_s = resume_timeout_s
         self._on_repeat = on_repeat
+        self._is_complete = is_complete
         self._stream: MessageStream | None = None
         self._losses = Losses(_MAX_LOSSES)
 
@@ -263,6 +269,8 @@ class ResumableStream:
         except ConnectionFailed as loss:
             if self._stream is None and not loss.broke:
                 raise  # no router has accepted the call
+            if self._is_complete():
+                return None
             self._stream = await self._repeat(loss)
         message = self._stream.message
         if message is not None and message.prompt.model:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
 from tandem._calls import Deadline
-from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments
+from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments, has_structure
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 
@@ -65,11 +65,13 @@ async def continue_until_done(client: Generator, arguments: GenerateArguments, b
     """Send requests while the finish reason is "length". See AsyncClient.generate_until_done."""
     if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
         raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
-    if used := [name for name in STRUCTURES if arguments.get(name)]:
+    if used := [name for name in STRUCTURES if has_structure(name, arguments)]:
         raise InvalidRequest(
             f"generate_until_done cannot continue a structure, which begins anew with each round: {used[0]}"
         )
     truncation = arguments.get("truncate_prompt_tokens")
+    if truncation is not None and truncation < 1:
+        raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {truncation}")
     model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)
     prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
@@ -121,9 +123,12 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
 
 
 def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bounds: Bounds) -> GenerateArguments:
-    """The arguments of the next request."""
+    """The arguments of the next request. The first round of a conversation sends its messages: their answer begins a
+    turn, and does not continue the text of the prompt.
+    """
     following = arguments.copy()
-    following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
+    if num_generated or arguments.get("messages") is None:
+        following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
     following["timeout"] = bounds.deadline.remaining_s()
     limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
     following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)

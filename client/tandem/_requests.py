@@ -227,13 +227,21 @@ def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str,
     _set_structure(sampling, arguments)
 
 
+def has_structure(name: str, arguments: Mapping[str, Any]) -> bool:
+    """True if the arguments have this structure. An empty schema is one; `json_object=False` is none."""
+    value = arguments.get(name)
+    return value is not None and not (name == "json_object" and not value)
+
+
 def _set_structure(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
-    present = [name for name in STRUCTURES if name in arguments]
+    present = [name for name in STRUCTURES if has_structure(name, arguments)]
     if len(present) > 1:
         raise InvalidRequest(f"give at most one of {', '.join(STRUCTURES)}: got {' and '.join(present)}")
     for name in present:
         value = arguments[name]
         if name == "choice":
+            if isinstance(value, str):  # its characters would be the choices
+                raise InvalidRequest("choice must be a list of texts, not a single text")
             sampling.structure.choice.SetInParent()
             _extend(sampling.structure.choice.texts, value, name)
         elif name == "json_schema" and not isinstance(value, str):

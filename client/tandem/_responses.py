@@ -145,9 +145,13 @@ class EventReader:
         choice.ids.extend(new_token.id for new_token in tokens)
         return tokens
 
+    def is_complete(self) -> bool:
+        """True if every choice has ended."""
+        return sum(choice.has_ended for choice in self._progress.values()) >= self._num_choices
+
     def check_complete(self) -> None:
         """Raise InternalError unless every choice has ended."""
-        if sum(choice.has_ended for choice in self._progress.values()) < self._num_choices:
+        if not self.is_complete():
             raise InternalError(f"the stream of request {self._request_id!r} ended without a finish reason")
 
     def _with_prompt(self, event: TokenEvent) -> TokenEvent:

@@ -104,6 +104,7 @@ class AsyncClient:
             deadline,
             resume_timeout_s=self._resume_timeout_s,
             on_repeat=reader.repeat,
+            is_complete=reader.is_complete,
         )
         try:
             while (message := await stream.read()) is not None:

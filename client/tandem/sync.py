@@ -3,6 +3,7 @@
 import asyncio
 import copy
 import os
+import sys
 import threading
 from collections.abc import Coroutine, Generator, Mapping
 from contextlib import suppress
@@ -50,8 +51,8 @@ class _BackgroundLoop:
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended.
 
-        Raises _Closed after `stop`, and in a fork of this process, which has no thread but the one that forked: nothing
-        would run the coroutine.
+        Raises _Closed where nothing would run the coroutine: after `stop`; in a fork of this process, which has no
+        thread but the one that forked; and in an interpreter that exits, which has frozen its daemon threads.
         """
         if self._is_forked:
             coroutine.close()
@@ -72,7 +73,7 @@ class _BackgroundLoop:
 
         try:
             with self._open:
-                is_open = not self._closed
+                is_open = not self._closed and not sys.is_finalizing()
                 if is_open:
                     self._loop.call_soon_threadsafe(start)
             if is_open:
@@ -127,6 +128,7 @@ async def _cancel_others() -> None:
 
 class Client:
     """Synchronous version of AsyncClient, with the same methods. Threads may share one client; a fork makes its own.
+    A client that is not closed keeps its connection and a thread until the program ends.
 
     with tandem.Client("127.0.0.1:50051") as client:
         result = client.generate(prompt="The sky is", max_new_tokens=16)

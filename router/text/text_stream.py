@@ -45,10 +45,11 @@ class StopMatcher:
         self._states = [0] * len(stops)
         self._held = ""
 
-    def push(self, text: str) -> tuple[str, bool]:
+    def push(self, text: str, *, may_stop: bool = True) -> tuple[str, bool]:
         """Return the text to send and whether a stop string has matched.
 
-        The text after a match is dropped, and so is the match itself unless `keep`.
+        The text after a match is dropped, and so is the match itself unless `keep`. Without `may_stop` a stop string
+        that is complete with this text does not count; one that only begins in it may.
         """
         if not self._patterns:
             return text, False
@@ -56,7 +57,7 @@ class StopMatcher:
         start = len(self._held)
         for offset, char in enumerate(text):
             matched = self._advance(char)
-            if matched:
+            if matched and may_stop:
                 self._held = ""
                 return buffer[: start + offset + 1 - (0 if self._keep else matched)], True
         held = max(self._states)
@@ -73,15 +74,16 @@ class StopMatcher:
         longest = 0
         for index, pattern in enumerate(self._patterns):
             state = pattern.advance(self._states[index], char)
-            self._states[index] = state
             if state == len(pattern.text):
                 longest = max(longest, state)
+                state = pattern.fallback[-1]
+            self._states[index] = state
         return longest
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How tokens become text. Stop strings count from the token after `min_tokens` on, as in vLLM."""
+    """How tokens become text. Stop strings count if they are complete behind the first `min_tokens`, as in vLLM."""
 
     stop: tuple[str, ...] = ()
     include_stop: bool = False
@@ -91,12 +93,14 @@ class TextRules:
 
 
 class TextStream:
-    """All stages for one choice. `stopped` is True once a stop string has matched."""
+    """All stages for one choice, whose text continues that of the tokens `before`. `stopped` is True once a stop string
+    has matched.
+    """
 
-    def __init__(self, tokenizer: Tokenizer, rules: TextRules) -> None:
+    def __init__(self, tokenizer: Tokenizer, rules: TextRules, before: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._rules = rules
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(before)
         self._matcher = StopMatcher(rules.stop, keep=rules.include_stop)
         self._num_tokens = 0
         self._after_special = False
@@ -106,20 +110,18 @@ class TextStream:
         """Return the text to send now. Sets `stopped` after a match; push nothing after that."""
         self._num_tokens += 1
         text = self._special(token_id) if token_id in self._tokenizer.special_ids else self._plain(token_id)
-        if self._num_tokens <= self._rules.min_tokens:
-            return text
-        text, self.stopped = self._matcher.push(text)
-        return text
+        return self._match(text)
 
     def flush(self) -> str:
         """Return the remaining text, at the end of the sequence."""
         if self.stopped:
             return ""
-        text = self._detokenizer.flush()
-        if self._num_tokens <= self._rules.min_tokens:
-            return text
-        text, self.stopped = self._matcher.push(text)
+        text = self._match(self._detokenizer.flush())
         return text if self.stopped else text + self._matcher.flush()
+
+    def _match(self, text: str) -> str:
+        text, self.stopped = self._matcher.push(text, may_stop=self._num_tokens > self._rules.min_tokens)
+        return text
 
     def _plain(self, token_id: int) -> str:
         self._after_special = False

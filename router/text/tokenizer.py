@@ -37,7 +37,10 @@ BytesOf = Callable[[int], bytes]
 _decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
 
 _PARTIAL = "\ufffd"
+_SPACE_MARK = "▁"  # of SentencePiece
 _MAX_WINDOW = 12
+# Tokens of the text before an answer that its detokenizer looks at.
+_MIN_CONTEXT, _MAX_CONTEXT = 4, 24
 # No character needs this many tokens: such bytes are not UTF-8, or the tokens straddle characters.
 _MAX_PENDING = 16
 # An incomplete character has at most three bytes, which a decoder shows as one to three U+FFFD.
@@ -122,13 +125,15 @@ class IncrementalDetokenizer(Protocol):
 
 
 class Detokenizer:
-    """The text of one sequence. Push special tokens only if their text is wanted."""
+    """The text of one sequence. Push special tokens only if their text is wanted. `before`: the tokens with text that
+    the sequence continues; theirs is not returned.
+    """
 
-    def __init__(self, decode: Decoder) -> None:
+    def __init__(self, decode: Decoder, before: Sequence[int] = ()) -> None:
         self._decode = decode
-        self._window: list[int] = []
-        self._text = ""  # of the window
-        self._sent = 0  # characters of `_text` already returned
+        self._window = _context(decode, before)
+        self._text = decode(self._window) if self._window else ""  # of the window
+        self._sent = len(self._text)  # characters of `_text` already returned
         self._pending = 0  # tokens since a clean boundary
         self._boundary = 0  # clean boundary before the newest one, as an index into the window
 
@@ -173,6 +178,15 @@ class Detokenizer:
             self._text = self._decode(self._window)
             self._sent = len(self._text) - held
             self._boundary = 0
+
+
+def _context(decode: Decoder, before: Sequence[int]) -> list[int]:
+    """The last of these tokens, cut where no character is; none if their text ends within a character."""
+    for length in range(min(_MIN_CONTEXT, len(before)), min(_MAX_CONTEXT, len(before)) + 1):
+        ids = list(before[len(before) - length :])
+        if _PARTIAL not in decode(ids):
+            return ids
+    return []
 
 
 def _trailing_partials(text: str) -> int:
@@ -289,16 +303,29 @@ class Tokenizer:
         """Return the text of all ids, without special tokens."""
         return self._decode_plain([id_ for id_ in token_ids if id_ not in self.special_ids])
 
-    def detokenizer(self) -> IncrementalDetokenizer:
-        """Return a new incremental detokenizer that suits this tokenizer."""
-        return Detokenizer(self._decode_plain) if self._bytes_of is None else ByteDetokenizer(self._bytes_of)
+    def detokenizer(self, before: Sequence[int] = ()) -> IncrementalDetokenizer:
+        """Return a new incremental detokenizer that suits this tokenizer, for the text that continues that of `before`.
+        Many decoders drop the space of a text's first token.
+        """
+        if self._bytes_of is not None:
+            return ByteDetokenizer(self._bytes_of)
+        near = before[-2 * _MAX_CONTEXT :]
+        return Detokenizer(self._decode_plain, [id_ for id_ in near if id_ not in self.special_ids])
 
-    def text_of(self, token_id: int) -> str:
-        """Return the text of one token on its own; special tokens are spelt out."""
+    def text_of(self, token_id: int, *, begins: bool = False) -> str:
+        """Return the text of one token within a text, or if it `begins` one; special tokens are spelt out."""
+        if begins:
+            return self._decode_plain([token_id])
         text = self._text_by_id.get(token_id)
         if text is None:
-            text = self._text_by_id[token_id] = self._decode_plain([token_id])
+            text = self._text_by_id[token_id] = self._text_within(token_id)
         return text
+
+    def _text_within(self, token_id: int) -> str:
+        text = self._decode_plain([token_id])
+        spelt = "" if self._bytes_of is not None else self._native.id_to_token(token_id) or ""
+        with_space = spelt.replace(_SPACE_MARK, " ")
+        return with_space if with_space == f" {text}" else text
 
     def pieces(self, token_ids: Sequence[int]) -> list[TextToken]:
         """Return each id with the text it adds; joined, the texts equal `decode(token_ids)`."""

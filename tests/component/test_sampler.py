@@ -125,6 +125,12 @@ def test_penalties_follow_the_tokens_step_by_step() -> None:
     assert sampler.sample(logits, [seq])[0].id == expected_token(logits[0], seq)
 
 
+def test_a_tiny_repetition_penalty_leaves_numbers() -> None:
+    """Logits divided by it are infinity, and their differences no numbers: token 0 would be drawn."""
+    seq = sequence("s", temperature=0.5, repetition_penalty=1e-38)
+    assert Sampler().sample(torch.full((1, VOCAB_SIZE), 20.0), [seq])[0].id in seq.token_ids
+
+
 def test_many_distinct_tokens_are_counted() -> None:
     sampler, seq = Sampler(), sequence("s", generated=0, frequency_penalty=2.0)
     flat = torch.zeros(1, VOCAB_SIZE)

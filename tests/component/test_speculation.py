@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from llguidance import LLMatcher
 
 from decode_worker.settings import DecodeSettings
 from engine.block_pool import BlockPool
@@ -129,6 +130,55 @@ def test_replay_in_the_middle_of_guesses_changes_nothing(checkpoint: Checkpoint)
     ]
     replayed, _ = answer(runner, FakeDrafter(known(ids(plain)), mistakes=0.3), again)
     assert replayed == {name: (tokens[num_known:], reason) for name, (tokens, reason) in plain.items()}
+
+
+class TooMuchWork:
+    """A matcher for which the mask behind `num_left` tokens is too much work."""
+
+    def __init__(self, matcher: LLMatcher, num_left: int) -> None:
+        self._matcher = matcher
+        self._num_left = num_left
+        self._has_failed = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+    def deep_copy(self) -> "TooMuchWork":
+        return TooMuchWork(self._matcher.deep_copy(), self._num_left)
+
+    def consume_tokens(self, token_ids: list[int]) -> None:
+        self._num_left -= len(token_ids)
+        self._matcher.consume_tokens(token_ids)
+
+    def try_consume_tokens(self, token_ids: list[int]) -> int:
+        self._num_left -= len(token_ids)
+        return int(self._matcher.try_consume_tokens(token_ids))
+
+    def compute_bitmask(self) -> bytes:
+        self._has_failed = self._num_left <= 0
+        return bytes(self._matcher.compute_bitmask())
+
+    def is_error(self) -> bool:
+        return self._has_failed
+
+    def get_error(self) -> str:
+        return "too much work"
+
+
+@pytest.mark.parametrize("num_tokens", [2, 3, 4])
+def test_right_guesses_lead_behind_no_mask_that_is_too_much_work(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    """Without masks, the tokens sampled behind the guesses would be any."""
+    runner = load_arm(checkpoint("llama"), "compiled")
+    asked = [request for request in requests() if request.sampling.structure is not None]
+    whole, _ = answer(runner, None, asked)
+    compiler = runner._masks._compiler
+    compile_whole = compiler.compile
+    monkeypatch.setattr(compiler, "compile", lambda *what: TooMuchWork(compile_whole(*what), num_tokens))
+    plain, _ = answer(runner, None, asked)
+    assert [len(tokens) for tokens, _ in plain.values()] == [num_tokens]
+    assert answer(runner, FakeDrafter(known(ids(whole))), asked)[0] == plain
 
 
 @pytest.mark.parametrize("same", [True, False])

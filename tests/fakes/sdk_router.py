@@ -78,8 +78,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         script.requests.append(request)
         script.metadata.append(dict(context.invocation_metadata()))
         refusal = script.refusals.popleft() if script.refusals else None
+        messages = answer(request, script)
         try:
-            for number, message in enumerate(answer(request, script)):
+            for number, message in enumerate(messages):
                 if refusal is not None and number == refusal.after_messages:
                     await context.abort(refusal.code, refusal.details, refusal.trailing)
                 if number == script.hold_after_messages:
@@ -87,6 +88,8 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
                     script.on_holding()
                     await script.release.wait()
                 yield message
+            if refusal is not None and refusal.after_messages == len(messages):
+                await context.abort(refusal.code, refusal.details, refusal.trailing)
         except (asyncio.CancelledError, GeneratorExit):  # while waiting, or while sending
             script.cancelled.set()
             raise

@@ -187,7 +187,25 @@ async def test_only_one_choice_can_be_continued(client: tandem.AsyncClient) -> N
         await client.generate_until_done(prompt="", best_of=2)
 
 
-@pytest.mark.parametrize("structure", [{"json_object": True}, {"choice": ["yes", "no"]}, {"regex": "a+"}])
+async def test_the_first_round_of_a_conversation_sends_its_messages(
+    client: tandem.AsyncClient, router: FakeRouter
+) -> None:
+    messages = [{"role": "user", "content": "Tell me"}]
+    result = await client.generate_until_done(messages=messages, max_new_tokens=17, truncate_prompt_tokens=8)
+    assert result.text == STORY
+    first, second, _ = router.script.requests
+    assert (first.chat.messages[0].content, first.sampling.truncate_prompt_tokens) == ("Tell me", 8)
+    assert bytes(second.token_ids.ids).decode() == "Tell me\n" + STORY[:16]
+
+
+async def test_the_end_of_a_prompt_has_a_length(client: tandem.AsyncClient) -> None:
+    with pytest.raises(tandem.InvalidRequest, match="truncate_prompt_tokens must be at least 1, got -1"):
+        await client.generate_until_done(prompt="abc", truncate_prompt_tokens=-1)
+
+
+@pytest.mark.parametrize(
+    "structure", [{"json_object": True}, {"json_schema": {}}, {"choice": ["yes", "no"]}, {"regex": "a+"}]
+)
 async def test_a_structure_cannot_be_continued(client: tandem.AsyncClient, structure: dict[str, Any]) -> None:
     with pytest.raises(tandem.InvalidRequest, match=f"begins anew with each round: {next(iter(structure))}"):
         await client.generate_until_done(prompt="", max_new_tokens=2, **structure)
@@ -253,6 +271,15 @@ async def test_one_connection_serves_many_callers(router: FakeRouter) -> None:
         assert await client.acting_for("bob").render(messages=[{"role": "user", "content": "hi"}]) == "user: hi\n"
     sent = [metadata.get("authorization") for metadata in router.script.metadata]
     assert sent == ["Bearer alice", None, "Bearer own"]
+
+
+@pytest.mark.parametrize("key", ["key\n", "clé", "a\0b"])
+async def test_a_key_that_no_header_can_carry_is_refused(router: FakeRouter, key: str) -> None:
+    with pytest.raises(tandem.InvalidRequest, match="api_key"):
+        tandem.AsyncClient(router.address, api_key=key)
+    async with tandem.AsyncClient(router.address) as client:
+        with pytest.raises(tandem.InvalidRequest, match="api_key"):
+            client.acting_for(key)
 
 
 async def test_nobody_there() -> None:

@@ -102,6 +102,16 @@ async def test_another_answer_is_not_passed_off_as_this_one(story: str, shown: s
                 await anext(events)
 
 
+async def test_a_loss_behind_the_whole_answer_is_none() -> None:
+    async with running_router() as router:
+        num_messages = 3 * (len(STORY.encode()) + 1)
+        router.script.refusals = breaks_after(num_messages)
+        async with client_of(router, resume_timeout=0) as client:
+            result = await client.generate(prompt="", n=3)
+        assert [choice.text for choice in result.choices] == [STORY] * 3
+        assert len(router.script.requests) == 1
+
+
 async def test_resuming_can_be_turned_off() -> None:
     async with running_router() as first, running_router() as second:
         first.script.refusals = breaks_after(2)

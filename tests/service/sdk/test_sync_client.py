@@ -90,6 +90,22 @@ def test_an_abandoned_stream_may_be_collected_on_any_thread(threaded_router: Fak
     client.close()
 
 
+LEAVES_A_STREAM = """
+import sys, tandem
+client = tandem.Client(sys.argv[1])
+events = client.stream(prompt="")
+print(next(events).text)
+"""
+
+
+def test_a_program_ends_with_a_client_and_a_stream_left_open(threaded_router: FakeRouter) -> None:
+    """The interpreter collects the stream when its threads do not run any more: nobody could end the call."""
+    threaded_router.script.hold_after_messages = 2
+    command = [sys.executable, "-W", "error", "-c", LEAVES_A_STREAM, threaded_router.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert (ended.stdout, ended.stderr) == ("O\n", "")
+
+
 def test_threads_share_a_client(client: tandem.Client) -> None:
     def work(number: int) -> str:
         return client.generate(prompt=f"{number}: ", echo=True).text

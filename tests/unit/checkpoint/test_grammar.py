@@ -63,6 +63,12 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (schema(OBJECT), '{ "a" : 1 }', '{  "a": 1}'),
         (schema({"type": "array", "items": {"enum": ["x", 2]}, "minItems": 1}), '["x",2]', "[]"),
         (schema({"type": "string", "pattern": "^a+$", "maxLength": 3}), '"aaa"', '"aaaa"'),
+        (schema({"type": "string", "pattern": '^[^"]+$'}), '"a\\nb"', '"a\\"b"'),
+        (schema({"type": "string", "pattern": r"^([^\\]|x)+$"}), '"a\\"b"', r'"a\\b"'),
+        (schema({"items": {"anyOf": [{"pattern": r'^[^-"\\\n]$', "type": "string"}]}}), '["]"]', r'["\\"]'),
+        (schema({"type": "string", "pattern": r'^[^]"]\[\^$'}), r'"\\[^"', r'"\"[^"'),
+        (schema({"patternProperties": {'^[^"]$': {}}, "additionalProperties": False}), '{"a": 1}', r'{"\"": 1}'),
+        (schema({"properties": {"pattern": {"enum": [{"pattern": "[^a]"}]}}}), '{"pattern":{"pattern":"[^a]"}}', "x"),
         (schema(LISTS), "[[],[[]]]", "[1]"),
         (schema({"type": "string", "format": "date"}), '"2024-02-29"', '"2024-2-9"'),
         (schema({}), '"any"', "nonsense"),
@@ -77,6 +83,7 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (lark('root ::= "a" tail*\ntail ::= [0-9] | "-" root'), "a1-a2", "1"),
         (lark('start: "::=" | "b"'), "::=", "a"),
         (lark('start: "x: " value\nvalue: %json {"type": "boolean"}'), "x: true", "x: 1"),
+        (lark('start: s s\ns: %json{"type":"string","pattern":"^[^\\"]$"}\n'), '"a""b"', r'"a""\""'),
     ],
 )  # fmt: skip
 def test_texts(compiler: GrammarCompiler, structure: Structure, good: str, bad: str) -> None:

@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as NativeTokenizer
+from tokenizers import decoders, models
 
 from mesh.domain.errors import AttemptsFailed
 from mesh.domain.request import SamplingParams
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceOutput, TokenLogprob
 from router.choice import Choice, TokenEvent, TokenOrder
-from router.text.chat import TokenPrompt
+from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.text.tokenizer import Tokenizer
 from router.validation import GenerateParams, ValidRequest
 from tandem.v1 import sampling_pb2
@@ -42,6 +44,49 @@ def output(first_index: int, ids: list[int], finish: FinishReason | None = None,
 def events_of(choice: Choice) -> list[TokenEvent]:
     chunk = choice.take()
     return [] if chunk is None else chunk.tokens
+
+
+@functools.cache
+def with_space_marks() -> Tokenizer:
+    """As Llama 2's: the decoder drops the space of a text's first token."""
+    words = ["<unk>", "▁sky", "▁blue", "▁is"]
+    native = NativeTokenizer(models.BPE({word: place for place, word in enumerate(words)}, [], unk_token="<unk>"))
+    native.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return Tokenizer(native)
+
+
+_TURNS = (ChatMessage("user", "sky"),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "decoder_prompt", "text"),
+    [
+        (TokenPrompt((1, 3)), (), " blue"),
+        (TextPrompt("sky is"), (), " blue"),
+        (ChatPrompt(_TURNS, how=Rendering(adds_generation_prompt=False, continues_final=True)), (), " blue"),
+        (ChatPrompt(_TURNS), (), "blue"),
+        (TextPrompt("sky is"), (0,), "blue"),
+    ],
+)
+def test_an_answer_continues_the_text_of_its_prompt_but_a_turn_begins_one(
+    prompt: Prompt, decoder_prompt: tuple[int, ...], text: str
+) -> None:
+    sampling = SamplingParams(max_new_tokens=9, seed=7)
+    valid = ValidRequest("r", (1, 3), sampling, GenerateParams(prompt), decoder_prompt=decoder_prompt)
+    choice = Choice(0, valid, with_space_marks())
+    choice.accept(output(0, [2, 1]))
+    assert [event.text for event in events_of(choice)] == [text, " sky"]
+
+
+def test_alternatives_have_the_text_that_the_token_would_have() -> None:
+    for prompt, first in ((TextPrompt("sky is"), " blue"), (ChatPrompt(_TURNS), "blue")):
+        valid = ValidRequest("r", (1, 3), SamplingParams(max_new_tokens=9, seed=7), GenerateParams(prompt))
+        choice = Choice(0, valid, with_space_marks())
+        choice.accept(output(0, [2, 2]))
+        assert [[event.text, *(top.text for top in event.top)] for event in events_of(choice)] == [
+            [first, first],
+            [" blue", " blue"],
+        ]
 
 
 def test_workers_get_the_decoders_first_token_behind_the_prompt() -> None:

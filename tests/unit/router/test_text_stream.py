@@ -81,6 +81,43 @@ def test_byte_fallback_text_comes_back(text: str) -> None:
     assert "".join(piece.text for piece in tokenizer.pieces(ids)) == tokenizer.decode(ids)
 
 
+@given(st.lists(st.integers(1, 262), max_size=40), st.integers(0, 40))
+@settings(max_examples=300)
+def test_an_answer_continues_the_text_of_its_prompt(ids: list[int], cut: int) -> None:
+    """Also where its first token begins with a space, which a decoder drops at the beginning of a text."""
+    tokenizer = byte_fallback()
+    before, after = ids[:cut], ids[cut:]
+    expected = tokenizer.decode(ids)
+    if "\ufffd" in expected or "\ufffd" in tokenizer.decode(before):
+        return  # a character is cut in two
+    stream = TextStream(tokenizer, TextRules(), before)
+    assert tokenizer.decode(before) + "".join(map(stream.push, after)) + stream.flush() == expected
+
+
+def test_an_answer_behind_half_a_character_begins_anew() -> None:
+    tokenizer = byte_fallback()
+    hello, first_half = 261, byte_ids("é", tokenizer)[:1]
+    assert shown_by([hello], tokenizer, before=[hello]) == " hello"
+    assert shown_by([hello], tokenizer, before=[hello, *first_half]) == "hello"
+    long = [*byte_ids("日" * 50, tokenizer)]
+    assert shown_by([*long, hello], tokenizer, before=long) == "日" * 50 + " hello"
+
+
+def test_special_tokens_of_the_prompt_are_no_context() -> None:
+    tokenizer = wordpiece()
+    plain, special = tokenizer.encode("hello", add_special_tokens=False), sorted(tokenizer.special_ids)
+    assert shown_by(plain, tokenizer, before=[*plain, *special]) == " hello"
+    assert shown_by(plain, tokenizer, before=special) == "hello"
+
+
+def test_a_token_within_a_text_has_its_space() -> None:
+    tokenizer = byte_fallback()
+    texts = [tokenizer.text_of(token_id) for token_id in (257, 258, 259, 261)]
+    assert texts == [" ", " a", "a", " hello"]
+    assert tokenizer.text_of(261, begins=True) == "hello"
+    assert byte_level().text_of(byte_level().encode(" a", add_special_tokens=False)[0]).startswith(" ")
+
+
 def test_pieces_never_end_inside_a_character() -> None:
     tokenizer = byte_level()
     pieces = [piece.text for piece in tokenizer.pieces(byte_ids("x😀y", tokenizer))]
@@ -210,8 +247,8 @@ def test_a_stop_string_may_be_completed_by_the_flush() -> None:
     assert shown == ""
 
 
-def shown_by(ids: list[int], tokenizer: Tokenizer, **rules: Any) -> str:
-    stream = TextStream(tokenizer, TextRules(**rules))
+def shown_by(ids: list[int], tokenizer: Tokenizer, before: Sequence[int] = (), **rules: Any) -> str:
+    stream = TextStream(tokenizer, TextRules(**rules), before)
     out = ""
     for id_ in ids:
         out += stream.push(id_)
@@ -240,7 +277,28 @@ def test_spaces_between_special_tokens_can_be_left_out() -> None:
     assert shown_by([special] * 2, tokenizer, **without) == name * 2
 
 
-@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, "ab"), (2, "ab"), (3, "abab"), (4, "abab")])
+@pytest.mark.parametrize(("min_tokens", "shown"), [(0, ""), (1, ""), (2, "ab"), (3, "ab"), (4, "abab")])
 def test_stop_strings_count_behind_the_minimum(min_tokens: int, shown: str) -> None:
     tokenizer = byte_level()
     assert shown_by(byte_ids("ababab", tokenizer), tokenizer, stop=("ab",), min_tokens=min_tokens) == shown
+
+
+def stopped_as_in_vllm(text: str, stops: list[str], min_tokens: int) -> str:
+    """Its `check_stop_strings` for one character at a time: a match must end in the characters behind the minimum."""
+    for end in range(min_tokens + 1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@given(
+    st.text(alphabet="ab", max_size=12),
+    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.integers(0, 13),
+)
+@settings(max_examples=500)
+def test_stop_strings_may_begin_before_the_minimum(text: str, stops: list[str], min_tokens: int) -> None:
+    tokenizer = byte_level()
+    shown = shown_by(byte_ids(text, tokenizer), tokenizer, stop=tuple(stops), min_tokens=min_tokens)
+    assert shown == stopped_as_in_vllm(text, stops, min_tokens)

@@ -158,7 +158,16 @@ def test_choices() -> None:
     assert not generate_request({"prompt": "p"}).sampling.HasField("structure")
 
 
-@pytest.mark.parametrize("arguments", [{"regex": "a", "choice": ["b"]}, {"json_schema": {"a": object()}}, {"regex": 3}])
+def test_no_json_object_is_no_structure() -> None:
+    assert not generate_request({"prompt": "p", "json_object": False}).sampling.HasField("structure")
+    structure = generate_request({"prompt": "p", "json_object": False, "regex": "a"}).sampling.structure
+    assert structure.WhichOneof("kind") == "regex"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"regex": "a", "choice": ["b"]}, {"json_schema": {"a": object()}}, {"regex": 3}, {"choice": "yes"}],
+)
 def test_structures_that_make_no_sense(arguments: Any) -> None:
     with pytest.raises(InvalidRequest):
         generate_request({"prompt": "p", **arguments})

@@ -321,7 +321,9 @@ def selects(selector: Any, pod: Pod) -> bool:
     if selector is None:
         return False
     labels = selector.get("matchLabels", {}).items() <= pod.labels.items()
-    return labels and all(pod.labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", []))
+    return labels and all(
+        pod.labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
 
 
 VALIDATE = f"""

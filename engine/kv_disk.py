@@ -14,6 +14,8 @@ that were not used for the longest time go when the folder is over its size.
 import contextlib
 import os
 import queue
+import re
+import secrets
 import stat
 import threading
 import time
@@ -39,6 +41,8 @@ _TRIM_TO = 0.9
 _STALE_S = 600.0
 _COMPLAIN_EVERY_S = 60.0
 _SUFFIX = ".kv"
+_OWN_FOLDER = re.compile(r"[0-9a-f]{24}")
+_OWN_FILE = re.compile(rf"[0-9a-f]+\{_SUFFIX}(\.\w+)?")
 _DIGEST_BYTES = 8
 
 
@@ -88,7 +92,8 @@ def private_folder(root: Path) -> None:
 class BlockFiles:
     """Blocks as files below `root`, in a folder for their layout; all folders together have at most `max_bytes`.
 
-    Several processes may share a root. Raises ConfigurationError as `private_folder`.
+    Several processes may share a root, and other files may be there: they are left alone. Raises ConfigurationError as
+    `private_folder`.
     """
 
     def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
@@ -97,17 +102,25 @@ class BlockFiles:
         self._block_bytes = block_bytes
         self._max_bytes = max_bytes
         self._num_written = 0
+        self._writer = secrets.token_hex(8)  # processes of two containers may have the same id
         private_folder(root)
         private_folder(self._folder)
         self.trim()
 
-    def has(self, block_hash: BlockHash) -> bool:
-        return self._path(block_hash).exists()
+    def mark_used(self, block_hash: BlockHash) -> bool:
+        """Say that a block was used until now. Returns False if there is none."""
+        path, now_ns = self._path(block_hash), time.time_ns()
+        try:
+            os.utime(path, ns=(now_ns, now_ns))  # finer than the system's own time
+        except OSError:
+            return path.exists()
+        return True
 
     def write(self, block_hash: BlockHash, payload: bytes) -> None:
         """Raises OSError, for example on a full disk."""
         path = self._path(block_hash)
-        part = path.with_name(f"{path.name}.{os.getpid()}")
+        part = path.with_name(f"{path.name}.{self._writer}")
+        self._folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the root
         try:
             with part.open("wb", buffering=0) as file:
                 os.writev(file.fileno(), (_digest(block_hash, payload), payload))
@@ -133,8 +146,7 @@ class BlockFiles:
         if len(payload) != self._block_bytes or content[:_DIGEST_BYTES] != _digest(block_hash, payload):
             _remove(path)
             raise ValueError(f"{path} is damaged")
-        with contextlib.suppress(OSError):
-            os.utime(path)
+        self.mark_used(block_hash)
         return payload
 
     def trim(self) -> None:
@@ -143,6 +155,8 @@ class BlockFiles:
         files: list[tuple[float, int, Path]] = []
         now_s = time.time()
         for path in self._root.glob(f"*/*{_SUFFIX}*"):
+            if not (_OWN_FOLDER.fullmatch(path.parent.name) and _OWN_FILE.fullmatch(path.name)):
+                continue
             with contextlib.suppress(OSError):  # another worker has removed it
                 status = path.stat()
                 if path.suffix == _SUFFIX:
@@ -229,6 +243,8 @@ class DiskCache:
                 self._reads.give_back(self._block_bytes)
                 break
             found[block_hash] = payload
+        for block_hash in reversed(found):  # the beginning goes last: without it the rest is worth nothing
+            self._files.mark_used(block_hash)
         # A sequence that is admitted, refused or aborted drops them.
         weakref.finalize(found, self._reads.give_back, len(found) * self._block_bytes)
         return found
@@ -245,7 +261,7 @@ class DiskCache:
         while (item := self._queue.get()) is not None:
             block_hash, copy = item
             try:
-                if not self._files.has(block_hash):
+                if not self._files.mark_used(block_hash):
                     self._files.write(block_hash, bytes(copy))
                     self.counts.written += 1
             except OSError as error:

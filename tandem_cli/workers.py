@@ -193,6 +193,8 @@ def _add_switch_arguments(parser: CommandParser) -> None:
 
 def _switch(args: argparse.Namespace) -> int:
     """Ask the worker, and wait until the router sends it requests in its role. Raises TandemError."""
+    if not 0 <= args.wait <= _MAX_INTERVAL_S:
+        raise ConfigurationError(f"--wait must be in [0, {_MAX_INTERVAL_S}], got {args.wait:g}")
     with open_client(args) as client:
         client.switch_role(args.worker, args.role, timeout=_TIMEOUT_S)
         deadline_s = time.monotonic() + args.wait

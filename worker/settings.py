@@ -235,8 +235,8 @@ class WorkerSettings(ModelSettings):
             )
 
     def _check_kv_disk(self) -> None:
-        if not self.kv_disk_gib > 0:
-            raise ConfigurationError(f"kv_disk_gib must be > 0, got {self.kv_disk_gib:g}")
+        if not 0 < self.kv_disk_gib < float("inf"):
+            raise ConfigurationError(f"kv_disk_gib must be > 0 and finite, got {self.kv_disk_gib:g}")
         if self.kv_disk and not self.prefix_caching:
             raise ConfigurationError("kv_disk keeps what the prefix cache evicts: it needs prefix_caching")
         if self.kv_disk and (self.rank_listen or self.rank_memory == "own"):

@@ -287,6 +287,43 @@ def test_ranks_find_their_leader() -> None:
         assert leader.degrees().num_ranks == rank.group_size == 2
         assert rank.leader_address[1] == leader.listen_for_ranks().port
         assert leader.model == rank.model
+        assert leader.kv_memory_shares == rank.kv_memory_shares == 1  # each pod's memory is its own
+
+
+def test_ranks_reach_each_other_and_those_that_take_their_kv() -> None:
+    """At any port: sums of ranks, and the KV of ranks that are no leader, go to free ones."""
+    documents = rendered("documented-ranks")
+    roles = {each["metadata"]["name"]: pods([each]) for each in of_kind(documents, "LeaderWorkerSet")}
+    assert {role: len(of_role) for role, of_role in roles.items()} == {"prefill": 2, "decode": 2}
+    for source, target in (("prefill", "prefill"), ("decode", "decode"), ("prefill", "decode")):
+        for sender in roles[source]:
+            assert all(may_reach(sender, receiver, documents) for receiver in roles[target]), (source, target)
+    (router,) = [pod for pod in pods(documents) if pod.module == "router"]
+    assert not any(may_reach(router, rank, documents) for rank in roles["decode"])
+
+
+def may_reach(source: Pod, target: Pod, documents: list[Manifest]) -> bool:
+    """Whether the policies allow this way to every port."""
+    policies = [each["spec"] for each in of_kind(documents, "NetworkPolicy")]
+    leaves, enters = (
+        any(
+            "ports" not in rule and any(selects(peer.get("podSelector"), there) for peer in rule.get(peers, []))
+            for policy in policies
+            if selects(policy["podSelector"], here)
+            for rule in policy.get(way, [])
+        )
+        for way, peers, here, there in (("egress", "to", source, target), ("ingress", "from", target, source))
+    )
+    return leaves and enters
+
+
+def selects(selector: Any, pod: Pod) -> bool:
+    if selector is None:
+        return False
+    labels = selector.get("matchLabels", {}).items() <= pod.labels.items()
+    return labels and all(
+        pod.labels.get(each["key"]) in each["values"] for each in selector.get("matchExpressions", [])
+    )
 
 
 VALIDATE = f"""

@@ -188,3 +188,9 @@ def test_closed_streams_are_no_error(closed: str) -> None:
 def test_an_interval_that_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["workers", "--watch", f"--interval={seconds}"]) == 2
     assert "--interval must be in [0, 86400]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("seconds", ["-1", "nan"])
+def test_a_wait_that_is_no_time_is_refused(seconds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["switch", "decode-0", "prefill", f"--wait={seconds}"]) == 2
+    assert "--wait must be in [0, 86400]" in capsys.readouterr().err

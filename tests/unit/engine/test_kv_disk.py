@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +40,8 @@ def payload(number: int) -> bytes:
 def test_blocks_come_back_to_every_process_with_this_layout(tmp_path: Path) -> None:
     files(tmp_path).write(HASHES[1], payload(1))
     assert files(tmp_path).read(HASHES[1]) == payload(1)
-    assert files(tmp_path).has(HASHES[1])
+    assert files(tmp_path).mark_used(HASHES[1])
+    assert not files(tmp_path).mark_used(HASHES[2])
     assert files(tmp_path).read(HASHES[2]) is None
     assert files(tmp_path, layout="another").read(HASHES[1]) is None
 
@@ -83,7 +85,7 @@ def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
     folder.read(HASHES[3])
     for number in range(20, 30):
         folder.write(HASHES[number], payload(number))
-    kept = {number for number in range(30) if (other if number == 0 else folder).has(HASHES[number])}
+    kept = {number for number in range(30) if (other if number == 0 else folder).mark_used(HASHES[number])}
     assert {3, 29} <= kept
     assert len(kept) <= 20
 
@@ -98,6 +100,45 @@ def test_unfinished_files_of_a_dead_process_go(tmp_path: Path) -> None:
     os.utime(left, (1000, 1000))
     folder.trim()
     assert (left.exists(), busy.exists(), path.exists()) == (False, True, True)
+
+
+def test_files_of_others_in_its_folder_are_left_alone(tmp_path: Path) -> None:
+    others = [tmp_path / "app" / "main.kv", tmp_path / "app" / "ab12.kv", tmp_path / "app" / "main.kv.bak"]
+    files(tmp_path).write(HASHES[1], payload(1))
+    (own,) = tmp_path.glob("*/*.kv")
+    others.append(own.with_name("notes.kv"))
+    for path in others:
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(payload(2) * 100)
+        os.utime(path, (1000, 1000))
+    files(tmp_path, max_blocks=1)
+    assert [path.exists() for path in (own, *others)] == [True] * 5
+
+
+def test_an_emptied_folder_is_filled_again(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    folder.write(HASHES[1], payload(1))
+    (own,) = tmp_path.iterdir()
+    shutil.rmtree(own)
+    folder.write(HASHES[2], payload(2))
+    assert (folder.read(HASHES[1]), folder.read(HASHES[2])) == (None, payload(2))
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_two_processes_with_one_id_write_the_same_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in two containers: the second begins before the first has named its file."""
+    first, second = files(tmp_path), files(tmp_path)
+    rename = Path.rename
+
+    def late(part: Path, target: Path) -> Path:
+        monkeypatch.setattr(Path, "rename", rename)
+        second.write(HASHES[1], payload(1))
+        return rename(part, target)
+
+    monkeypatch.setattr(Path, "rename", late)
+    first.write(HASHES[1], payload(1))
+    assert first.read(HASHES[1]) == payload(1)
+    assert len(list(tmp_path.glob("*/*"))) == 1
 
 
 def test_folders_that_others_can_write_are_refused(tmp_path: Path) -> None:
@@ -138,6 +179,28 @@ def test_an_evicted_block_comes_back(tmp_path: Path) -> None:
     assert content(cache, 0) == payload(3)
     assert (disk.counts.written, disk.counts.found) == (0, 1)
     disk.close()
+
+
+def test_a_block_that_is_evicted_again_was_in_use_until_then(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    folder.write(HASHES[1], payload(1))
+    os.utime(folder._path(HASHES[1]), (1000, 1000))
+    disk = DiskCache(folder, cache_of(4))
+    disk.evicted(0, HASHES[1])
+    disk.close()
+    assert disk.counts.written == 0
+    assert folder._path(HASHES[1]).stat().st_mtime > 1000
+
+
+def test_the_end_of_a_prompt_goes_first(tmp_path: Path) -> None:
+    folder = files(tmp_path)
+    for number in range(4):
+        folder.write(HASHES[number], payload(number))
+    disk = DiskCache(folder, cache_of(4))
+    assert len(disk.fetch(HASHES[:4]).result()) == 4
+    disk.close()
+    used_ns = [folder._path(HASHES[number]).stat().st_mtime_ns for number in range(4)]
+    assert used_ns == sorted(set(used_ns), reverse=True)
 
 
 def test_blocks_are_dropped_while_the_disk_is_slow_and_kept_again_later(tmp_path: Path) -> None:

@@ -91,3 +91,9 @@ def test_settings_accept_what_transfers_have() -> None:
 def test_a_reservation_lasts_as_long_as_the_router_waits_for_its_prefill(tmp_path: Path) -> None:
     """A shorter lease would take the blocks from a prompt that still waits on the prefill worker."""
     assert TransferSettings().opening_lease_s >= RouterSettings(model=str(tmp_path)).prefill_timeout_s
+
+
+@pytest.mark.parametrize("gib", [0.0, -1.0, float("inf"), float("nan")])
+def test_kv_on_disk_has_a_size(gib: float) -> None:
+    with pytest.raises(ConfigurationError, match="kv_disk_gib must be > 0 and finite"):
+        DecodeSettings(model="m", registry_address="none", kv_disk="/tmp/kv", kv_disk_gib=gib)

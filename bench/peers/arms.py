@@ -1,8 +1,9 @@
 """Arms of a comparison: Tandem and its peers, each started on the same cores from the same weights.
 
 An arm is written NAME or NAME:BUDGET. NAME is `tandem` (prefill and decode separated), `tandem-strict` (the same, but
-the decode worker never helps with prompts while the prefill worker is full), `tandem-colocated`, or a peer of
-bench.peers.catalog. BUDGET is the maximum number of tokens per step; prompts are computed in chunks that fit into it.
+the decode worker never helps with prompts while the prefill worker is full), `tandem-colocated`, `tandem-colocated-2`
+(two colocated workers, each with half of the cores), or a peer of bench.peers.catalog. BUDGET is the maximum number of
+tokens per step; prompts are computed in chunks that fit into it.
 
 Arms are measured in turn over several rounds, because the speed of a machine changes within minutes.
 """
@@ -12,7 +13,7 @@ import asyncio
 import os
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,12 @@ from bench.pinned import on_cores
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
 
-TANDEM = {"tandem": (), "tandem-strict": ("--prefill-overflow=0",), "tandem-colocated": ("--colocated",)}
+TANDEM: Mapping[str, tuple[str, ...]] = {
+    "tandem": (),
+    "tandem-strict": ("--prefill-overflow=0",),
+    "tandem-colocated": ("--colocated",),
+    "tandem-colocated-2": ("--colocated", "--decode=2"),
+}
 _PRECISION_FLAGS = {
     "none": (),
     "bf16": ("--dtype", "bfloat16"),

@@ -141,8 +141,8 @@ def write_tile(
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
     num_passes = builder.udiv(depth, INT64(arithmetic.numbers))
-    # A core fetches fewer lines at once into its nearest cache than into the next one: enough only for what is
-    # multiplied as fast as it comes.
+    # A core has fewer requests under way into its nearest cache than into the next one. They are enough for one or two
+    # rows of fp32 or bf16, as measured (docs/performance-notes.md), and bring these weights nearer.
     to_l2 = num_rows > _ROWS_AT_MEMORY_SPEED or arithmetic.sums is INTS
     for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
         zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))

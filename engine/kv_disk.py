@@ -39,6 +39,7 @@ log = structlog.get_logger(__name__)
 _MAX_WAITING_BYTES = 256 << 20
 _TRIM_TO = 0.9
 _STALE_S = 600.0
+_MARK_STEP_NS = 1000  # file systems that round times keep microseconds
 _COMPLAIN_EVERY_S = 60.0
 _SUFFIX = ".kv"
 _OWN_FOLDER = re.compile(r"[0-9a-f]{24}")
@@ -107,11 +108,11 @@ class BlockFiles:
         private_folder(self._folder)
         self.trim()
 
-    def mark_used(self, block_hash: BlockHash) -> bool:
-        """Say that a block was used until now. Returns False if there is none."""
-        path, now_ns = self._path(block_hash), time.time_ns()
+    def mark_used(self, block_hash: BlockHash, used_ns: int | None = None) -> bool:
+        """Say that a block was used until now, or until `used_ns`. Returns False if there is none."""
+        path, used_ns = self._path(block_hash), time.time_ns() if used_ns is None else used_ns
         try:
-            os.utime(path, ns=(now_ns, now_ns))  # finer than the system's own time
+            os.utime(path, ns=(used_ns, used_ns))  # finer than the system's own time
         except OSError:
             return path.exists()
         return True
@@ -134,9 +135,9 @@ class BlockFiles:
         if self._num_written > self._max_bytes * (1 - _TRIM_TO) / 2:
             self.trim()
 
-    def read(self, block_hash: BlockHash) -> bytes | None:
-        """Return a block and mark it as used; None if there is none. Raises ValueError, and removes it, if it is
-        damaged."""
+    def read(self, block_hash: BlockHash, used_ns: int | None = None) -> bytes | None:
+        """Return a block and mark it as used, as `mark_used` does; None if there is none. Raises ValueError, and
+        removes it, if it is damaged."""
         path = self._path(block_hash)
         try:
             content = path.read_bytes()
@@ -146,7 +147,7 @@ class BlockFiles:
         if len(payload) != self._block_bytes or content[:_DIGEST_BYTES] != _digest(block_hash, payload):
             _remove(path)
             raise ValueError(f"{path} is damaged")
-        self.mark_used(block_hash)
+        self.mark_used(block_hash, used_ns)
         return payload
 
     def trim(self) -> None:
@@ -234,24 +235,23 @@ class DiskCache:
         self._writer.join()
 
     def _fetch(self, hashes: Sequence[BlockHash]) -> BlockPayloads:
-        found = BlockPayloads()
-        for block_hash in hashes:
+        found, begun_ns = BlockPayloads(), time.time_ns()
+        for number, block_hash in enumerate(hashes):
             if not self._reads.take(self._block_bytes):
                 break
-            payload = self._read(block_hash)
+            # The beginning goes last: without it the rest is worth nothing.
+            payload = self._read(block_hash, begun_ns - number * _MARK_STEP_NS)
             if payload is None:
                 self._reads.give_back(self._block_bytes)
                 break
             found[block_hash] = payload
-        for block_hash in reversed(found):  # the beginning goes last: without it the rest is worth nothing
-            self._files.mark_used(block_hash)
         # A sequence that is admitted, refused or aborted drops them.
         weakref.finalize(found, self._reads.give_back, len(found) * self._block_bytes)
         return found
 
-    def _read(self, block_hash: BlockHash) -> bytes | None:
+    def _read(self, block_hash: BlockHash, used_ns: int) -> bytes | None:
         try:
-            return self._files.read(block_hash)
+            return self._files.read(block_hash, used_ns)
         except ValueError as error:
             self.counts.damaged += 1
             log.warning("a block of KV on disk is damaged", error=str(error))

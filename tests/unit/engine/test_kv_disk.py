@@ -203,6 +203,22 @@ def test_the_end_of_a_prompt_goes_first(tmp_path: Path) -> None:
     assert used_ns == sorted(set(used_ns), reverse=True)
 
 
+def test_each_block_that_is_read_is_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, utime, marked = files(tmp_path), os.utime, list[Path]()
+    for number in range(4):
+        folder.write(HASHES[number], payload(number))
+
+    def counted(path: Path, **times: Any) -> None:
+        marked.append(path)
+        utime(path, **times)
+
+    monkeypatch.setattr("engine.kv_disk.os.utime", counted)
+    disk = DiskCache(folder, cache_of(4))
+    assert len(disk.fetch(HASHES[:4]).result()) == 4
+    disk.close()
+    assert marked == [folder._path(HASHES[number]) for number in range(4)]
+
+
 def test_blocks_are_dropped_while_the_disk_is_slow_and_kept_again_later(tmp_path: Path) -> None:
     folder, may_write = files(tmp_path), threading.Event()
     write = folder.write

@@ -164,6 +164,7 @@ class BlockFiles:
                     files.append((status.st_mtime, status.st_size, path))
                 elif now_s - status.st_mtime > _STALE_S:
                     _remove(path)
+        files = _with_true_ages(files, time.time())
         excess = sum(size for _, size, _ in files) - self._max_bytes
         if excess <= 0:
             return
@@ -176,6 +177,22 @@ class BlockFiles:
 
     def _path(self, block_hash: BlockHash) -> Path:
         return self._folder / f"{block_hash.hex()}{_SUFFIX}"
+
+
+def _with_true_ages(files: list[tuple[float, int, Path]], now_s: float) -> list[tuple[float, int, Path]]:
+    """Date back the files of the future, which were used before the clock was set back: else those used since would go
+    first. The newest becomes one of now."""
+    ahead_s = max((used_s for used_s, _, _ in files), default=now_s) - now_s
+    if ahead_s < _STALE_S:  # the clocks of machines that share the folder differ a little
+        return files
+    aged = []
+    for used_s, size, path in files:
+        if used_s > now_s:
+            used_s -= ahead_s
+            with contextlib.suppress(OSError):
+                os.utime(path, (used_s, used_s))
+        aged.append((used_s, size, path))
+    return aged
 
 
 def _remove(path: Path) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,6 +89,21 @@ def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
     kept = {number for number in range(30) if (other if number == 0 else folder).mark_used(HASHES[number])}
     assert {3, 29} <= kept
     assert len(kept) <= 20
+
+
+def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path: Path) -> None:
+    folder, now_s = files(tmp_path, max_blocks=20), time.time()
+    for number in range(20):
+        folder.write(HASHES[number], payload(number))
+    for number in range(20):
+        before_s = now_s + 5 * 3600 - number * 600  # 0 was used last
+        os.utime(folder._path(HASHES[number]), (before_s, before_s))
+    for number in range(20, 25):
+        folder.write(HASHES[number], payload(number))
+    kept = {number for number in range(25) if folder._path(HASHES[number]).exists()}
+    assert kept >= {0, *range(20, 25)}
+    assert 19 not in kept
+    assert folder._path(HASHES[0]).stat().st_mtime <= time.time(), "from here on its age is that of the others"
 
 
 def test_unfinished_files_of_a_dead_process_go(tmp_path: Path) -> None:

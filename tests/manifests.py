@@ -142,8 +142,8 @@ def as_files() -> list[Manifest]:
 
 @functools.cache
 def rendered(name: str) -> list[Manifest]:
-    """An overlay, or the "documented" kustomization, with "-ranks" or without, as `kubectl kustomize` prints it; or the
-    "files" as they are.
+    """An overlay, or the "documented" kustomization, with "-ranks" or without, or with "-ranks-gpu" over the other
+    overlay, as `kubectl kustomize` prints it; or the "files" as they are.
 
     Skips without a kubectl, but for files.
     """
@@ -156,8 +156,10 @@ def rendered(name: str) -> list[Manifest]:
     with tempfile.TemporaryDirectory(prefix="tandem-test-kustomize-") as folder:
         way = os.path.relpath(KUBERNETES, os.path.realpath(folder))
         text = documented_kustomization().replace("tandem/deploy/kubernetes", way)
-        if name.endswith("-ranks"):
+        if "-ranks" in name:
             text = text.replace("# - ", "- ")
+        if name.endswith("-gpu"):
+            text = text.replace("overlays/cpu", "overlays/gpu")
         Path(folder, "kustomization.yaml").write_text(text)
         return _render(kubectl, Path(folder))
 

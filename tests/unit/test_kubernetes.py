@@ -278,8 +278,9 @@ def test_the_documented_kustomization_changes_what_it_names() -> None:
     assert {each["metadata"]["namespace"] for each in namespaced} == {"tandem"}
 
 
-def test_ranks_find_their_leader() -> None:
-    documents = rendered("documented-ranks")
+@pytest.mark.parametrize(("name", "utilization"), [("documented-ranks", 0.0), ("documented-ranks-gpu", 0.9)])
+def test_ranks_find_their_leader_and_share_its_settings(name: str, utilization: float) -> None:
+    documents = rendered(name)
     groups = of_kind(documents, "LeaderWorkerSet")
     assert {group["spec"]["leaderWorkerTemplate"]["size"] for group in groups} == {2}
     for group in groups:
@@ -288,6 +289,9 @@ def test_ranks_find_their_leader() -> None:
         assert rank.leader_address[1] == leader.listen_for_ranks().port
         assert leader.model == rank.model
         assert leader.kv_memory_shares == rank.kv_memory_shares == 1  # each pod's memory is its own
+        assert leader.memory_utilization == rank.memory_utilization == utilization
+        assert (leader.device, leader.num_threads, True) == (rank.device, rank.num_threads, rank.trust_fabric)
+        assert {each.removeprefix("TANDEM_").lower() for each in names_of(pods([group])[1])} <= vars(rank).keys()
 
 
 def test_ranks_reach_each_other_and_those_that_take_their_kv() -> None:

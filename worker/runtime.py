@@ -145,7 +145,8 @@ class WorkerRuntime:
 
     async def set_draining(self, is_drained: bool) -> None:
         """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once. Either
-        way the worker keeps its role."""
+        way the worker keeps its role. Raises WorkerDraining if it has already left the mesh for another role."""
+        self._require_not_switched()
         log.warning("an operator changes this worker", draining=is_drained)
         self._is_out_of_service = is_drained
         self._set_next_role(None)
@@ -153,7 +154,7 @@ class WorkerRuntime:
     async def switch_role(self, role: WorkerRole) -> None:
         """Drain, then serve in this role; routers hear at once. With the role that the worker has, a switch that is
         under way is taken back, and the worker is in service. Raises InvalidRequest if the worker has one role only,
-        WorkerDraining if the process is stopping.
+        WorkerDraining if the process is stopping, or has already left the mesh for another role.
         """
         if role is not self.info.role and not self.info.switchable:
             raise InvalidRequest(
@@ -162,9 +163,15 @@ class WorkerRuntime:
             )
         if self._is_stopping:
             raise WorkerDraining(f"worker {self.info.worker_id} is stopping")
+        self._require_not_switched()
         log.warning("this worker is to change its role", role=self.info.role.value, next_role=role.value)
         self._is_out_of_service = False
         self._set_next_role(None if role is self.info.role else role)
+
+    def _require_not_switched(self) -> None:
+        """Refuse orders that would be lost: after the farewell this role only ends."""
+        if self._left_as is WorkerState.SWITCHING:
+            raise WorkerDraining(f"worker {self.info.worker_id} is changing its role: ask again once it has joined")
 
     def _set_next_role(self, role: WorkerRole | None) -> None:
         if role is not self._next_role:

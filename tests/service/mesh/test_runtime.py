@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 from engine.loop import Engine, EngineLoop, LoopCallbacks
 from engine.sequence import SequenceState
+from mesh.domain.errors import WorkerDraining
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
@@ -299,6 +300,24 @@ async def test_a_switch_is_taken_back_while_the_worker_drains(wish: str) -> None
         async with asyncio.timeout(WAIT_S):
             await serving
         assert switching.next_role is None
+
+
+async def test_an_order_after_the_farewell_of_a_switch_is_refused() -> None:
+    """The worker cannot carry it out any more, and must not say that it has."""
+    async with worker(SWITCHABLE) as (switching, serving):
+        switching.may_drain.set()
+        await switching.runtime.switch_role(OTHER_ROLE[INFO.role][0])
+        await switching.seen_as(WorkerState.SWITCHING)
+        for order in (
+            switching.runtime.set_draining(True),
+            switching.runtime.set_draining(False),
+            switching.runtime.switch_role(INFO.role),
+        ):
+            with pytest.raises(WorkerDraining, match="is changing its role: ask again once it has joined"):
+                await order
+        async with asyncio.timeout(WAIT_S):
+            await serving
+        assert switching.next_role is OTHER_ROLE[INFO.role][0]
 
 
 async def test_a_stop_during_the_drain_for_a_switch_ends_the_worker() -> None:

@@ -6,6 +6,8 @@ number of routers serve side by side. Either way a worker that leaves in order s
 """
 
 import asyncio
+import math
+import time
 from collections.abc import AsyncIterator
 from typing import Protocol
 
@@ -28,6 +30,7 @@ log = structlog.get_logger(__name__)
 
 SILENT_S = 5.0
 FORGET_S = 300.0
+_TWIN_AFTER_S = 2 * HEARTBEAT_INTERVAL_S
 
 
 class Coordination(Protocol):
@@ -110,6 +113,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self._twins = TwinWatch(membership)
         self._streams: dict[str, object] = {}  # the latest stream of each worker, by worker id
 
     async def Register(
@@ -146,19 +150,43 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
                 info.worker_id, info.incarnation, request.snapshot.next_number, request.snapshot.block_hashes
             )
             return True
-        heartbeat = request.heartbeat
-        self._membership.heartbeat(
-            info.worker_id,
-            info.incarnation,
-            wire.load_from_proto(heartbeat.load),
-            wire.state_from_proto(heartbeat.state),
-        )
+        heartbeat, state = request.heartbeat, wire.state_from_proto(request.heartbeat.state)
+        self._twins.note(info, state)
+        load = wire.load_from_proto(heartbeat.load)
+        self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
         return self._membership.apply_cache_events(
             info.worker_id,
             info.incarnation,
             heartbeat.cache_events.first_number,
             [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events],
         )
+
+
+class TwinWatch:
+    """Logs once that two live workers have one id. The one that registered last gets the requests: it looks like a
+    restarted worker until its former self is seen to go on."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._former: dict[str, tuple[str, float]] = {}  # by worker id: the run that goes on, and since when
+
+    def note(self, info: WorkerInfo, state: WorkerState) -> None:
+        """Take each heartbeat that says `state`."""
+        member = self._membership.find(info.worker_id)
+        if member is None or member.info.incarnation == info.incarnation or state is WorkerState.DRAINING:
+            return
+        now_s = time.monotonic()
+        incarnation, since_s = self._former.get(info.worker_id, ("", 0.0))
+        if incarnation != info.incarnation:
+            self._former[info.worker_id] = (info.incarnation, now_s)
+        elif now_s - since_s > _TWIN_AFTER_S:  # no heartbeat that was only late
+            self._former[info.worker_id] = (info.incarnation, math.inf)
+            log.error(
+                "two workers have one id: give each a worker_id of its own",
+                worker=info.worker_id,
+                in_use=f"{member.info.address}, pid {member.info.pid}",
+                ignored=f"{info.address}, pid {info.pid}",
+            )
 
 
 def worker_left(membership: Membership, info: WorkerInfo, state: WorkerState) -> None:

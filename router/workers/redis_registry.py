@@ -51,7 +51,7 @@ from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
-from router.workers.coordination import FORGET_S, SILENT_S, worker_left
+from router.workers.coordination import FORGET_S, SILENT_S, TwinWatch, worker_left
 from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
@@ -91,6 +91,7 @@ class RedisRegistry:
         self._seal = RecordSeal(key)
         self._guard = FreshnessGuard()
         self._checks = DirectChecks(membership, credentials)
+        self._twins = TwinWatch(membership)
         self._log_limit = LogLimit(burst=1)
         self._taken: dict[str, bytes] = {}  # the signature of the newest message of each worker, by worker id
         self._misfits: dict[str, str] = {}  # refused incarnations, by worker id
@@ -176,6 +177,8 @@ class RedisRegistry:
                 self._apply(received)
             elif self._guard.lag_s(received) > _OVERLAP_S:
                 raise Refused("it is older than a heartbeat that its worker has sent before: replayed")
+            elif received.message.HasField("heartbeat"):
+                self._twins.note(received.info, wire.state_from_proto(received.message.heartbeat.state))
         except Refused as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("registry message refused", cause=str(refused))

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from mesh.domain.errors import LayoutMismatch, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerRole, WorkerState
@@ -19,6 +20,7 @@ from tests.fakes.redis_server import RedisServer
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine, Watch, start_registry
 from tests.unit.router.test_membership import INFO
+from tests.waiting import until
 from worker.agent import RegistryAgent
 from worker.redis_agent import RedisAgent
 
@@ -161,6 +163,41 @@ async def test_a_restarted_worker_replaces_its_former_self(rig: Rig) -> None:
     rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
     assert [view.info.address for view in rig.membership.workers()] == ["h:2"]
+
+
+async def test_two_workers_with_one_id_are_reported_once(rig: Rig) -> None:
+    with capture_logs() as logs:
+        rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
+        await rig.watch.until(lambda view: view.load.num_running == 3)
+        rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2", pid=7), FakeEngine(), MEMBER))
+        await until(lambda: twins_in(logs))
+        later = rig.membership.workers()[0].last_seen_s + 1.2  # two beats of everybody
+        await rig.watch.until(lambda view: view.last_seen_s > later)
+    assert [(line["log_level"], line["in_use"], line["ignored"]) for line in twins_in(logs)] == [
+        ("error", "h:2, pid 7", "h:1, pid 0")
+    ]
+    assert [view.info.incarnation for view in rig.membership.workers()] == ["two"]
+
+
+@pytest.mark.parametrize("is_draining", [True, False])
+async def test_a_restart_is_not_reported_as_a_second_worker(rig: Rig, is_draining: bool) -> None:
+    with capture_logs() as logs:
+        agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
+        first = rig.register(agent)
+        await rig.watch.until(lambda view: view.load.num_running == 3)
+        if is_draining:
+            agent.state = WorkerState.DRAINING
+        else:
+            first.cancel()
+        rig.register(RegistryAgent(replace(INFO, incarnation="two"), FakeEngine(), MEMBER))
+        await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
+        later = rig.membership.workers()[0].last_seen_s + 2.2
+        await rig.watch.until(lambda view: view.last_seen_s > later)
+    assert twins_in(logs) == []
+
+
+def twins_in(logs: list[Any]) -> list[Any]:
+    return [line for line in logs if line["event"].startswith("two workers have one id")]
 
 
 async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(

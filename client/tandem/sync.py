@@ -5,7 +5,8 @@ import copy
 import os
 import sys
 import threading
-from collections.abc import Coroutine, Generator, Mapping
+import weakref
+from collections.abc import Callable, Coroutine, Generator, Mapping
 from contextlib import suppress
 from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
@@ -36,17 +37,21 @@ class _Closed(RuntimeError):
 
 
 class _BackgroundLoop:
-    """An event loop in a daemon thread."""
+    """An event loop in a daemon thread. If nobody holds this object any more, the thread awaits `close()` and ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, close: Callable[[], Coroutine[object, object, None]]) -> None:
         self._loop = asyncio.new_event_loop()
         # Held from "is it closed?" until work has started. Within, garbage collection may end an iterator: more work.
         self._open = threading.RLock()
         self._closed = False
         self._process = os.getpid()
         self._finishing: set[asyncio.Task[object]] = set()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="tandem-client", daemon=True)
+        is_abandoned = threading.Event()
+        work = (self._loop, is_abandoned, close)  # nothing that holds this object
+        self._thread = threading.Thread(target=_run_until_stopped, args=work, name="tandem-client", daemon=True)
         self._thread.start()
+        self._abandon = weakref.finalize(self, _abandon, self._loop, is_abandoned, self._process)
+        self._abandon.atexit = False
 
     def run(self, coroutine: Coroutine[object, object, T]) -> T:
         """Run `coroutine` and return its result. An interrupt (Ctrl-C) cancels it, and is raised after it has ended.
@@ -113,10 +118,30 @@ class _BackgroundLoop:
             if self._closed:
                 return
             self._closed = True
+        self._abandon.detach()
         asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def _run_until_stopped(
+    loop: asyncio.AbstractEventLoop, is_abandoned: threading.Event, close: Callable[[], Coroutine[object, object, None]]
+) -> None:
+    loop.run_forever()
+    if is_abandoned.is_set():
+        try:
+            loop.run_until_complete(close())
+            loop.run_until_complete(_cancel_others())
+        finally:
+            loop.close()
+
+
+def _abandon(loop: asyncio.AbstractEventLoop, is_abandoned: threading.Event, process: int) -> None:
+    """End the thread without waiting for it: the garbage collector calls this on any thread, the loop's too."""
+    if os.getpid() == process:
+        is_abandoned.set()
+        loop.call_soon_threadsafe(loop.stop)
 
 
 async def _cancel_others() -> None:
@@ -128,7 +153,7 @@ async def _cancel_others() -> None:
 
 class Client:
     """Synchronous version of AsyncClient, with the same methods. Threads may share one client; a fork makes its own.
-    A client that is not closed keeps its connection and a thread until the program ends.
+    A client that is not closed keeps its connection and a thread while anything holds it or one of its streams.
 
     with tandem.Client("127.0.0.1:50051") as client:
         result = client.generate(prompt="The sky is", max_new_tokens=16)
@@ -136,7 +161,7 @@ class Client:
 
     def __init__(self, address: str = DEFAULT_ADDRESS, **options: Unpack[ClientOptions]) -> None:
         self._client = AsyncClient(address, **options)
-        self._background = _BackgroundLoop()
+        self._background = _BackgroundLoop(self._client.close)
 
     def acting_for(self, api_key: str | None) -> Self:
         client = copy.copy(self)

@@ -90,6 +90,35 @@ def test_an_abandoned_stream_may_be_collected_on_any_thread(threaded_router: Fak
     client.close()
 
 
+def test_a_client_that_nobody_holds_ends_its_thread(threaded_router: FakeRouter) -> None:
+    client = tandem.Client(threaded_router.address, timeout=10)
+    thread = client._background._thread
+    caller = client.acting_for(None)
+    del client
+    gc.collect()
+    events = caller.stream(prompt="")
+    del caller
+    gc.collect()
+    assert "".join(event.text for event in events) == STORY
+    del events
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_client_and_its_stream_may_be_dropped_together(client: tandem.Client, threaded_router: FakeRouter) -> None:
+    dropped = tandem.Client(threaded_router.address, timeout=10)
+    thread = dropped._background._thread
+    threaded_router.script.hold_after_messages = 2
+    events = dropped.stream(prompt="")
+    next(events)
+    del dropped, events
+    gc.collect()
+    wait_until(client, threaded_router.script.cancelled)
+    thread.join(20)
+    assert not thread.is_alive()
+
+
 LEAVES_A_STREAM = """
 import sys, tandem
 client = tandem.Client(sys.argv[1])

@@ -1,6 +1,6 @@
 """Core lending: two workers on one machine are partners; while one is idle, the other may use its cores.
 
-`tandem up` creates a small file, the core table, and gives each prefill worker a decode worker as partner. Each worker
+`tandem up` creates a small file, the core table, and gives each worker a partner, if there is one. Each worker
 owns the line of its first core. The line has three words: the time since the worker is busy, or 0; its process id; the
 time since one of its steps runs on the partner's cores, or 0.
 

@@ -133,7 +133,8 @@ class Engine:
             self._speculator.drafter.use_cores(lent)
             batch = self._speculator.extend(scheduled, self.scheduler)
             self.num_step_tokens += batch.num_tokens - scheduled.num_tokens
-        on_layers = self._between_layers if lent and self._on_layers else self._on_layers
+        has_prompt = batch.num_tokens > batch.num_decodes
+        on_layers = self._between_layers if lent and (has_prompt or self._on_layers) else self._on_layers
         self._in_flight.append(_Step(scheduled, batch, self._runner.begin(batch, on_layers), begun_s))
 
     def _finish_oldest(self) -> tuple[ScheduledBatch, list[SequenceOutput]]:
@@ -150,9 +151,9 @@ class Engine:
         return step.batch, self.scheduler.update(step.batch, outputs)
 
     def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
-        """Layer hook of a step on lent cores: announce the layers, then return the cores if the partner needs them."""
-        assert self._on_layers is not None
-        self._on_layers(batch, first, count)
+        """Layer hook of a prompt on lent cores: announce the layers, then return the cores if the partner needs them."""
+        if self._on_layers is not None:
+            self._on_layers(batch, first, count)
         if self._cores.must_yield():
             self._runner.use_cores(())
             self._cores.end_step()

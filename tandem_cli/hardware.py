@@ -21,6 +21,7 @@ from mesh.domain.host import Cores
 # With at least this many cores, a mesh without prefill workers leaves one core to the router.
 _MANY_CORES = 4
 _ANY = "auto"
+_OTHER_ROLE = {"prefill": "decode", "decode": "prefill"}
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -71,10 +72,13 @@ class CoreAssignment:
         return assignments
 
     def lent_to(self, role: str, number: int) -> Cores:
-        """Cores that the worker may borrow: those of its partner, the worker of the other role with the same number."""
-        partners = self.decode if role == "prefill" else self.prefill
-        have_ranks = any(self._num_ranks(name, number) > 1 for name in ("prefill", "decode"))
-        return partners[number] if self.is_exclusive and number < len(partners) and not have_ranks else ()
+        """Cores that the worker may borrow: those of its partner, the worker of the other role with the same number.
+        Without prefill workers, decode workers 0 and 1 are partners, 2 and 3, and so on.
+        """
+        partner, other_role = (number, _OTHER_ROLE[role]) if self.prefill else (number ^ 1, role)
+        partners = self.prefill if other_role == "prefill" else self.decode
+        have_ranks = self._num_ranks(role, number) > 1 or self._num_ranks(other_role, partner) > 1
+        return partners[partner] if self.is_exclusive and partner < len(partners) and not have_ranks else ()
 
     def _num_ranks(self, role: str, number: int) -> int:
         ranks = self.prefill_ranks if role == "prefill" else self.decode_ranks
@@ -91,7 +95,7 @@ class CoreAssignment:
         reason = (
             "so prefill does not delay decode" if self.is_exclusive else f"fewer cores than {sharing}: some are shared"
         )
-        is_lending = any(self.lent_to("prefill", number) for number in range(len(self.prefill)))
+        is_lending = any(self.lent_to("decode", number) for number in range(len(self.decode)))
         lending = "; partners lend their cores while idle" if is_lending else ""
         of_model = f" of {model}" if model else ""
         return (

@@ -105,6 +105,15 @@ def test_partners_lend_each_other_their_cores_unless_they_share_them() -> None:
     assert assign_cores([0], num_prefill=1, num_decode=1).lent_to("decode", 0) == ()
 
 
+def test_decode_workers_alone_are_partners_two_by_two() -> None:
+    cores = assign_cores(range(3), num_prefill=0, num_decode=3)
+    assert [cores.lent_to("decode", number) for number in range(3)] == [(1,), (0,), ()]
+    assert "partners lend their cores" in cores.describe()
+    cores = assign_cores(range(3), num_prefill=0, num_decode=2, ranks=[2, 1])
+    assert [cores.lent_to("decode", number) for number in range(2)] == [(), ()]
+    assert "lend" not in assign_cores(range(3), num_prefill=0, num_decode=1).describe()
+
+
 def test_who_runs_where_is_said_in_a_line() -> None:
     assert assign_cores([0, 1], num_prefill=1, num_decode=1).describe() == (
         "cores: prefill-0 on 0, decode-0 on 1 "

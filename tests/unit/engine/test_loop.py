@@ -138,6 +138,18 @@ async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) ->
     assert rig.cores.num_ended == 2
 
 
+async def test_a_prompt_that_nobody_sends_on_gives_lent_cores_back_between_layers_too(rig: Rig) -> None:
+    engine = Engine(rig.scheduler, rig.runner, cores=rig.cores)
+    rig.cores.wanted_back = True
+    rig.scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=3)))
+    engine.step()
+    assert rig.runner.lent_cores == [(7,), ()]
+    rig.cores.set_idle()  # lends for a step of one token, which is short
+    rig.cores.num_ended = 0
+    engine.step()
+    assert rig.runner.lent_cores == [(7,), (), (7,)]
+
+
 async def test_engine_that_cannot_go_on_waits_instead_of_spinning(rig: Rig) -> None:
     holder = SequenceState(make_request("holder", range(1, 25)))
     await rig.loop.call(lambda scheduler: scheduler.reserve(holder))

@@ -151,7 +151,7 @@ class Engine:
         return step.batch, self.scheduler.update(step.batch, outputs)
 
     def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
-        """Layer hook of a prompt on lent cores: announce the layers, then return the cores if the partner needs them."""
+        """Layer hook on lent cores: announce the layers, then return the cores if the partner needs them."""
         if self._on_layers is not None:
             self._on_layers(batch, first, count)
         if self._cores.must_yield():

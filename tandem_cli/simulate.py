@@ -263,7 +263,10 @@ def _positive(text: str) -> float:
 
 
 def _not_negative(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
+    return value
 
 
 def _count(text: str) -> int:

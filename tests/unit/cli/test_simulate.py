@@ -98,3 +98,9 @@ def test_a_model_on_a_device_is_simulated_at_its_best(rule: str, capsys: pytest.
 def test_wrong_words(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], measured: str) -> None:
     assert main(["simulate", measured, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_spread_may_be_0_and_not_less(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--rate=1", "--spread=-1"])
+    assert "argument --spread: must be >= 0, got -1" in capsys.readouterr().err

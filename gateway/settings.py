@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import MappingProxyType
 
 from mesh.domain.errors import ConfigurationError
@@ -112,6 +113,8 @@ class GatewaySettings(ProcessSettings):
             if getattr(self, name) not in allowed:
                 raise ConfigurationError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         parse_properties(self.handler_properties)
+        if self.handler and not Path(self.handler).is_file():
+            raise ConfigurationError(f"handler must be a file with Python code, and {self.handler} is none")
         if not self.router_tls and (self.router_tls_ca or self.router_tls_name):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
 

@@ -107,7 +107,7 @@ class Traffic:
 
     def share_out(self, name: str, shares: Shares) -> None:
         """Give the revisions of a name these shares from the next request on. Raises InvalidRequest."""
-        kept = {model: weight for model, weight in shares.items() if weight != 0}
+        kept = _above_zero(shares)
         self._require_valid(name, kept)
         set_at = max(self.table.set_at.get(name, 0) + 1, time.time_ns() // 1000)
         self.adopt(TrafficTable({name: kept}, {name: set_at}))
@@ -182,14 +182,18 @@ class Traffic:
                 raise InvalidRequest(f"the share of {model} must be above 0, or 0 for none, got {weight:g}")
 
 
+def _above_zero(shares: Shares) -> Shares:
+    return {model: weight for model, weight in shares.items() if weight != 0}
+
+
 def parse_traffic(text: str) -> TrafficTable:
-    """Read `chat=v1:90,v2:10;other=...`. Raises ConfigurationError."""
+    """Read `chat=v1:90,v2:10;other=...`; a share of 0 is none. Raises ConfigurationError."""
     shares: dict[str, Shares] = {}
     for entry in filter(None, text.split(";")):
         name, _, revisions = entry.partition("=")
         try:
             pairs = (revision.rpartition(":") for revision in revisions.split(","))
-            shares[name.strip()] = {model.strip(): float(weight) for model, _, weight in pairs}
+            shares[name.strip()] = _above_zero({model.strip(): float(weight) for model, _, weight in pairs})
         except ValueError:
             raise ConfigurationError(f"traffic must be NAME=MODEL:SHARE,MODEL:SHARE;NAME=..., got {entry!r}") from None
     return TrafficTable(shares)

@@ -1,6 +1,7 @@
 """`tandem models` and `tandem traffic`: the served models, and the shares of requests that revisions of a model get."""
 
 import argparse
+import sys
 
 from rich.table import Table
 from rich.text import Text
@@ -49,6 +50,8 @@ def _share_out(args: argparse.Namespace) -> int:
         if shares:
             client.set_traffic(args.name, shares, timeout=_TIMEOUT_S)
         traffic = client.mesh(timeout=_TIMEOUT_S).traffic
+    if not args.name and not traffic:
+        print("no name stands for revisions; give one with: tandem traffic NAME MODEL=SHARE ...", file=sys.stderr)
     if args.name and args.name not in traffic:
         raise tandem.ModelNotFound(f"{args.name!r} stands for no revisions")
     for name in [args.name] if args.name else sorted(traffic):

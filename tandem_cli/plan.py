@@ -128,7 +128,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         help="dense arithmetic of the unlisted device, at the type of the weights",
     )
     device.add_argument(
-        "--memory-share", type=_positive, default=0.9, metavar="S", help="share of the memory for weights and KV (0.9)"
+        "--memory-share", type=_share, default=0.9, metavar="S", help="share of the memory for weights and KV (0.9)"
     )
 
 
@@ -361,6 +361,13 @@ def _positive(text: str) -> float:
     value = float(text)
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
+    return value
+
+
+def _share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
     return value
 
 

@@ -138,6 +138,8 @@ def run(args: argparse.Namespace) -> int:
     )
     if len(names := [name for name, is_given in changes if is_given]) > 1:
         raise ConfigurationError(f"use either {' or '.join(names)}")
+    if args.scale_rule and args.min_workers > args.max_workers:
+        raise ConfigurationError(f"--min-workers {args.min_workers} is more than --max-workers {args.max_workers}")
     profile = _profile(args)
     arrivals = _arrivals(args, profile)
     if args.write_trace is not None:
@@ -263,7 +265,10 @@ def _positive(text: str) -> float:
 
 
 def _not_negative(text: str) -> float:
-    return 0.0 if float(text) == 0 else _positive(text)
+    value = float(text)
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
+    return value
 
 
 def _count(text: str) -> int:

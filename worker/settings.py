@@ -63,11 +63,13 @@ def parse_transports(names: str) -> tuple[str, ...]:
 def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
     """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
     unprotected = [name for name in transports if not KV_TRANSPORTS[name]]
-    is_open = not is_loopback(settings.host) or not _LISTENING_EVERYWHERE.isdisjoint(transports)
-    if unprotected and is_open and not settings.trust_fabric:
+    if is_loopback(settings.host):
+        unprotected = [name for name in unprotected if name in _LISTENING_EVERYWHERE]
+    if unprotected and not settings.trust_fabric:
+        named = " and ".join(unprotected)
         raise ConfigurationError(
-            f"kv_transports names {', '.join(unprotected)}, which neither authenticates nor encrypts, and host is "
-            f"{settings.host}: set trust_fabric if nobody else can use that network, or leave {unprotected[0]} out"
+            f"kv_transports names {named}, without authentication and encryption, and host is {settings.host}: "
+            f"set trust_fabric if nobody else can use that network, or leave {named} out"
         )
 
 

@@ -181,8 +181,10 @@ def read_measured(path: Path, input_tokens: int) -> dict[str, float]:
                 times_ms.setdefault(PREFILL, float(figures["ttft_p50_ms"]["median"]))
             if "tpot_p50_ms" in figures:
                 times_ms.setdefault(decode_name(round(case["value"])), float(figures["tpot_p50_ms"]["median"]))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigurationError(f"{path} holds no results of tandem bench: {error!r}") from error
+    except OSError as error:
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigurationError(f"{path} holds no results of tandem bench") from error
     if not times_ms:
         raise ConfigurationError(f"{path} has no closed loop with prompts of {input_tokens} tokens")
     return times_ms

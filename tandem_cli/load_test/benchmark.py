@@ -89,10 +89,13 @@ class Benchmark:
             "output_tokens": (self.output_tokens,),
             "repeats": (self.repeats,),
             "num_requests": () if self.num_requests is None else (self.num_requests,),
-            "streams": (self.burst.num_streams, self.burst.stream_tokens),
+            "streams": (self.burst.num_streams,),
+            "stream_tokens": (self.burst.stream_tokens,),
             "burst_tokens": (self.burst.tokens,),
             "price_per_hour": () if self.price_per_hour is None else (self.price_per_hour,),
-            "slo": (self.slo.ttft_ms, self.slo.tpot_ms, self.slo.share),
+            "slo_ttft_ms": (self.slo.ttft_ms,),
+            "slo_tpot_ms": (self.slo.tpot_ms,),
+            "slo_share": (self.slo.share,),
         }
         for name, values in limits.items():
             if not all(0 < value < float("inf") for value in values):

@@ -136,6 +136,7 @@ async def own_mesh(flags: Sequence[str], pace: str = "") -> AsyncIterator[str]:
         try:
             ready = (await process.stdout.readline()).decode().split()
             if not ready:
+                await process.wait()  # its end is near; a signal at this moment would take its status from asyncio
                 lines = log.read_text(errors="replace").splitlines()[-_NUM_LOG_LINES:]
                 raise RunFailed(f"the mesh did not start: {'; '.join(lines) or 'it wrote no log'}")
             yield ready[1]

@@ -125,8 +125,8 @@ class MeshProfile:
             raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
         except ValidationError as error:
             first = error.errors()[0]
-            field = ".".join(map(str, first["loc"]))
-            raise ConfigurationError(f"{path} is no profile of a mesh: {field}: {first['msg']}") from error
+            where = [".".join(map(str, first["loc"]))] if first["loc"] else []
+            raise ConfigurationError(": ".join([f"{path} is no profile of a mesh", *where, first["msg"]])) from error
 
 
 def best_case(capacity: Capacity, about: str, max_model_len: int, link_gbit_per_s: float) -> MeshProfile:

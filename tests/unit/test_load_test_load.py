@@ -12,8 +12,8 @@ import pytest
 
 from bench.closed_loop import Workload, run_closed_loop
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.load_test.benchmark import PRESETS, Benchmark, Case, Kind
-from tandem_cli.load_test.figures import Failed, Outcome
+from tandem_cli.load_test.benchmark import PRESETS, Benchmark, BurstShape, Case, Kind
+from tandem_cli.load_test.figures import Failed, Outcome, Slo
 from tandem_cli.load_test.jobs import Job, Lengths, random_jobs, read_jobs, read_trace
 from tandem_cli.load_test.load import LoadGenerator, OnToken, Reply, poisson_arrivals
 
@@ -117,6 +117,8 @@ def test_runs_of_a_plan_share_no_prompt() -> None:
         ({"kind": Kind.RATE, "values": (1, -2)}, "rate must be > 0"),
         ({"repeats": 0}, "repeats must be > 0"),
         ({"warmup": -1}, "warmup"),
+        ({"burst": BurstShape(num_streams=0)}, "streams must be > 0, got 0$"),
+        ({"slo": Slo(tpot_ms=0)}, "slo_tpot_ms must be > 0, got 0$"),
     ],
 )
 def test_wrong_plans(wrong: dict[str, object], said: str) -> None:

@@ -213,6 +213,12 @@ def test_properties_are_strings(given: str) -> None:
         GatewaySettings(handler_properties=given)
 
 
+def test_a_file_that_is_not_there_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    for handler in (tmp_path / "model.py", tmp_path):
+        with pytest.raises(ConfigurationError, match=f"handler must be a file with Python code, and {handler} is none"):
+            GatewaySettings(handler=str(handler))
+
+
 async def test_requirements_are_not_installed(
     with_handler: Make, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """`tandem bench` against a fake router: table, file, plots, wrong options."""
 
+import asyncio
 import json
 from collections import deque
 from collections.abc import Callable
@@ -8,6 +9,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from tandem_cli.load_test.endpoints import own_mesh
+from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.main import main
 from tests.fakes.sdk_router import FakeRouter, Refusal
 
@@ -90,6 +93,16 @@ def test_errors_are_shown_and_nothing_but_errors_is_a_failure(bench: Run, thread
         1,
         "tandem: no request of the warm-up succeeded: Overloaded: full",
     )
+
+
+async def test_a_mesh_that_ends_by_itself_gets_no_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sending one would take its exit status, and asyncio would complain of an unknown child."""
+    signals: list[int] = []
+    monkeypatch.setattr(asyncio.subprocess.Process, "send_signal", lambda _, number: signals.append(number))
+    with pytest.raises(RunFailed, match="the mesh did not start: tandem up: there is no option --prefil; did you mean"):
+        async with own_mesh(["--prefil", "1"]):
+            pass
+    assert signals == []
 
 
 @pytest.mark.parametrize(

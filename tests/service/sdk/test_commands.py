@@ -166,7 +166,9 @@ def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRoute
 
 
 def test_traffic_is_set_and_shown(run: Run, threaded_router: FakeRouter) -> None:
-    assert run("traffic")[:2] == (0, "")
+    status, out, err = run("traffic")
+    assert (status, out) == (0, "")
+    assert err == "no name stands for revisions; give one with: tandem traffic NAME MODEL=SHARE ...\n"
     assert run("traffic", "chat", "v1=3", "v2=1")[:2] == (0, "chat: v1 75 %, v2 25 %\n")
     assert threaded_router.mesh.traffic == {"chat": {"v1": 3, "v2": 1}}
     assert run("traffic", "other", "v3=1")[:2] == (0, "other: v3 100 %\n")

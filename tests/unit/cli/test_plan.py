@@ -104,7 +104,8 @@ def test_measured_figures_come_beside(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--bandwidth", "100"], "together"),
         (["--memory", "1", "--bandwidth", "1", "--flops", "1"], "together"),
         (["--batch", "0"], "must be >= 1"),
-        (["--measured", "/nowhere"], "holds no results"),
+        (["--memory-share", "1.5"], "must be in (0, 1], got 1.5"),
+        (["--measured", "/nowhere"], "cannot read /nowhere: No such file or directory"),
         (["--measure"], "on this machine, not on h100-sxm"),
     ],
 )
@@ -116,6 +117,13 @@ def test_what_makes_no_sense_is_one_line(flags: list[str], said: str, capsys: py
     captured = capsys.readouterr()
     assert (status, captured.out, captured.err.count("\n")) == (2, "", 1)
     assert said in captured.err
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"points": [{}]}'])
+def test_other_files_hold_no_results(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "other.json").write_text(content)
+    assert main([*ON_H100, "--measured", str(tmp_path / "other.json")]) == 2
+    assert capsys.readouterr().err == f"tandem: {tmp_path}/other.json holds no results of tandem bench\n"
 
 
 def test_a_file_without_such_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -93,8 +93,15 @@ def test_a_model_on_a_device_is_simulated_at_its_best(rule: str, capsys: pytest.
         (("--rate=1", "--sweep=2", "--scale-by-advice"), "use either --sweep or a rule that scales"),
         (("--rate=1", "--profile=none.json"), "cannot read none.json"),
         (("--rate=1", "--max-queued-requests=0"), "max_queued_requests must be >= 1"),
+        (("--rate=1", "--scale-rule", "--min-workers=9"), "--min-workers 9 is more than --max-workers 8"),
     ],
 )
 def test_wrong_words(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], measured: str) -> None:
     assert main(["simulate", measured, *flags]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_spread_may_be_0_and_not_less(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", "--rate=1", "--spread=-1"])
+    assert "argument --spread: must be >= 0, got -1" in capsys.readouterr().err

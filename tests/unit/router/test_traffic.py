@@ -142,6 +142,12 @@ def test_wrong_settings_are_refused(text: str) -> None:
         Served(text)
 
 
+def test_a_share_of_0_in_the_settings_is_none() -> None:
+    assert Served("chat=a:100,b:0").traffic.table.shares == {"chat": {"a": 100.0}}
+    with pytest.raises(ConfigurationError, match="traffic: 'chat' needs a revision with a share above 0"):
+        Served("chat=a:0,b:0")
+
+
 def test_other_routers_read_what_this_one_writes() -> None:
     served = Served("chat=a:90,b:10;other=c:1")
     served.traffic.share_out("chat", {"a": 80, "b": 20, "c": 0})

@@ -50,6 +50,9 @@ def test_a_bad_profile_names_the_field(tmp_path: Path) -> None:
     file.write_text(json.dumps(saved))
     with pytest.raises(ConfigurationError, match=r"is no profile of a mesh: decode\.num_blocks"):
         MeshProfile.load(file)
+    file.write_text("{")
+    with pytest.raises(ConfigurationError, match="is no profile of a mesh: Invalid JSON"):
+        MeshProfile.load(file)
     with pytest.raises(ConfigurationError, match="cannot read"):
         MeshProfile.load(tmp_path / "none")
 

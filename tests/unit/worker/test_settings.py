@@ -66,6 +66,14 @@ def test_transports_that_listen_everywhere_need_a_trusted_network_also_on_loopba
     role(**named, trust_fabric=True)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("host", "named"), [("127.0.0.1", "nixl"), ("10.0.0.1", "gloo and nixl")], ids=["loopback", "beyond"]
+)
+def test_exactly_the_transports_that_are_in_the_way_are_named(host: str, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"names {named}, .* or leave {named} out"):
+        DecodeSettings(model="m", registry_address="none", host=host, kv_transports="shm,gloo,nixl")
+
+
 @pytest.mark.parametrize("role", ROLES)
 def test_names_may_have_spaces_around_them(role: type[PrefillSettings | DecodeSettings]) -> None:
     settings = role(model="m", registry_address="none", kv_transports=" grpc , shm")

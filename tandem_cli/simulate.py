@@ -169,6 +169,9 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
             raise ConfigurationError("a trace has its own arrivals: leave out --rate and --day")
         return trace.read(args.trace)
     max_total = profile.decode.max_model_len
+    if args.input_tokens + args.output_tokens > max_total:
+        lengths = f"--input-tokens {args.input_tokens} and --output-tokens {args.output_tokens}"
+        raise ConfigurationError(f"{lengths} do not fit: the model has a context of {max_total:,} tokens")
     mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, max_total, args.shift)
     if args.day is not None:
         return trace.day(args.day, mix, args.seed)

@@ -33,6 +33,7 @@ _REASONS = {
     "unreachable": "there is no route to it",
     "No route to host": "there is no route to it",
     "imed out": "it does not answer",
+    "Handshake read failed": "it ended the connection before TLS was agreed",
 }
 """What gRPC's messages about a connection that was not made mean, by a part of the message."""
 

@@ -102,8 +102,8 @@ def _add_profile(parser: CommandParser) -> None:
 
 def _add_mesh(parser: CommandParser) -> None:
     group = parser.add_argument_group("mesh")
-    group.add_argument("--prefill", type=_not_negative_count, default=1, metavar="N", help="prefill workers (1)")
-    group.add_argument("--decode", type=_count, default=1, metavar="N", help="decode workers (1)")
+    group.add_argument("--prefill", type=_not_negative_count, metavar="N", help="prefill workers (1)")
+    group.add_argument("--decode", type=_count, metavar="N", help="decode workers (1)")
     group.add_argument("--sweep", type=_count, metavar="N", help="N workers, divided between the roles in each way")
     for field in fields(RouterSettings):
         if field.name in _ROUTER_SETTINGS:
@@ -138,13 +138,16 @@ def run(args: argparse.Namespace) -> int:
     )
     if len(names := [name for name, is_given in changes if is_given]) > 1:
         raise ConfigurationError(f"use either {' or '.join(names)}")
+    workers = (1 if args.prefill is None else args.prefill, 1 if args.decode is None else args.decode)
+    if args.sweep is not None and (args.prefill, args.decode) != (None, None):
+        raise ConfigurationError("--sweep divides its workers between the roles: leave out --prefill and --decode")
     if args.scale_rule and args.min_workers > args.max_workers:
         raise ConfigurationError(f"--min-workers {args.min_workers} is more than --max-workers {args.max_workers}")
     profile = _profile(args)
     arrivals = _arrivals(args, profile)
     if args.write_trace is not None:
         trace.write(args.write_trace, arrivals)
-    result = _sweep(args, profile, arrivals) if args.sweep is not None else _run_once(args, profile, arrivals)
+    result = _sweep(args, profile, arrivals) if args.sweep is not None else _run_once(args, profile, arrivals, workers)
     if args.json:
         sys.stdout.write(json.dumps({"profile": asdict(profile), "num_requests": len(arrivals), **result}) + "\n")
     return 0
@@ -180,7 +183,9 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
     return trace.steady(args.rate, args.duration, mix, args.seed)
 
 
-def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival]) -> dict[str, object]:
+def _run_once(
+    args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence[trace.Arrival], workers: tuple[int, int]
+) -> dict[str, object]:
     watch, settings = None, _settings(args)
     if settings.switch_roles:
         from tandem_cli.simulation.switching import switching
@@ -193,7 +198,7 @@ def _run_once(args: argparse.Namespace, profile: MeshProfile, arrivals: Sequence
         watch = scaling(limits, args.scale_rule)
     slo, console = _slo(args), wide_console()
     with _showing(len(arrivals)) as progress:
-        observed = _observe(args, profile, arrivals, (args.prefill, args.decode), progress, watch)
+        observed = _observe(args, profile, arrivals, workers, progress, watch)
     measured = figures(observed, slo, args.price_per_hour)
     hours, errors = by_hour(observed, slo), count_errors(observed.records)
     if not args.json:

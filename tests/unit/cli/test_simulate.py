@@ -94,6 +94,7 @@ def test_a_model_on_a_device_is_simulated_at_its_best(rule: str, capsys: pytest.
         (("--rate=1", "--profile=none.json"), "cannot read none.json"),
         (("--rate=1", "--max-queued-requests=0"), "max_queued_requests must be >= 1"),
         (("--rate=1", "--scale-rule", "--min-workers=9"), "--min-workers 9 is more than --max-workers 8"),
+        (("--rate=1", "--sweep=2", "--prefill=0"), "--sweep divides its workers between the roles"),
         (("--rate=1", "--input-tokens=100000"), "--input-tokens 100000 and --output-tokens 64 do not fit: the model"),
     ],
 )

@@ -157,7 +157,10 @@ def messages_of(body: ChatBody) -> list[Json]:
 
 
 def _message(message: Message) -> Json:
-    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) is not None}
+    """No calls is the same as an empty list of them, which other servers answer and clients send back: templates would
+    show calls in place of the content.
+    """
+    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) not in (None, [])}
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
@@ -165,12 +168,13 @@ def _message(message: Message) -> Json:
 
 def _read_arguments(call: Json) -> None:
     """Replace JSON text by the parsed object, because templates serialise arguments themselves. Text that is no JSON,
-    or has numbers or halves of characters that JSON text cannot have, stays as it is.
+    or has numbers or halves of characters that JSON text cannot have, stays as it is. A call without arguments has an
+    empty object, also if the client wrote an empty text or nothing.
     """
     function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    if isinstance(function, dict) and isinstance(function.get("arguments") or "", str):
         try:
-            value = json.loads(function["arguments"])
+            value = json.loads(function.get("arguments") or "{}")
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return

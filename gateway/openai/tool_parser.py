@@ -104,7 +104,8 @@ class ToolCallParser:
 
     def __init__(self, style: ToolFormat, names: Collection[str]) -> None:
         self._style = style
-        self._names = frozenset(names)
+        # The longest first: the end of a longer name looks like the id behind a shorter one.
+        self._names = tuple(sorted(set(names), key=len, reverse=True))
         self._state = _State.TEXT
         self._buffer = ""
         self._raw = ""  # text since the marker, until a call has begun

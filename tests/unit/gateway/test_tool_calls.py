@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.parameters import messages_of
 from gateway.openai.reading import CallDeltas, build_message, make_deltas
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
-from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
+from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, CallBegun, ToolCallParser, ToolFormat
 from tandem import FinishReason, InvalidRequest
 from tests.defects import Repaired
 
@@ -100,6 +101,35 @@ CASES: list[tuple[str, str, Found]] = [
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 def test_calls(name: str, text: str, expected: Found, size: int) -> None:
     assert read(TOOL_FORMATS[name], text, size) == expected
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_name_that_begins_a_longer_one(number: int) -> None:
+    """The rest of the longer name has as many characters as the id behind a shorter one."""
+    short, long = f"search{number}", f"search{number}Documents"
+    for written, called in ((long, long), (f"{short}abcDEF123", short), (short, short)):
+        parser = ToolCallParser(TOOL_FORMATS["mistral"], [short, long])
+        begun = [
+            piece for char in f'{written}{{"q": 1}}' for piece in parser.push(char) if isinstance(piece, CallBegun)
+        ]
+        assert [piece.name for piece in begun] == [called]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [({"arguments": '{"a": 1}'}, {"a": 1}), ({"arguments": ""}, {}), ({"arguments": None}, {}), ({}, {})],
+)
+def test_calls_of_earlier_turns_have_arguments(arguments: dict[str, Any], shown: Any) -> None:
+    """Chat templates write them as JSON, and some clients leave out arguments that are none."""
+    turn = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", **arguments}}]}
+    [message] = messages_of(ChatBody.model_validate({"messages": [turn]}))
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": shown}
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    """Servers answer it and clients send it back; chat templates would show no content beside it, or fail."""
+    turn = {"role": "assistant", "content": "Fine.", "tool_calls": []}
+    assert messages_of(ChatBody.model_validate({"messages": [turn]})) == [{"role": "assistant", "content": "Fine."}]
 
 
 @pytest.mark.parametrize("text", [f"[{ADD}, {LOOK}]", f"{ADD}"])

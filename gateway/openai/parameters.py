@@ -54,9 +54,9 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
         if structure_arguments(body):
             raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
         arguments |= tool_use.structure()
-    elif tool_use is not None and tool_use.is_tagged and body.skip_special_tokens is None:
-        arguments["skip_special_tokens"] = False  # in some checkpoints the tags are control tokens
-        arguments["include_eos"] = False  # which the client would not see without them
+    elif tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
+        arguments["skip_special_tokens"] = False
+        arguments["include_eos"] = False  # which a client would not see without the others
     return arguments
 
 

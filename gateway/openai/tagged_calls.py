@@ -49,6 +49,7 @@ class TaggedFormat:
     call_ends: tuple[str, ...] = ()
     closings: tuple[str, ...] = ()
 
+    has_control_marks: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"
     num_id_chars: ClassVar[int] = 24
 

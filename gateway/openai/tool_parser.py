@@ -53,7 +53,8 @@ class ToolFormat:
     """The format in which a family of models writes calls.
 
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
-    `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments.
+    `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments. `has_control_marks`:
+    in some checkpoints the markers are control tokens, without which calls behind other text would be text.
     """
 
     start: str
@@ -61,15 +62,16 @@ class ToolFormat:
     bare: bool = False
     only_calls: bool = False
     named: bool = False
+    has_control_marks: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+        "hermes": ToolFormat("<tool_call>", "</tool_call>", has_control_marks=True),
         "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
-        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, num_id_chars=9),
+        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, has_control_marks=True, num_id_chars=9),
         "phi4_mini_json": ToolFormat("functools", bare=True),
         "granite": ToolFormat("<|tool_call|>", bare=True),
     }

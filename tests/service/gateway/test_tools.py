@@ -120,6 +120,22 @@ async def test_the_format_of_an_adapter_is_its_models() -> None:
     assert listed == [("fake", None), ("second", None), ("tuned", "second"), ("fake", "second")]
 
 
+@pytest.mark.parametrize(("name", "call"), [("mistral", f"[TOOL_CALLS][{CALL}]"), ("hermes", f"<tool_call>{CALL}")])
+async def test_calls_behind_text_where_marks_are_control_tokens(name: str, call: str) -> None:
+    """Without its marks such a call would be text, as it is not at the beginning."""
+    async with running_gateway(Script(story=f"I look.\n{call}", tool_call_format=name)) as gateway:
+        async with client_of(gateway) as client:
+            answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+            await client.chat.completions.create(model="fake", messages=MESSAGES)
+        assert answer.choices[0].message.content == "I look."
+        assert [made.function.name for made in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
+        with_tools, without = (request.output for request in gateway.script.requests)
+        assert with_tools.HasField("skip_special_tokens")
+        assert not with_tools.skip_special_tokens
+        assert with_tools.HasField("include_eos")
+        assert not without.HasField("skip_special_tokens"), "there is nothing to look for"
+
+
 TAGGED = {
     "qwen3_coder": "<tool_call>\n<function=count>\n<parameter=city>\nZürich\n</parameter>\n<parameter=days>\n3\n"
     "</parameter>\n</function>\n</tool_call>",

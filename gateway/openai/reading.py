@@ -11,11 +11,11 @@ from typing import Literal, Protocol
 from uuid import uuid4
 
 from gateway.exchange import Exchange
+from gateway.openai.call_reader import CallArguments, Piece, Text
 from gateway.openai.parameters import chat_arguments
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
-from gateway.openai.tool_parser import CallArguments, Piece, Text
 from gateway.schema import Json, structure_arguments
 from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 

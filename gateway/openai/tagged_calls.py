@@ -17,7 +17,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import ClassVar, NoReturn
 
-from gateway.openai.tool_parser import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
+from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
 from gateway.schema import Json
 
 _MAX_HEAD_CHARS = 128  # no head is longer, without its name; text that is no call is held back for as long

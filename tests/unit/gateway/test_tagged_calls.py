@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.call_reader import CallBegun
 from gateway.openai.reading import CallDeltas, build_message
 from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, as_json, parameter_types
 from gateway.openai.tool_choice import CALL_FORMATS
-from gateway.openai.tool_parser import CallBegun
 from gateway.settings import TOOL_CALL_PARSERS
 from tests.unit.gateway.test_tool_calls import num_lines_run
 

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.call_reader import CallBegun
 from gateway.openai.parameters import messages_of
 from gateway.openai.reading import CallDeltas, build_message, make_deltas
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
-from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, CallBegun, ToolCallParser, ToolFormat
+from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
 from tandem import FinishReason, InvalidRequest
 from tests.defects import Repaired
 
@@ -70,6 +71,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("llama3_json", f"Use {LOOK}", (f"Use {LOOK}", [])),
     ("mistral", f"[TOOL_CALLS] [{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
     ("mistral", f"[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("mistral", f"[TOOL_CALLS] [{ADD}] [TOOL_CALLS] [{LOOK}]", (None, [SUM, LOOKED])),
     ("mistral", "[1] is a note", ("[1] is a note", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
     ("mistral", f"[TOOL_CALLS]add[ARGS]{SUM[1]}", (None, [SUM])),
@@ -312,6 +314,18 @@ def test_the_work_grows_with_the_text_not_faster(order: str) -> None:
     assert work(1000) < 2.5 * work(500)
 
 
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+def test_blanks_behind_a_call_cost_the_same_each(name: str) -> None:
+    """They are held back, because a mark may follow."""
+
+    def work(num_blanks: int) -> int:
+        parser = ToolCallParser(TOOL_FORMATS[name], NAMES)
+        parser.push(f"[{ADD}]")
+        return sum(num_lines_run(parser, "\n") for _ in range(num_blanks))
+
+    assert work(200) < 2.5 * work(100)
+
+
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_parallel_calls_may_be_turned_off(size: int) -> None:
     text = f"<tool_call>{ADD}</tool_call> and <tool_call>{LOOK}</tool_call>"
@@ -344,6 +358,10 @@ def test_calls_that_never_were_cost_no_more_at_once_than_in_pieces(name: str) ->
         ("mistral", f"[TOOL_CALLS]{ADD}[TOOL_CALLS][TOOL_CALLS]{LOOK}"),
         ("granite", f"<|tool_call|>{{<|tool_call|>]{ADD}"),
         ("granite", f"{ADD},<|tool"),
+        ("granite", f"{ADD}; <|tool_call|><|tool_call|>{LOOK}"),
+        ("llama3_json", f"{ADD} ; <|python_tag|>"),
+        ("mistral", f"[{ADD}], [TOOL_CALLS][TOOL_CALLS]{LOOK}"),
+        ("mistral", f"{ADD}]\n[TOOL"),
     ],
 )
 def test_marks_in_odd_places_read_the_same_however_they_come(name: str, text: str) -> None:

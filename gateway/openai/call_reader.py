@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 _ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", "id", "type", *_ARGUMENTS)
+_WITHOUT_MEANING = "id"
+_KEYS = ("name", _WITHOUT_MEANING, "type", *_ARGUMENTS)
 # Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
 _HALF = re.compile("[\ud800-\udfff]")
 
@@ -83,7 +84,8 @@ class CallReader:
             yield from self._end_value()
             yield from self._end()
         elif is_mark and char == ":" and not self._is_value:
-            self._key = _parse_string("".join(self._member))
+            # A call that has begun stays one: what it has beside its arguments means nothing.
+            self._key = _WITHOUT_MEANING if self.has_begun else _parse_string("".join(self._member))
             if self._key not in _KEYS:
                 raise NotACall
             self._begin_member(is_value=True)

@@ -24,6 +24,7 @@ SUM = ("add", '{"a": 1, "b": [2, {"c": "}\\"{"}]}')
 LOOK = '{"name": "look_up", "parameters": {"q": "für"}}'
 LOOKED = ("look_up", '{"q": "für"}')
 UNKNOWN = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
+NOTED = f'<tool_call>{{"note": 1, {ADD[1:]}</tool_call>'
 JSON = '{"weather": "fine", "name": "add"}'
 # Arguments with half of a surrogate pair, and these as a text in JSON, whose escape is not one of the inner JSON.
 HALF, HALF_IN_TEXT = r'{"a": "\ud83d"}', r'"{\"a\": \"\ud83d\"}"'
@@ -57,6 +58,8 @@ CASES: list[tuple[str, str, Found]] = [
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', (None, [("add", '{"a": 1}')])),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {HALF_IN_TEXT}}}</tool_call>', (None, [("add", HALF)])),
     ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (None, [("add", "{}")])),
+    ("hermes", f'<tool_call>{ADD[:-1]}, "note": {{"name": "}}"}}, "x": [1]}}</tool_call> Done.', (" Done.", [SUM])),
+    ("hermes", NOTED, (NOTED, [])),
     ("hermes", "1 < 2, <tool, <tool_call", ("1 < 2, <tool, <tool_call", [])),
     ("hermes", UNKNOWN, (UNKNOWN, [])),
     ("hermes", "<tool_call>nonsense</tool_call> x", ("<tool_call>nonsense</tool_call> x", [])),

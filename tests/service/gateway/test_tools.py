@@ -1,12 +1,15 @@
 """Tools with OpenAI's own Python client, unmodified."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.openai import reading
+from gateway.openai.tool_choice import parse_tool_use
 from tandem.v1 import generation_pb2 as pb
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
@@ -74,6 +77,29 @@ async def test_streams(gateway: RunningGateway, n: int) -> None:
         assert [each.finish_reason for each in own if each.finish_reason] == ["tool_calls"]
         scored = sum(len(each.logprobs.content or ()) for each in own if each.logprobs)
         assert scored == len(gateway.script.story.encode())
+
+
+async def test_large_tools_are_worked_on_beside_the_event_loop(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def parse(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse_tool_use(*arguments)
+
+    monkeypatch.setattr(reading, "parse_tool_use", parse)
+    gateway.script.story = CALL
+    async with client_of(gateway) as client:
+        for num_values in (1, 16_000):
+            schema = {"type": "object", "properties": {"city": {"enum": list(range(num_values))}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+            answer = await client.chat.completions.create(
+                model="fake", messages=MESSAGES, tools=tools, tool_choice="required"
+            )
+            assert answer.choices[0].finish_reason == "tool_calls"
+    assert threads[0] != threads[1]
+    assert threads[1].startswith("bodies")
 
 
 async def test_forced_calls(gateway: RunningGateway) -> None:

@@ -28,6 +28,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.config_json import read_json
+from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 
 MAX_RENDER_S = 1.0
@@ -35,7 +36,6 @@ MAX_RENDER_S = 1.0
 _REMOVED_GLOBALS = ("lipsum",)
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_OTHER_TEMPLATES = "additional_chat_templates/*.jinja"
 MAX_CHARS = 8 << 20
 # Errors that a template's code can raise, besides Jinja's own.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
@@ -239,7 +239,7 @@ class ChatTemplate:
         """
         config = read_json(model_dir / "tokenizer_config.json", optional=True)
         templates = _by_name(config.get("chat_template"))
-        for path in model_dir.glob(_OTHER_TEMPLATES):
+        for path in model_dir.glob(NAMED_TEMPLATES):
             templates[path.stem] = _read_text(path)
         path = model_dir / "chat_template.jinja"
         if path.exists():

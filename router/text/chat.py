@@ -393,8 +393,5 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     In the file they are strings, or objects with `content`.
     """
     entries = {key: config.get(key) for key in _TOKEN_KEYS}
-    return {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in entries.items()
-        if isinstance(value, str | dict)
-    }
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in entries.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}

@@ -128,6 +128,13 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     assert (template.render(TURNS), template.render(TURNS, '[{"type": "function"}]')) == ("file", "tools")
 
 
+@pytest.mark.parametrize("token", [{}, {"content": None}, {"content": 3}, 3, [], None])
+def test_a_special_token_without_text_is_none(tmp_path: Path, token: object) -> None:
+    template = ChatTemplate.load(write_config(tmp_path, bos_token=token, chat_template="[{{ bos_token }}]"))
+    assert template is not None
+    assert template.render(TURNS) == "[]"
+
+
 PHI = (
     "{% for message in messages %}{% if message['role'] == 'system' and 'tools' in message %}{{ '<|system|>' + "
     "message['content'] + '<|tool|>' + message['tools'] + '<|/tool|>' }}{% else %}{{ '<|' + message['role'] + '|>' + "

@@ -161,6 +161,8 @@ def _message(message: Message) -> Json:
     show calls in place of the content.
     """
     extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) not in (None, [])}
+    if isinstance(message.reasoning, str):
+        extra.setdefault("reasoning_content", message.reasoning)
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}

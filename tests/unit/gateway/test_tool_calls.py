@@ -137,6 +137,20 @@ def test_an_empty_list_of_calls_is_none() -> None:
     assert messages_of(ChatBody.model_validate({"messages": [turn]})) == [{"role": "assistant", "content": "Fine."}]
 
 
+@pytest.mark.parametrize(
+    ("members", "shown"),
+    [
+        ({"reasoning": "Hm."}, "Hm."),
+        ({"reasoning": "Other.", "reasoning_content": "Hm."}, "Hm."),
+        ({"reasoning": {"a": 1}}, None),
+    ],
+)
+def test_reasoning_of_earlier_turns_has_two_names(members: dict[str, Any], shown: str | None) -> None:
+    """Answers of vLLM have the shorter one, and transformers reads both."""
+    [message] = messages_of(ChatBody.model_validate({"messages": [{"role": "assistant", "content": "Hi", **members}]}))
+    assert message.get("reasoning_content") == shown
+
+
 @pytest.mark.parametrize("text", [f"[{ADD}, {LOOK}]", f"{ADD}"])
 def test_forced_answers_are_only_calls(text: str) -> None:
     assert read(FORCED_FORMAT, text, 3) == (None, [SUM, LOOKED] if text[0] == "[" else [SUM])

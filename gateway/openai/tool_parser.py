@@ -3,9 +3,8 @@
     text ─▶ TEXT ──marker──▶ BETWEEN ──{──▶ CALL ──}──▶ BETWEEN ──end marker, or anything else──▶ TEXT
 
 A call is a JSON object with `name` and `arguments` (or `parameters`), or, in some formats, a name before a JSON object
-of arguments. It is emitted as soon as its function is known
-and its arguments begin. An object that names no known function, or has other members, is not a call and is emitted as
-text: no text of the model is lost.
+of arguments. It is emitted as soon as its function is known and its arguments begin. An object that names no known
+function, or has other members before that, is not a call and is emitted as text: no text of the model is lost.
 """
 
 import re

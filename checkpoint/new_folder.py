@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from checkpoint.source import FILES
+from checkpoint.source import FILES, NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError
 
 
@@ -47,6 +47,9 @@ def copy_other_files(model_dir: Path, folder: Path, *, but: Collection[str] = ()
     for path in checkpoint_files(model_dir):
         if not is_of_weights(path) and path.name not in but:
             shutil.copyfile(path, folder / path.name)
+    for path in model_dir.glob(NAMED_TEMPLATES):
+        (folder / path.parent.name).mkdir(exist_ok=True)
+        shutil.copyfile(path, folder / path.parent.name / path.name)
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:

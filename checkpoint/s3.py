@@ -55,6 +55,8 @@ def download(uri: str, cache_dir: Path, on_progress: Progress) -> Path:
             if not objects:
                 raise ConfigurationError(f"{uri} holds no model files")
             folder = cache_dir / "s3" / _folder_name(client.meta.endpoint_url, bucket, prefix, objects)
+            if folder.exists():  # also in a cache that is only to be read
+                return folder
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():

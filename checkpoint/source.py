@@ -23,6 +23,11 @@ Progress = Callable[[float], None]
 FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt")
 """Patterns of a checkpoint's files, at its top level."""
 
+NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
+"""Pattern of chat templates that are not the default one, in the folder in which transformers saves them. They are read
+where they are, and copied with a folder, but not downloaded.
+"""
+
 NOT_FILES = ("*/*", "consolidated*.safetensors", "*.onnx.json")
 """Patterns of files to skip: folders, and copies of the weights in other formats."""
 

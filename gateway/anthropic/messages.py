@@ -34,7 +34,7 @@ async def messages(exchange: Exchange) -> Response:
     chat = await exchange.check(ChatBody, chat_of(body))
     field_names = ClientFieldNames.of(chat).renamed(NAMES, MessagesBody)
     with field_names.translating_errors():
-        arguments, reading = plan_chat(exchange, chat)
+        arguments, reading = await plan_chat(exchange, chat)
         renderer = MessageEvents(body.model or exchange.served_name, reading, body.stop_sequences or (), field_names)
         feed = exchange.feed([arguments])
         if body.stream:

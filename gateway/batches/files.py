@@ -112,8 +112,9 @@ def _parse(line: bytes, keeps_priority: bool) -> BatchRequest:
         raise ValueError("body must be a JSON object")
     if body.get("stream"):
         raise ValueError("a batch cannot stream: remove stream from the body")
-    lowest = {"priority": _LOWEST_PRIORITY}
-    return BatchRequest(custom_id, url, _sendable(custom_id, lowest | body if keeps_priority else body | lowest))
+    priority = body.get("priority") if keeps_priority else None
+    priority = _LOWEST_PRIORITY if priority is None else priority
+    return BatchRequest(custom_id, url, _sendable(custom_id, body | {"priority": priority}))
 
 
 def _sendable(custom_id: str, body: dict[str, Any]) -> bytes:

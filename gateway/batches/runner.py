@@ -96,7 +96,7 @@ class Batches:
         return self.state(batch)
 
     def state(self, batch: Json) -> Json:
-        """The batch with its counts of now, which are written down at its end only."""
+        """The batch with its counts of now, which are written down at its end and when the gateway stops."""
         run = self._runs.get(batch["id"])
         return batch if run is None else run.batch
 
@@ -150,8 +150,10 @@ class Run:
                 await self._answer_all()
             return "completed"
         except asyncio.CancelledError:
-            if self.batch["status"] != "cancelling":
-                raise  # the gateway stops
+            if self.batch["status"] != "cancelling":  # the gateway stops
+                with contextlib.suppress(OSError):
+                    self.shelf.save_batch(self.batch)  # with the counts so far: the time may end before it goes on
+                raise
             return "cancelled"
         except TimeoutError:
             return "expired"

@@ -33,7 +33,7 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
     field_names = ClientFieldNames.of(body)
     envelope = Envelope.new("chat.completion", "chatcmpl", body.model or exchange.served_name)
     with field_names.translating_errors():
-        arguments, reading = plan_chat(exchange, body)
+        arguments, reading = await plan_chat(exchange, body)
         feed = exchange.feed([arguments], body.n or 1)
         if body.stream:
             return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope, reading, field_names))

@@ -54,9 +54,9 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
         if structure_arguments(body):
             raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
         arguments |= tool_use.structure()
-    elif tool_use is not None and tool_use.is_tagged and body.skip_special_tokens is None:
-        arguments["skip_special_tokens"] = False  # in some checkpoints the tags are control tokens
-        arguments["include_eos"] = False  # which the client would not see without them
+    elif tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
+        arguments["skip_special_tokens"] = False
+        arguments["include_eos"] = False  # which a client would not see without the others
     return arguments
 
 
@@ -157,7 +157,12 @@ def messages_of(body: ChatBody) -> list[Json]:
 
 
 def _message(message: Message) -> Json:
-    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) is not None}
+    """No calls is the same as an empty list of them, which other servers answer and clients send back: templates would
+    show calls in place of the content.
+    """
+    extra = {name: value for name in _EXTRAS if (value := getattr(message, name)) not in (None, [])}
+    if isinstance(message.reasoning, str):
+        extra.setdefault("reasoning_content", message.reasoning)
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
     return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
@@ -165,12 +170,13 @@ def _message(message: Message) -> Json:
 
 def _read_arguments(call: Json) -> None:
     """Replace JSON text by the parsed object, because templates serialise arguments themselves. Text that is no JSON,
-    or has numbers or halves of characters that JSON text cannot have, stays as it is.
+    or has numbers or halves of characters that JSON text cannot have, stays as it is. A call without arguments has an
+    empty object, also if the client wrote an empty text or nothing.
     """
     function = call.get("function")
-    if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+    if isinstance(function, dict) and isinstance(function.get("arguments") or "", str):
         try:
-            value = json.loads(function["arguments"])
+            value = json.loads(function.get("arguments") or "{}")
             json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
         except (ValueError, RecursionError):
             return

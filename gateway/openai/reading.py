@@ -4,6 +4,7 @@ token events ─▶ Deltas (reasoning, text, calls) ─▶ chunks of chat comple
                                                 └▶ BlockReader ─▶ Anthropic's content blocks, items of /v1/responses
 """
 
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -11,11 +12,11 @@ from typing import Literal, Protocol
 from uuid import uuid4
 
 from gateway.exchange import Exchange
+from gateway.openai.call_reader import CallArguments, Piece, Text
 from gateway.openai.parameters import chat_arguments
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
-from gateway.openai.tool_parser import CallArguments, Piece, Text
 from gateway.schema import Json, structure_arguments
 from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 
@@ -35,10 +36,20 @@ class Reading:
         return make_deltas(self.tool_use, ReasoningReader(begins_within=begins_within))
 
 
-def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
-    """Return the router call for a chat, and how to read its text. Raises InvalidRequest."""
+async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
+    """Return the router call for a chat, and how to read its text. Raises InvalidRequest.
+
+    Large bodies are worked on a thread: the schema of forced calls, sent as text, is made of all their tools.
+    """
+    return await exchange.read(lambda _: _plan(exchange, body))
+
+
+def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
     tool_use = parse_tool_use(body, CALL_FORMATS.get(exchange.tool_call_format(body.model)))
-    return chat_arguments(body, tool_use), Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
+    arguments = chat_arguments(body, tool_use)
+    if isinstance(arguments.get("json_schema"), dict):
+        arguments["json_schema"] = json.dumps(arguments["json_schema"])
+    return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
 
 
 def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:

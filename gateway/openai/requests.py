@@ -139,7 +139,7 @@ class ContentPart(Body):
 
 
 class Message(Body):
-    """One turn of the conversation."""
+    """One turn of the conversation. `reasoning` is another name of `reasoning_content`, if it is a text."""
 
     role: Name
     content: str | Many[ContentPart] | None = None
@@ -147,6 +147,7 @@ class Message(Body):
     tool_call_id: Name | None = None
     name: Name | None = None
     reasoning_content: str | None = None
+    reasoning: AnyJson = None
 
 
 class ChatBody(SamplingBody):

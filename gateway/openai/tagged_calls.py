@@ -17,7 +17,7 @@ from enum import Enum, auto
 from types import MappingProxyType
 from typing import ClassVar, NoReturn
 
-from gateway.openai.tool_parser import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
+from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
 from gateway.schema import Json
 
 _MAX_HEAD_CHARS = 128  # no head is longer, without its name; text that is no call is held back for as long
@@ -34,21 +34,24 @@ _MAX_SCHEMAS = 256
 class TaggedFormat:
     """The format in which a family of models writes calls.
 
-    `starts`: marks before the first call, and before others. `head`: a regular expression from behind that mark to the
-    arguments, with NAME for the function's name. `parameter`: one from BETWEEN to a value, whose group is the
-    parameter's name; "" if the arguments are a JSON object. `value_ends`: marks behind a value; the first of them
-    belongs to the value. `has_lines`: a line break around a value is not part of it. `call_ends`: marks that end the
-    parameters. `closings`: marks that may follow, and the last of them ends the calls.
+    `starts`: marks before the first call, and before others. `heads`: regular expressions of what may be between that
+    mark and the function's name. `behind_name`: one of what is between the name and the arguments. `parameter`: one
+    from BETWEEN to a value, whose group is the parameter's name; "" if the arguments are a JSON object. `value_ends`:
+    marks behind a value; the first of them belongs to the value. `has_lines`: a line break around a value is not part
+    of it. `call_ends`: marks that end the parameters. `closings`: marks that may follow, and the last of them ends the
+    calls.
     """
 
     starts: tuple[str, ...]
-    head: str
+    heads: tuple[str, ...]
+    behind_name: str
     parameter: str = ""
     value_ends: tuple[str, ...] = ()
     has_lines: bool = False
     call_ends: tuple[str, ...] = ()
     closings: tuple[str, ...] = ()
 
+    has_control_marks: ClassVar[bool] = True
     arguments_key: ClassVar[str] = "arguments"
     num_id_chars: ClassVar[int] = 24
 
@@ -56,15 +59,19 @@ class TaggedFormat:
 _DEEPSEEK = TaggedFormat(
     ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
     # Before V3.1: function<sep>NAME, then the arguments in a block of code. Since then: NAME<sep>, then the arguments.
-    r"\s{0,8}(?:<｜tool▁call▁begin｜>)?\s{0,8}(?:function<｜tool▁sep｜>)?(NAME)(?:<｜tool▁sep｜>)?"
-    r"\s{0,8}(?:```json)?\s{0,8}(?={)",
+    (
+        r"\s{0,8}(?:<｜tool▁call▁begin｜>)?\s{0,8}function<｜tool▁sep｜>",
+        r"\s{0,8}(?:<｜tool▁call▁begin｜>)?\s{0,8}",
+    ),
+    r"(?:<｜tool▁sep｜>)?\s{0,8}(?:```json)?\s{0,8}(?={)",
     closings=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
 )
 TAGGED_FORMATS: Mapping[str, TaggedFormat] = MappingProxyType(
     {
         "qwen3_coder": TaggedFormat(
             ("<tool_call>", "<function="),
-            r"\s{0,8}(?:<function=)?(NAME)>",
+            (r"\s{0,8}<function=", r"\s{0,8}"),
+            r">",
             r"<parameter=([^<>]{1,256})>",
             ("</parameter>", "<parameter=", "</function>", "</tool_call>"),
             has_lines=True,
@@ -73,7 +80,8 @@ TAGGED_FORMATS: Mapping[str, TaggedFormat] = MappingProxyType(
         ),
         "glm45": TaggedFormat(
             ("<tool_call>",),
-            r"\s{0,8}(NAME)\s{0,8}(?=<arg_key>|</tool_call>)",
+            (r"\s{0,8}",),
+            r"\s{0,8}(?=<arg_key>|</tool_call>)",
             r"<arg_key>([^<>]{1,256})</arg_key>\s{0,64}<arg_value>",
             ("</arg_value>", "</tool_call>"),
             call_ends=("</tool_call>",),
@@ -104,8 +112,9 @@ class TaggedCallParser:
         self._state = _State.TEXT
         self._buffer = ""
         self._raw = ""  # the mark before a head, with white space before it
-        names = "|".join(re.escape(name) for name in sorted(parameters, key=len, reverse=True))
-        self._head = re.compile(style.head.replace("NAME", names))
+        self._names = sorted(parameters, key=len, reverse=True)
+        self._heads = [re.compile(head) for head in style.heads]
+        self._behind_name = re.compile(style.behind_name)
         self._max_head_chars = _MAX_HEAD_CHARS + max(map(len, parameters), default=0)
         ends = "|".join(re.escape(mark) for mark in style.call_ends)
         self._item = re.compile(f"{style.parameter}|{ends}")
@@ -162,13 +171,13 @@ class TaggedCallParser:
             yield Text(text)
 
     def _read_head(self) -> Iterator[Piece]:
-        head = self._head.match(self._buffer) if self._parameters else None
-        if head is None:
+        name, num_chars = self._find_name()
+        if not name:
             if len(self._buffer) >= self._max_head_chars:
                 yield from self._give_up()
             return
-        self._name, self._num_parameters, self._raw = head.group(1), 0, ""
-        self._buffer = self._buffer[head.end() :]
+        self._name, self._num_parameters, self._raw = name, 0, ""
+        self._buffer = self._buffer[num_chars:]
         if not self._style.parameter:
             self._reader = CallReader(self.num_calls, (self._name,), self._name)
             self._state = _State.JSON
@@ -176,6 +185,18 @@ class TaggedCallParser:
             yield CallBegun(self.num_calls, self._name)
             self._state = _State.BETWEEN
         self.num_calls += 1
+
+    def _find_name(self) -> tuple[str, int]:
+        """Return the function's name and the length of the head, or "" and 0. Names are compared and not compiled into
+        an expression, which for hundreds of long ones takes a quarter of a second.
+        """
+        for head in filter(None, (head.match(self._buffer) for head in self._heads)):
+            for name in self._names:
+                if self._buffer.startswith(name, head.end()):
+                    behind = self._behind_name.match(self._buffer, head.end() + len(name))
+                    if behind is not None:
+                        return name, behind.end()
+        return "", 0
 
     def _give_up(self) -> Iterator[Piece]:
         """Emit the supposed beginning of a call as text."""

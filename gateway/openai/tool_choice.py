@@ -66,9 +66,9 @@ class ToolUse:
         return (self.style or FORCED_FORMAT).num_id_chars
 
     @property
-    def is_tagged(self) -> bool:
-        """True if calls that are not forced are told by their tags."""
-        return isinstance(self.style, TaggedFormat)
+    def has_control_marks(self) -> bool:
+        """True if calls that are not forced are told by marks that may be control tokens."""
+        return self.style is not None and self.style.has_control_marks
 
     def parser(self) -> CallParser | None:
         """Return a new parser for one answer, or None if its text is not parsed for calls."""

@@ -3,49 +3,19 @@
     text ─▶ TEXT ──marker──▶ BETWEEN ──{──▶ CALL ──}──▶ BETWEEN ──end marker, or anything else──▶ TEXT
 
 A call is a JSON object with `name` and `arguments` (or `parameters`), or, in some formats, a name before a JSON object
-of arguments. It is emitted as soon as its function is known
-and its arguments begin. An object that names no known function, or has other members, is not a call and is emitted as
-text: no text of the model is lost.
+of arguments. It is emitted as soon as its function is known and its arguments begin. An object that names no known
+function, or has other members before that, is not a call and is emitted as text: no text of the model is lost.
 """
 
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from types import MappingProxyType
 
+from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
+
 _BETWEEN_CALLS = " \t\r\n,;[]"
-_ARGUMENTS = ("arguments", "parameters")
-_KEYS = ("name", "id", "type", *_ARGUMENTS)
-# Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
-_HALF = re.compile("[\ud800-\udfff]")
-
-
-@dataclass(frozen=True, slots=True)
-class Text:
-    """Text outside of tool calls."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The start of a call, as soon as its function is known."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CallArguments:
-    """The next part of a call's arguments, as JSON text."""
-
-    index: int
-    text: str
-
-
-Piece = Text | CallBegun | CallArguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +23,8 @@ class ToolFormat:
     """The format in which a family of models writes calls.
 
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
-    `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments.
+    `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments. `has_control_marks`:
+    in some checkpoints the markers are control tokens, without which calls behind other text would be text.
     """
 
     start: str
@@ -61,15 +32,16 @@ class ToolFormat:
     bare: bool = False
     only_calls: bool = False
     named: bool = False
+    has_control_marks: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "hermes": ToolFormat("<tool_call>", "</tool_call>"),
+        "hermes": ToolFormat("<tool_call>", "</tool_call>", has_control_marks=True),
         "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
-        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, num_id_chars=9),
+        "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, has_control_marks=True, num_id_chars=9),
         "phi4_mini_json": ToolFormat("functools", bare=True),
         "granite": ToolFormat("<|tool_call|>", bare=True),
     }
@@ -104,7 +76,8 @@ class ToolCallParser:
 
     def __init__(self, style: ToolFormat, names: Collection[str]) -> None:
         self._style = style
-        self._names = frozenset(names)
+        # The longest first: the end of a longer name looks like the id behind a shorter one.
+        self._names = tuple(sorted(set(names), key=len, reverse=True))
         self._state = _State.TEXT
         self._buffer = ""
         self._raw = ""  # text since the marker, until a call has begun
@@ -171,13 +144,9 @@ class ToolCallParser:
             yield Text(text)
 
     def _read_between(self) -> Iterator[Piece]:
-        start, end = self._style.start, self._style.end
-        first = self._buffer.lstrip()
-        if start and not end and self.num_calls and not self._raw and start.startswith(first[: len(start)]):
-            if len(first) < len(start):
-                return
-            num_chars = len(self._buffer) - len(first) + len(start)
-            self._raw, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
+        end = self._style.end
+        if self._style.start and not end and self.num_calls and not self._raw and not self._skip_to_mark():
+            return
         self._skip(len(self._buffer) - len(self._buffer.lstrip(_BETWEEN_CALLS)))
         named = self._find_named(self._buffer)
         if named is None:
@@ -231,6 +200,24 @@ class ToolCallParser:
                 is_open = is_open or name.startswith(text)
         return None if is_open else _NamedCall()
 
+    def _skip_to_mark(self) -> bool:
+        """Read the next mark, with the white space before it, if there are only separators before these: a mark may
+        begin like a separator. False if only more text can tell.
+        """
+        if not self._buffer.strip():
+            return False
+        start, buffer, at = self._style.start, self._buffer, 0
+        while at < len(buffer) and buffer[at] in _BETWEEN_CALLS and not start.startswith(buffer[at : at + len(start)]):
+            at += 1
+        first = buffer[at : at + len(start)]
+        if not start.startswith(first):
+            return True
+        self._skip(len(buffer[:at].rstrip()))
+        if first == start:
+            num_chars = self._buffer.index(start) + len(start)
+            self._raw, self._buffer = self._buffer[:num_chars], self._buffer[num_chars:]
+        return first == start
+
     def _skip(self, count: int) -> None:
         """Skip separators. They are dropped only if calls are around them."""
         if self._raw or not self.num_calls:
@@ -252,145 +239,3 @@ def _num_held(text: str, marker: str) -> int:
     longest = next((size for size in range(min(len(marker) - 1, len(text)), 0, -1) if text.endswith(marker[:size])), 0)
     before = text[: len(text) - longest]
     return longest + len(before) - len(before.rstrip())
-
-
-class NotACall(Exception):
-    """The JSON object is not a tool call."""
-
-
-class CallReader:
-    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered.
-
-    With a `name`, which was read already, the call is only the object of its arguments: the reader begins where it
-    would be after the name and the key of the arguments.
-    """
-
-    def __init__(self, index: int, names: Collection[str], name: str = "") -> None:
-        self.is_done = False
-        self.has_begun = False
-        """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
-        self._index = index
-        self._names = names
-        self._name = name
-        self._is_only_arguments = bool(name)
-        self._depth = 1 if name else 0
-        self._key = _ARGUMENTS[0] if name else ""
-        self._is_value = bool(name)
-        self._in_string = False
-        self._is_escaped = False
-        self._member: list[str] = []  # the key or the value that is being read
-        self._member_start = ""  # its first character that is not white space
-        self._arguments: list[str] = []  # not emitted yet
-        self._had_arguments = False
-
-    def push(self, char: str) -> Iterator[Piece]:
-        """Return the pieces that the character completes. Raises NotACall."""
-        yield from self._read(char)
-        if self._is_only_arguments and self._depth == 1 and char == "}":
-            yield from self._end_value()
-            yield from self._end()
-
-    def _read(self, char: str) -> Iterator[Piece]:
-        was_in_string, before = self._in_string, self._depth
-        self._track_nesting(char)
-        is_mark = not was_in_string and before == 1 and not self._in_string
-        if before == 0:
-            return
-        if self._depth == 0:
-            yield from self._end_value()
-            yield from self._end()
-        elif is_mark and char == ":" and not self._is_value:
-            self._key = _parse_string("".join(self._member))
-            if self._key not in _KEYS:
-                raise NotACall
-            self._begin_member(is_value=True)
-        elif is_mark and char == ",":
-            yield from self._end_value()
-        else:
-            self._member.append(char)
-            self._member_start = self._member_start or char.strip()
-            if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
-                yield from self._emit(char)
-
-    @property
-    def _is_object(self) -> bool:
-        """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
-        return self._member_start == "{"
-
-    def _track_nesting(self, char: str) -> None:
-        if self._in_string:
-            if self._is_escaped or char == "\\":
-                self._is_escaped = not self._is_escaped
-            elif char == '"':
-                self._in_string = False
-        elif char == '"':
-            self._in_string = True
-        elif char in "{[":
-            self._depth += 1
-        elif char in "}]":
-            self._depth -= 1
-
-    def _begin_member(self, *, is_value: bool) -> None:
-        self._member, self._member_start, self._is_value = [], "", is_value
-
-    def _end_value(self) -> Iterator[Piece]:
-        text = "".join(self._member)
-        if not self._is_value:
-            if text.strip() or not self._key:
-                raise NotACall
-            return
-        if self._key == "name":
-            yield from self._set_name(_parse_string(text))
-        elif self._key in _ARGUMENTS:
-            if not self._is_object:
-                yield from self._emit(_unwrap_arguments(text))
-            self._had_arguments = True
-        self._begin_member(is_value=False)
-
-    def _set_name(self, name: str) -> Iterator[Piece]:
-        if self._name or name not in self._names:
-            raise NotACall
-        self._name = name
-        yield from self._emit("")
-
-    def _emit(self, text: str) -> Iterator[Piece]:
-        if text:
-            self._arguments.append(text)
-        if self._name and self._arguments:
-            if not self.has_begun:
-                self.has_begun = True
-                yield CallBegun(self._index, self._name)
-            yield CallArguments(self._index, "".join(self._arguments))
-            self._arguments.clear()
-
-    def _end(self) -> Iterator[Piece]:
-        if not self._name:
-            raise NotACall
-        if not self._had_arguments:
-            yield from self._emit("{}")
-        self.is_done = True
-
-
-def _parse_string(text: str) -> str:
-    """Parse a JSON string. Raises NotACall."""
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError: nested too deeply
-        raise NotACall from None
-    if not isinstance(value, str):
-        raise NotACall
-    return value
-
-
-def _unwrap_arguments(text: str) -> str:
-    """Return the JSON inside a string, or {} for null. Raises NotACall."""
-    if text.strip() == "null":
-        return "{}"
-    inner = _parse_string(text)
-    try:
-        value = json.loads(inner)
-    except (ValueError, RecursionError):
-        raise NotACall from None
-    if not isinstance(value, dict):
-        raise NotACall
-    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", inner)

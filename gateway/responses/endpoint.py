@@ -31,7 +31,7 @@ async def create_response(exchange: Exchange) -> Response:
     chat = await exchange.check(ChatBody, chat_of(body))
     field_names = ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody)
     with field_names.translating_errors():
-        arguments, reading = plan_chat(exchange, chat)
+        arguments, reading = await plan_chat(exchange, chat)
         renderer = ResponseEvents(body, body.model or exchange.served_name, reading, field_names)
         feed = exchange.feed([arguments])
         if body.stream:

@@ -28,6 +28,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.config_json import read_json
+from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 
 MAX_RENDER_S = 1.0
@@ -38,6 +39,8 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 MAX_CHARS = 8 << 20
 # Errors that a template's code can raise, besides Jinja's own.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
+# Llama 3.2's small models have templates without a mark in front of calls.
+_LLAMA_32 = ('"parameters": ', "ipython")
 # Recognised by strings in the templates of each format's models. The first that fits counts.
 _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
     {
@@ -46,7 +49,7 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "hermes": lambda source: "<tool_call>" in source,
         "deepseek_v3": lambda source: "<｜tool▁call▁begin｜>" in source,
         "mistral": lambda source: "[TOOL_CALLS]" in source,
-        "llama3_json": lambda source: "<|python_tag|>" in source,
+        "llama3_json": lambda source: "<|python_tag|>" in source or all(mark in source for mark in _LLAMA_32),
         "phi4_mini_json": lambda source: _TOOLS_IN_SYSTEM in source,
         "granite": lambda source: "<|tool_call|>" in source,
     }
@@ -55,6 +58,8 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
 _TOOLS_IN_SYSTEM = "'<|tool|>' + message['tools']"
 # DeepSeek's templates join a call's arguments with other texts.
 _TEXT_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
+# DeepSeek's templates up to R1 show calls, or these alone, only if the content is none, not if it is empty.
+_NO_CONTENT = re.compile(r"message(?:\.content|\['content'\]) is (?:not )?none")
 _REASONING, _REASONING_END = "<think>", "</think>"
 # Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
 # if the template trims messages.
@@ -227,12 +232,15 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate | None":
-        """The folder's template: chat_template.jinja, else tokenizer_config.json; None if neither has one.
+        """The folder's template: chat_template.jinja, with others beside it, else tokenizer_config.json; None if there
+        is none.
 
         Raises ConfigurationError.
         """
         config = read_json(model_dir / "tokenizer_config.json", optional=True)
         templates = _by_name(config.get("chat_template"))
+        for path in model_dir.glob(NAMED_TEMPLATES):
+            templates[path.stem] = _read_text(path)
         path = model_dir / "chat_template.jinja"
         if path.exists():
             templates[_DEFAULT] = _read_text(path)
@@ -284,6 +292,8 @@ class ChatTemplate:
         source = self.tool_source if tools and self.tool_source else self.source
         if _TEXT_ARGUMENTS.search(source):
             turns = [_with_text_arguments(turn) for turn in turns]
+        if _NO_CONTENT.search(source):
+            turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
         if tools and _TOOLS_IN_SYSTEM in source:
             turns = _with_tools_in_system(turns, tools)
         reserved = {
@@ -299,7 +309,7 @@ class ChatTemplate:
             raise InvalidRequest(
                 f"chat_template_kwargs: {', '.join(conflicts)[:_MAX_SHOWN]} cannot be set by a request"
             )
-        return values | reserved
+        return {"documents": None} | values | reserved
 
 
 def too_big() -> InvalidRequest:
@@ -383,8 +393,5 @@ def _special_tokens(config: Mapping[str, object]) -> dict[str, str]:
     In the file they are strings, or objects with `content`.
     """
     entries = {key: config.get(key) for key in _TOKEN_KEYS}
-    return {
-        key: value["content"] if isinstance(value, dict) else value
-        for key, value in entries.items()
-        if isinstance(value, str | dict)
-    }
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in entries.items()}
+    return {key: text for key, text in texts.items() if isinstance(text, str)}

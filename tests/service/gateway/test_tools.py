@@ -1,12 +1,15 @@
 """Tools with OpenAI's own Python client, unmodified."""
 
 import json
+import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
 import openai
 import pytest
 
+from gateway.openai import reading
+from gateway.openai.tool_choice import parse_tool_use
 from tandem.v1 import generation_pb2 as pb
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
@@ -76,6 +79,29 @@ async def test_streams(gateway: RunningGateway, n: int) -> None:
         assert scored == len(gateway.script.story.encode())
 
 
+async def test_large_tools_are_worked_on_beside_the_event_loop(
+    gateway: RunningGateway, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def parse(*arguments: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return parse_tool_use(*arguments)
+
+    monkeypatch.setattr(reading, "parse_tool_use", parse)
+    gateway.script.story = CALL
+    async with client_of(gateway) as client:
+        for num_values in (1, 16_000):
+            schema = {"type": "object", "properties": {"city": {"enum": list(range(num_values))}}}
+            tools: Any = [{"type": "function", "function": {"name": "weather", "parameters": schema}}]
+            answer = await client.chat.completions.create(
+                model="fake", messages=MESSAGES, tools=tools, tool_choice="required"
+            )
+            assert answer.choices[0].finish_reason == "tool_calls"
+    assert threads[0] != threads[1]
+    assert threads[1].startswith("bodies")
+
+
 async def test_forced_calls(gateway: RunningGateway) -> None:
     """The model is held to a schema; the answer has nothing but the call."""
     gateway.script.story = CALL
@@ -118,6 +144,22 @@ async def test_the_format_of_an_adapter_is_its_models() -> None:
             assert getattr(message, "reasoning_content", "") == ("Hm." if is_read else ""), model
         listed = [(model.id, model.parent) async for model in client.models.list()]  # type: ignore[attr-defined]
     assert listed == [("fake", None), ("second", None), ("tuned", "second"), ("fake", "second")]
+
+
+@pytest.mark.parametrize(("name", "call"), [("mistral", f"[TOOL_CALLS][{CALL}]"), ("hermes", f"<tool_call>{CALL}")])
+async def test_calls_behind_text_where_marks_are_control_tokens(name: str, call: str) -> None:
+    """Without its marks such a call would be text, as it is not at the beginning."""
+    async with running_gateway(Script(story=f"I look.\n{call}", tool_call_format=name)) as gateway:
+        async with client_of(gateway) as client:
+            answer = await client.chat.completions.create(model="fake", messages=MESSAGES, tools=TOOLS)
+            await client.chat.completions.create(model="fake", messages=MESSAGES)
+        assert answer.choices[0].message.content == "I look."
+        assert [made.function.name for made in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
+        with_tools, without = (request.output for request in gateway.script.requests)
+        assert with_tools.HasField("skip_special_tokens")
+        assert not with_tools.skip_special_tokens
+        assert with_tools.HasField("include_eos")
+        assert not without.HasField("skip_special_tokens"), "there is nothing to look for"
 
 
 TAGGED = {

@@ -126,6 +126,17 @@ def test_processes_that_start_at_once_copy_once(s3: S3Server, tmp_path: Path) ->
     assert set(s3.reads.values()) == {1}
 
 
+def test_a_whole_copy_serves_where_nothing_can_be_written(s3: S3Server, tmp_path: Path) -> None:
+    """As in a cache that is mounted to be read only: no lock can be taken there."""
+    source = ModelSource("s3://bucket/models/small", cache_dir=str(tmp_path))
+    folder = source.locate()
+    lock = Path(f"{folder}.lock")
+    lock.unlink(missing_ok=True)
+    lock.mkdir()  # so that nobody can open it, not even root
+    assert source.locate() == folder
+    assert set(s3.reads.values()) == {1}
+
+
 @pytest.mark.parametrize(
     ("uri", "said"),
     [

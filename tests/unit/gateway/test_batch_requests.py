@@ -8,7 +8,7 @@ import httpx2
 import pytest
 
 from gateway.batches import send
-from gateway.batches.files import AnswerFile, BatchRequest
+from gateway.batches.files import AnswerFile, BatchRequest, read_requests
 from gateway.batches.send import Sender, Tally
 
 
@@ -69,3 +69,16 @@ def test_an_answer_with_half_a_surrogate_pair_is_kept(tmp_path: Path) -> None:
         assert answers.done == {"a"}
     (line,) = path.read_text(encoding="utf-8").split("\n")[:-1]
     assert json.loads(line)["response"]["body"] == {"text": "cut: \ud83d, whole: \U0001f600"}
+
+
+@pytest.mark.parametrize(
+    ("own", "keeps", "sent_as"), [("standard", True, "standard"), (None, True, "batch"), ("standard", False, "batch")]
+)
+def test_the_priority_is_the_lowest_unless_the_line_has_one(
+    tmp_path: Path, own: str | None, keeps: bool, sent_as: str
+) -> None:
+    """Null is none."""
+    line = {"custom_id": "a", "url": "/v1/completions", "body": {"prompt": "x", "priority": own}}
+    (tmp_path / "in.jsonl").write_text(json.dumps(line))
+    [request] = read_requests(tmp_path / "in.jsonl", keeps_priority=keeps)
+    assert json.loads(request.content)["priority"] == sent_as

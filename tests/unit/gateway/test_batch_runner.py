@@ -186,3 +186,26 @@ async def test_a_batch_whose_input_has_just_been_deleted_says_so(tmp_path: Path)
             path.unlink()
         (error,) = (await ended(caller, batch))["errors"]["data"]
         assert (error["code"], error["message"]) == ("invalid_request", f"there is no '{batch['input_file_id']}'")
+
+
+async def test_a_batch_whose_time_ends_with_the_gateway_away_counts_its_answers(tmp_path: Path) -> None:
+    async with caller_of(tmp_path) as caller:
+        is_first = True
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            nonlocal is_first
+            if not is_first:
+                await asyncio.Event().wait()
+            is_first = False
+            await JSONResponse({"text": "Fine."})(scope, receive, send)
+
+        file = caller.shelf.add_file("in.jsonl", LINE + b"\n" + LINE.replace(b'"a"', b'"b"'))
+        batch = await caller.batches.create(caller.shelf, app, "key", CHAT, file["id"], {})
+        await until(lambda: caller.batches.state(batch)["request_counts"]["completed"] == 1)
+    async with caller_of(tmp_path) as caller:
+        caller.shelf.save_batch(caller.shelf.batch(batch["id"]) | {"expires_at": 0})
+        await caller.poll(batch)
+        batch = await ended(caller, batch)
+        assert batch["status"] == "expired"
+        assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 0}
+        assert len(caller.shelf.path_of(batch["output_file_id"]).read_text().splitlines()) == 1

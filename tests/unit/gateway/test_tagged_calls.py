@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.call_reader import CallBegun
 from gateway.openai.reading import CallDeltas, build_message
 from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, as_json, parameter_types
 from gateway.openai.tool_choice import CALL_FORMATS
@@ -314,6 +315,35 @@ def test_text_that_begins_like_a_call_soon_goes_on(name: str) -> None:
     pieces = parser.push(f"{TAGGED_FORMATS[name].starts[-1]}foo> is how a model begins a call. " + "Words, " * 20)
     assert pieces
     assert parser.num_calls == 0
+
+
+@pytest.mark.parametrize("name", sorted(TAGGED_FORMATS))
+def test_many_long_names_cost_little(name: str) -> None:
+    """The parser is made on the event loop, and expressions of Python's take long to compile."""
+    names: dict[str, Any] = {f"{number:03}{'n' * 1000}": {} for number in range(256)}
+
+    def parse() -> None:
+        parser = TaggedCallParser(TAGGED_FORMATS[name], names)
+        for _ in range(20):
+            parser.push(f"{TAGGED_FORMATS[name].starts[-1]}n")
+
+    assert num_calls(parse) < 10_000
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{}<｜tool▁call▁end｜>"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>function\n```json\n{}\n```<｜tool▁call▁end｜>"),
+        ("qwen3_coder", "<tool_call>\n<function=function></function></tool_call>"),
+        ("glm45", "<tool_call>function\n</tool_call>"),
+    ],
+)
+def test_a_function_may_be_named_function(style: str, text: str) -> None:
+    for size in (1, 1000):
+        parser = TaggedCallParser(TAGGED_FORMATS[style], {"function": {}, "func": {}})
+        pieces = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+        assert [piece.name for piece in pieces if isinstance(piece, CallBegun)] == ["function"]
 
 
 def test_every_format_may_be_chosen() -> None:

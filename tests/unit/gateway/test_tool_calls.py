@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.call_reader import CallBegun
+from gateway.openai.parameters import messages_of
 from gateway.openai.reading import CallDeltas, build_message, make_deltas
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
@@ -22,6 +24,7 @@ SUM = ("add", '{"a": 1, "b": [2, {"c": "}\\"{"}]}')
 LOOK = '{"name": "look_up", "parameters": {"q": "für"}}'
 LOOKED = ("look_up", '{"q": "für"}')
 UNKNOWN = '<tool_call>{"name": "nobody", "arguments": {}}</tool_call>'
+NOTED = f'<tool_call>{{"note": 1, {ADD[1:]}</tool_call>'
 JSON = '{"weather": "fine", "name": "add"}'
 # Arguments with half of a surrogate pair, and these as a text in JSON, whose escape is not one of the inner JSON.
 HALF, HALF_IN_TEXT = r'{"a": "\ud83d"}', r'"{\"a\": \"\ud83d\"}"'
@@ -55,6 +58,8 @@ CASES: list[tuple[str, str, Found]] = [
     ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', (None, [("add", '{"a": 1}')])),
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {HALF_IN_TEXT}}}</tool_call>', (None, [("add", HALF)])),
     ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (None, [("add", "{}")])),
+    ("hermes", f'<tool_call>{ADD[:-1]}, "note": {{"name": "}}"}}, "x": [1]}}</tool_call> Done.', (" Done.", [SUM])),
+    ("hermes", NOTED, (NOTED, [])),
     ("hermes", "1 < 2, <tool, <tool_call", ("1 < 2, <tool, <tool_call", [])),
     ("hermes", UNKNOWN, (UNKNOWN, [])),
     ("hermes", "<tool_call>nonsense</tool_call> x", ("<tool_call>nonsense</tool_call> x", [])),
@@ -69,6 +74,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("llama3_json", f"Use {LOOK}", (f"Use {LOOK}", [])),
     ("mistral", f"[TOOL_CALLS] [{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
     ("mistral", f"[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("mistral", f"[TOOL_CALLS] [{ADD}] [TOOL_CALLS] [{LOOK}]", (None, [SUM, LOOKED])),
     ("mistral", "[1] is a note", ("[1] is a note", [])),
     ("mistral", "[TOOL", ("[TOOL", [])),
     ("mistral", f"[TOOL_CALLS]add[ARGS]{SUM[1]}", (None, [SUM])),
@@ -100,6 +106,49 @@ CASES: list[tuple[str, str, Found]] = [
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 def test_calls(name: str, text: str, expected: Found, size: int) -> None:
     assert read(TOOL_FORMATS[name], text, size) == expected
+
+
+@pytest.mark.parametrize("number", range(12))
+def test_a_name_that_begins_a_longer_one(number: int) -> None:
+    """The rest of the longer name has as many characters as the id behind a shorter one."""
+    short, long = f"search{number}", f"search{number}Documents"
+    for written, called in ((long, long), (f"{short}abcDEF123", short), (short, short)):
+        parser = ToolCallParser(TOOL_FORMATS["mistral"], [short, long])
+        begun = [
+            piece for char in f'{written}{{"q": 1}}' for piece in parser.push(char) if isinstance(piece, CallBegun)
+        ]
+        assert [piece.name for piece in begun] == [called]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [({"arguments": '{"a": 1}'}, {"a": 1}), ({"arguments": ""}, {}), ({"arguments": None}, {}), ({}, {})],
+)
+def test_calls_of_earlier_turns_have_arguments(arguments: dict[str, Any], shown: Any) -> None:
+    """Chat templates write them as JSON, and some clients leave out arguments that are none."""
+    turn = {"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "add", **arguments}}]}
+    [message] = messages_of(ChatBody.model_validate({"messages": [turn]}))
+    assert message["tool_calls"][0]["function"] == {"name": "add", "arguments": shown}
+
+
+def test_an_empty_list_of_calls_is_none() -> None:
+    """Servers answer it and clients send it back; chat templates would show no content beside it, or fail."""
+    turn = {"role": "assistant", "content": "Fine.", "tool_calls": []}
+    assert messages_of(ChatBody.model_validate({"messages": [turn]})) == [{"role": "assistant", "content": "Fine."}]
+
+
+@pytest.mark.parametrize(
+    ("members", "shown"),
+    [
+        ({"reasoning": "Hm."}, "Hm."),
+        ({"reasoning": "Other.", "reasoning_content": "Hm."}, "Hm."),
+        ({"reasoning": {"a": 1}}, None),
+    ],
+)
+def test_reasoning_of_earlier_turns_has_two_names(members: dict[str, Any], shown: str | None) -> None:
+    """Answers of vLLM have the shorter one, and transformers reads both."""
+    [message] = messages_of(ChatBody.model_validate({"messages": [{"role": "assistant", "content": "Hi", **members}]}))
+    assert message.get("reasoning_content") == shown
 
 
 @pytest.mark.parametrize("text", [f"[{ADD}, {LOOK}]", f"{ADD}"])
@@ -282,6 +331,18 @@ def test_the_work_grows_with_the_text_not_faster(order: str) -> None:
     assert work(1000) < 2.5 * work(500)
 
 
+@pytest.mark.parametrize("name", ["mistral", "granite"])
+def test_blanks_behind_a_call_cost_the_same_each(name: str) -> None:
+    """They are held back, because a mark may follow."""
+
+    def work(num_blanks: int) -> int:
+        parser = ToolCallParser(TOOL_FORMATS[name], NAMES)
+        parser.push(f"[{ADD}]")
+        return sum(num_lines_run(parser, "\n") for _ in range(num_blanks))
+
+    assert work(200) < 2.5 * work(100)
+
+
 @pytest.mark.parametrize("size", [1, 10_000])
 def test_parallel_calls_may_be_turned_off(size: int) -> None:
     text = f"<tool_call>{ADD}</tool_call> and <tool_call>{LOOK}</tool_call>"
@@ -314,6 +375,10 @@ def test_calls_that_never_were_cost_no_more_at_once_than_in_pieces(name: str) ->
         ("mistral", f"[TOOL_CALLS]{ADD}[TOOL_CALLS][TOOL_CALLS]{LOOK}"),
         ("granite", f"<|tool_call|>{{<|tool_call|>]{ADD}"),
         ("granite", f"{ADD},<|tool"),
+        ("granite", f"{ADD}; <|tool_call|><|tool_call|>{LOOK}"),
+        ("llama3_json", f"{ADD} ; <|python_tag|>"),
+        ("mistral", f"[{ADD}], [TOOL_CALLS][TOOL_CALLS]{LOOK}"),
+        ("mistral", f"{ADD}]\n[TOOL"),
     ],
 )
 def test_marks_in_odd_places_read_the_same_however_they_come(name: str, text: str) -> None:

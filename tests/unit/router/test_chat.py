@@ -30,6 +30,7 @@ RENDERED = [
     ),
     ("{{ messages[:1] | tojson(indent=1) }}", '[\n {\n  "role": "system",\n  "content": "be <brief>"\n }\n]'),
     ("{{ strftime_now('%Y') | length }}", "4"),
+    ("{{ tools is none }} {{ documents is none }}", "True True"),
     ("{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", "be <brief>héllohi"),
     ("  {% if true %}\n  kept\n  {% endif %}\n", "  kept\n"),
 ]
@@ -120,6 +121,18 @@ def test_where_templates_are_found(tmp_path: Path) -> None:
     template = ChatTemplate.load(tmp_path)
     assert template is not None
     assert template.render(TURNS) == "file"
+    (tmp_path / "additional_chat_templates").mkdir()  # where transformers saves those that are not the default
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert (template.render(TURNS), template.render(TURNS, '[{"type": "function"}]')) == ("file", "tools")
+
+
+@pytest.mark.parametrize("token", [{}, {"content": None}, {"content": 3}, 3, [], None])
+def test_a_special_token_without_text_is_none(tmp_path: Path, token: object) -> None:
+    template = ChatTemplate.load(write_config(tmp_path, bos_token=token, chat_template="[{{ bos_token }}]"))
+    assert template is not None
+    assert template.render(TURNS) == "[]"
 
 
 PHI = (
@@ -138,6 +151,10 @@ PHI = (
         ("{{ '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>' }}", "deepseek_v3"),
         ("{{ '[TOOL_CALLS]' }}", "mistral"),
         ("{{ '<|python_tag|>' }}", "llama3_json"),
+        (
+            "{{ '{\"name\": \"' + call.name + '\", ' }}{{ '\"parameters\": ' }}{{ 'ipython<|end_header_id|>' }}",
+            "llama3_json",
+        ),
         (PHI, "phi4_mini_json"),
         ("{{ '<|tool_call|>' }}", "granite"),
         ("{{ messages }}", ""),
@@ -165,6 +182,25 @@ def test_a_template_that_joins_arguments_with_text() -> None:
     assert ChatTemplate(joins, {}).render([turn]) == '{"a": "für"}.'
     writes = "{{ messages[0].tool_calls[0]['function']['arguments'] | tojson }}"
     assert ChatTemplate(writes, {}).render([turn]) == '{"a": "für"}'
+
+
+R1 = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' and message['content'] is none %}"
+    "{% for tool in message['tool_calls'] %}{{ tool['function']['name'] + tool['function']['arguments'] + '.' }}"
+    "{% endfor %}{% endif %}{% if message['role'] == 'assistant' and message['content'] is not none %}"
+    "{% set content = message['content'] %}{{ 'said ' + content }}{% endif %}{% endfor %}"
+)
+
+
+def test_calls_are_shown_by_a_template_that_looks_for_them_where_no_content_is() -> None:
+    """As those of DeepSeek R1 and the models that were distilled from it do."""
+    calls = json.dumps({"tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]})
+    template = ChatTemplate(R1, {})
+    assert template.render([ChatMessage("assistant", "", calls)]) == 'f{"a": 1}.'
+    assert template.render([ChatMessage("assistant", "I look.", calls)]) == "said I look.", "as in transformers"
+    assert template.render([ChatMessage("assistant", "")]) == "said "
+    writes = "{{ messages[0].content | tojson }}"
+    assert ChatTemplate(writes, {}).render([ChatMessage("assistant", "", calls)]) == '""'
 
 
 def test_each_template_gets_arguments_as_it_takes_them() -> None:

@@ -1,0 +1,181 @@
+"""Reads one tool call in JSON, character by character, into the pieces that all parsers of calls emit."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+_ARGUMENTS = ("arguments", "parameters")
+_WITHOUT_MEANING = "id"
+_KEYS = ("name", _WITHOUT_MEANING, "type", *_ARGUMENTS)
+# Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
+_HALF = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Text outside of tool calls."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """The start of a call, as soon as its function is known."""
+
+    index: int
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """The next part of a call's arguments, as JSON text."""
+
+    index: int
+    text: str
+
+
+Piece = Text | CallBegun | CallArguments
+
+
+class NotACall(Exception):
+    """The JSON object is not a tool call."""
+
+
+class CallReader:
+    """Parses one call, character by character. `names`: the known functions. Arguments before the name are buffered.
+
+    With a `name`, which was read already, the call is only the object of its arguments: the reader begins where it
+    would be after the name and the key of the arguments.
+    """
+
+    def __init__(self, index: int, names: Collection[str], name: str = "") -> None:
+        self.is_done = False
+        self.has_begun = False
+        """True once CallBegun was emitted: from then on the call cannot be turned back into text."""
+        self._index = index
+        self._names = names
+        self._name = name
+        self._is_only_arguments = bool(name)
+        self._depth = 1 if name else 0
+        self._key = _ARGUMENTS[0] if name else ""
+        self._is_value = bool(name)
+        self._in_string = False
+        self._is_escaped = False
+        self._member: list[str] = []  # the key or the value that is being read
+        self._member_start = ""  # its first character that is not white space
+        self._arguments: list[str] = []  # not emitted yet
+        self._had_arguments = False
+
+    def push(self, char: str) -> Iterator[Piece]:
+        """Return the pieces that the character completes. Raises NotACall."""
+        yield from self._read(char)
+        if self._is_only_arguments and self._depth == 1 and char == "}":
+            yield from self._end_value()
+            yield from self._end()
+
+    def _read(self, char: str) -> Iterator[Piece]:
+        was_in_string, before = self._in_string, self._depth
+        self._track_nesting(char)
+        is_mark = not was_in_string and before == 1 and not self._in_string
+        if before == 0:
+            return
+        if self._depth == 0:
+            yield from self._end_value()
+            yield from self._end()
+        elif is_mark and char == ":" and not self._is_value:
+            # A call that has begun stays one: what it has beside its arguments means nothing.
+            self._key = _WITHOUT_MEANING if self.has_begun else _parse_string("".join(self._member))
+            if self._key not in _KEYS:
+                raise NotACall
+            self._begin_member(is_value=True)
+        elif is_mark and char == ",":
+            yield from self._end_value()
+        else:
+            self._member.append(char)
+            self._member_start = self._member_start or char.strip()
+            if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
+                yield from self._emit(char)
+
+    @property
+    def _is_object(self) -> bool:
+        """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
+        return self._member_start == "{"
+
+    def _track_nesting(self, char: str) -> None:
+        if self._in_string:
+            if self._is_escaped or char == "\\":
+                self._is_escaped = not self._is_escaped
+            elif char == '"':
+                self._in_string = False
+        elif char == '"':
+            self._in_string = True
+        elif char in "{[":
+            self._depth += 1
+        elif char in "}]":
+            self._depth -= 1
+
+    def _begin_member(self, *, is_value: bool) -> None:
+        self._member, self._member_start, self._is_value = [], "", is_value
+
+    def _end_value(self) -> Iterator[Piece]:
+        text = "".join(self._member)
+        if not self._is_value:
+            if text.strip() or not self._key:
+                raise NotACall
+            return
+        if self._key == "name":
+            yield from self._set_name(_parse_string(text))
+        elif self._key in _ARGUMENTS:
+            if not self._is_object:
+                yield from self._emit(_unwrap_arguments(text))
+            self._had_arguments = True
+        self._begin_member(is_value=False)
+
+    def _set_name(self, name: str) -> Iterator[Piece]:
+        if self._name or name not in self._names:
+            raise NotACall
+        self._name = name
+        yield from self._emit("")
+
+    def _emit(self, text: str) -> Iterator[Piece]:
+        if text:
+            self._arguments.append(text)
+        if self._name and self._arguments:
+            if not self.has_begun:
+                self.has_begun = True
+                yield CallBegun(self._index, self._name)
+            yield CallArguments(self._index, "".join(self._arguments))
+            self._arguments.clear()
+
+    def _end(self) -> Iterator[Piece]:
+        if not self._name:
+            raise NotACall
+        if not self._had_arguments:
+            yield from self._emit("{}")
+        self.is_done = True
+
+
+def _parse_string(text: str) -> str:
+    """Parse a JSON string. Raises NotACall."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):  # RecursionError: nested too deeply
+        raise NotACall from None
+    if not isinstance(value, str):
+        raise NotACall
+    return value
+
+
+def _unwrap_arguments(text: str) -> str:
+    """Return the JSON inside a string, or {} for null. Raises NotACall."""
+    if text.strip() == "null":
+        return "{}"
+    inner = _parse_string(text)
+    try:
+        value = json.loads(inner)
+    except (ValueError, RecursionError):
+        raise NotACall from None
+    if not isinstance(value, dict):
+        raise NotACall
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", inner)

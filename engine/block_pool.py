@@ -272,9 +272,14 @@ class Forks:
             self._due.append(fork)
         return True
 
-    def copies(self, number: int) -> tuple[tuple[int, int], ...]:
-        """Pairs of blocks (source, target) for the batch with this number to copy: those of every fork that runs."""
-        due, self._due = self._due, []
+    def copies(self, number: int, batch: Iterable[SequenceState]) -> tuple[tuple[int, int], ...]:
+        """Pairs of blocks (source, target) for the batch with this number to copy: those of its own forks. Others may
+        end while it is in flight, and would give up blocks that it has yet to write.
+        """
+        waiting = [fork for fork in self._due if fork.copy_from is not None]
+        running = set(batch) if waiting else set()
+        due = [fork for fork in waiting if fork in running]
+        self._due = [fork for fork in waiting if fork not in running]
         if due:
             self._copying[number] = due
         return tuple(

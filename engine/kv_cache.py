@@ -92,9 +92,13 @@ class KVCache:
         """Copy one block within the cache, in all layers. Called by the model's thread only."""
         self._units[:, :, target] = self._units[:, :, source]
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks with zeros, in all layers. Called by the model's thread only."""
-        self._units[:, :, list(block_ids)] = 0
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
+        """Fill blocks with zeros, from this token of each on, in all layers. Called by the model's thread only."""
+        blocks = list(block_ids)
+        unit, token = divmod(first_token, self.layout.unit_tokens)
+        self._units[:, :, blocks, unit + (token > 0) :] = 0
+        if token:  # int8: rows are zero if their scales are, which come last
+            self._units[:, :, blocks, unit, :, -(self.layout.unit_tokens - token) * SCALE_BYTES :] = 0
         if self._copies is not None:
             self._copies.note_changed()
 
@@ -217,14 +221,6 @@ class KVCache:
 class Blocks(Protocol):
     """Plug point: KVCache, and `engine.sharded_kv_cache.ShardedKVCache`."""
 
-    @property
-    def layout(self) -> KVLayout: ...
-
-    @property
-    def span(self) -> KVSpan: ...
-
-    def payload_bytes(self, num_blocks: int, span: KVSpan) -> int: ...
-
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
@@ -241,20 +237,6 @@ def hash_and_write(cache: Blocks, block_ids: Sequence[int], span: KVSpan, data: 
     copy = np.frombuffer(data, np.uint8).copy().data
     cache.write_blocks(block_ids, span, copy)
     return xxhash.xxh3_64_intdigest(copy, seed=seed)
-
-
-def clear_tail(cache: Blocks, block_id: int, first: int) -> None:
-    """Fill a block with zeros from token `first` on, in all layers. Called by the model's thread only."""
-    layout, span = cache.layout, cache.span
-    payload = bytearray(cache.payload_bytes(1, span))
-    cache.read_blocks([block_id], span, payload)
-    shape = (2 * span.layers.count, layout.block_units, span.heads.count, -1)
-    units: Bytes = np.frombuffer(payload, np.uint8).reshape(shape)
-    unit, token = divmod(first, layout.unit_tokens)
-    units[:, unit + (token > 0) :] = 0
-    if token:  # int8: rows are zero if their scales are, which come last
-        units[:, unit, :, -(layout.unit_tokens - token) * SCALE_BYTES :] = 0
-    cache.write_blocks([block_id], span, payload)
 
 
 def elements(cache: Tensor) -> NDArray[Any]:

@@ -18,7 +18,6 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.decode_graphs import DecodeGraphs
 from engine.device_copies import DeviceCopies, copies_for
 from engine.finite import items_not_finite, scores_are_finite, sum_of
-from engine.kv_cache import clear_tail
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
@@ -176,7 +175,7 @@ class ModelRunner:
         first, offset = divmod(item.start, layout.block_size)
         blocks = item.sequence.block_table[first : layout.num_blocks_for(item.end)]
         if item.drafts and offset:
-            clear_tail(self.kv_cache, blocks.pop(0), offset)
+            self.kv_cache.clear_blocks([blocks.pop(0)], offset)
         self.clear_blocks(blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:

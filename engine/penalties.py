@@ -10,6 +10,8 @@ ids.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,11 +37,12 @@ class TokenCounts:
         counts = np.bincount(inverse[sequence.num_prompt_tokens - first :], minlength=self._size)
         self._counts = _grown(counts.astype(np.int64))
         self._rows = {int(token): row for row, token in enumerate(ids)}
-        self._num_seen = sequence.num_tokens
+        self.num_seen = sequence.num_tokens
+        """Tokens of the sequence that are counted, or precede `first`."""
 
     def catch_up(self, sequence: SequenceState) -> None:
         """Count the tokens generated since the last call."""
-        for token in sequence.token_ids[self._num_seen :]:
+        for token in sequence.token_ids[self.num_seen :]:
             row = self._rows.setdefault(token, self._size)
             if row == self._size:
                 if row == len(self._ids):
@@ -47,7 +50,16 @@ class TokenCounts:
                 self._ids[row] = token
                 self._size += 1
             self._counts[row] += 1
-        self._num_seen = sequence.num_tokens
+        self.num_seen = sequence.num_tokens
+
+    def with_drafts(self, drafted: SequenceState) -> "TokenCounts":
+        """The counts of the sequence with drafts, which may be wrong: these counts stay as they are. A long prompt is
+        not counted again for each draft.
+        """
+        counts = copy(self)
+        counts._ids, counts._counts, counts._rows = self._ids.copy(), self._counts.copy(), self._rows.copy()
+        counts.catch_up(drafted)
+        return counts
 
     @property
     def ids(self) -> NDArray[np.int64]:
@@ -100,9 +112,11 @@ class Penalties:
 
     def _count(self, sequence: SequenceState) -> TokenCounts:
         first = sequence.num_prompt_tokens - 1 if self._encoded_prompts else 0
-        if sequence.num_drafted:  # drafts may be wrong, so their counts are not kept
-            return TokenCounts(sequence, first)
         counts = self._counts.get(sequence.key)
+        if sequence.num_drafted:
+            if counts is None or counts.num_seen != sequence.num_tokens - sequence.num_drafted:
+                return TokenCounts(sequence, first)
+            return counts.with_drafts(sequence)
         if counts is None:
             counts = self._counts[sequence.key] = TokenCounts(sequence, first)
         counts.catch_up(sequence)
@@ -139,15 +153,17 @@ def _penalise(logits: Tensor, changes: Tensors) -> None:
 
 
 def _biases(sequences: Sequence[SequenceState]) -> dict[str, NDArray[Any]]:
-    biases = [
-        (row, token, bias)
-        for row, sequence in enumerate(sequences)
-        for token, bias in sequence.request.sampling.logit_bias.items()
-    ]
-    if not biases:
+    rows = [row for row, sequence in enumerate(sequences) if sequence.request.sampling.logit_bias]
+    if not rows:
         return {}
-    bias_rows, tokens, values = zip(*biases, strict=True)
-    return _entries("bias", bias_rows, tokens) | {"biases": np.array(values, np.float32)}
+    biases = [sequences[row].request.sampling.logit_bias for row in rows]
+    sizes = [len(bias) for bias in biases]
+    # Without a Python object for each entry: a batch may have 100,000 of them.
+    return {
+        "bias_rows": np.repeat(np.asarray(rows, np.int64), sizes),
+        "bias_tokens": np.fromiter(chain.from_iterable(biases), np.int64, sum(sizes)),
+        "biases": np.fromiter(chain.from_iterable(bias.values() for bias in biases), np.float32, sum(sizes)),
+    }
 
 
 def _forbidden_entries(sequences: Sequence[SequenceState], vocab_size: int) -> dict[str, NDArray[Any]]:

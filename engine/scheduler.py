@@ -242,8 +242,9 @@ class Scheduler:
         items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
             return ScheduledBatch(())
-        number = self._in_flight.begin(item.sequence for item in items)
-        return ScheduledBatch(tuple(items), self._forks.copies(number), number)
+        sequences = [item.sequence for item in items]
+        number = self._in_flight.begin(sequences)
+        return ScheduledBatch(tuple(items), self._forks.copies(number, sequences), number)
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
@@ -413,7 +414,7 @@ class Scheduler:
         return len(found)
 
     def _start_forks(self, sequence: SequenceState) -> None:
-        """Start the forks of a sequence whose prompt is computed and whose blocks are still held."""
+        """Start the forks of a sequence whose prompt is computed and published, and whose blocks are still held."""
         forks, sequence.forks = sequence.forks, []
         for fork in forks:
             if fork.status is not SequenceStatus.WAITING:
@@ -475,7 +476,6 @@ class Scheduler:
                 self._pending.failed.append((sequence, output.failure))
                 self._end(sequence)
             elif output.tokens:
-                self._start_forks(sequence)
                 results.append(self._append(sequence, output.tokens))
             elif item.needs_sampling:  # its drafts have spoiled the step
                 self._free_draft_blocks(sequence)
@@ -496,6 +496,7 @@ class Scheduler:
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1
         self._prefixes.publish(sequence)
+        self._start_forks(sequence)
         result = SequenceOutput(
             *sequence.key,
             first_index=index,

@@ -38,9 +38,9 @@ class ShardedKVCache:
         for shard in self._shards:
             shard.copy_block(source, target)
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         for shard in self._shards:
-            shard.clear_blocks(block_ids)
+            shard.clear_blocks(block_ids, first_token)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
         self._require(span)

@@ -62,7 +62,7 @@ class RankKV:
             case "setup":
                 self._spawn(number, self._set_up(request.setup))
             case "clear":
-                self._spawn(number, self._clear(list(request.clear.block_ids)))
+                self._spawn(number, self._clear(request.clear))
             case "expect":
                 self._spawn(number, self._expect(number, request.expect))
             case "collect":
@@ -107,8 +107,8 @@ class RankKV:
         log.info("taking KV", address=self._server.address)
         return rank_pb2.KvReport(port=self._server.port)
 
-    async def _clear(self, block_ids: list[int]) -> rank_pb2.KvReport:
-        await asyncio.to_thread(self._cache.clear_blocks, block_ids)
+    async def _clear(self, clear: rank_pb2.KvClear) -> rank_pb2.KvReport:
+        await asyncio.to_thread(self._cache.clear_blocks, list(clear.block_ids), clear.first_token)
         return rank_pb2.KvReport()
 
     async def _expect(self, number: int, expect: rank_pb2.KvExpect) -> rank_pb2.KvReport:

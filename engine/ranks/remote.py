@@ -119,9 +119,9 @@ class LeadersKVCache(KVCache):
         super().copy_block(source, target)
         self._ranks.post(BlockCopy(source, target))
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        super().clear_blocks(block_ids)
-        self._ranks.clear_blocks(block_ids)
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
+        super().clear_blocks(block_ids, first_token)
+        self._ranks.clear_blocks(block_ids, first_token)
 
     def note_written(self, layers: Span) -> None:
         """Waits until a GPU has computed the layers. Their sums need all ranks, so these have written theirs, too: what

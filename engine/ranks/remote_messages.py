@@ -64,8 +64,8 @@ class RemoteRanks(Protocol):
         """Send a message to one rank or all. A rank executes messages in order."""
         ...
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        """Fill blocks of their KV with zeros."""
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
+        """Fill blocks of their KV with zeros, from this token of each on."""
         ...
 
     def watch(self, on_lost: OnLost) -> None:

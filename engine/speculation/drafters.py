@@ -32,6 +32,8 @@ _MAX_CANDIDATES = 8
 """Earlier occurrences that are compared, latest first."""
 _MAX_COMPARED = 16
 """Tokens before an occurrence that are compared."""
+_MAX_INDEXED = 4096
+"""Tokens of a sequence that a step indexes, in 2 ms at most: a long prompt holds up the steps of all others."""
 # Tokens that a sequence computes per round once it has caught up: the last right draft and the token sampled after it.
 _MAX_ROUND_TOKENS = 2
 
@@ -82,18 +84,20 @@ class NgramIndex:
         self._latest: dict[tuple[int, ...], int] = {}
         self._previous: list[int] = []  # by the stop position of an n-gram: that of its previous occurrence, or 0
 
-    def catch_up(self, token_ids: list[int]) -> None:
-        """Index all n-grams except the last one, which `find` looks up."""
-        for stop in range(len(self._previous), len(token_ids)):
+    def catch_up(self, token_ids: list[int]) -> bool:
+        """Index n-grams, up to _MAX_INDEXED. True once all are indexed except the last one, which `find` looks up."""
+        first, end = len(self._previous), len(token_ids)
+        for stop in range(first, min(first + _MAX_INDEXED, end)):
             ngram = tuple(token_ids[stop - _KEY_TOKENS : stop]) if stop >= _KEY_TOKENS else None
             self._previous.append(self._latest.get(ngram, 0) if ngram else 0)
             if ngram:
                 self._latest[ngram] = stop
+        return len(self._previous) == end
 
     def find(self, token_ids: list[int]) -> int:
         """Position after the earlier occurrence with the longest matching context; 0 if there is none.
 
-        Call `catch_up` first.
+        Call `catch_up` first, until it returns True.
         """
         position = self._latest.get(tuple(token_ids[-_KEY_TOKENS:]), 0)
         best, best_length = 0, 0
@@ -141,8 +145,7 @@ class NgramDrafter:
 
     def _find(self, sequence: SequenceState) -> int:
         index = self._indices.setdefault(sequence.key, NgramIndex())
-        index.catch_up(sequence.token_ids)
-        return index.find(sequence.token_ids)
+        return index.find(sequence.token_ids) if index.catch_up(sequence.token_ids) else 0
 
 
 def _common(token_ids: list[int], position: int) -> int:

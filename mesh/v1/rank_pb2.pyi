@@ -169,10 +169,12 @@ class KvSetup(_message.Message):
     def __init__(self, transports: _Optional[_Iterable[str]] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class KvClear(_message.Message):
-    __slots__ = ("block_ids",)
+    __slots__ = ("block_ids", "first_token")
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     block_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, block_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    first_token: int
+    def __init__(self, block_ids: _Optional[_Iterable[int]] = ..., first_token: _Optional[int] = ...) -> None: ...
 
 class KvExpect(_message.Message):
     __slots__ = ("transfer_id", "attempt", "block_ids", "first_block", "num_tokens")

@@ -58,9 +58,9 @@ class ThreadRanks:
         for messages in self._messages:
             messages.put(message)
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         for cache in self.caches.values():
-            cache.clear_blocks(block_ids)
+            cache.clear_blocks(block_ids, first_token)
 
     def watch(self, on_lost: OnLost) -> None:
         pass

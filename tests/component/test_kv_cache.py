@@ -8,7 +8,7 @@ import pytest
 import torch
 import xxhash
 
-from engine.kv_cache import KVCache, clear_tail, read_slots
+from engine.kv_cache import KVCache, read_slots
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.component.kv_moves import check_round_trip
@@ -183,14 +183,14 @@ def test_a_sequence_continues_on_another_runner(checkpoint: Callable[[str], Path
 def test_the_tail_of_a_block_is_cleared(dtype: str, first: int) -> None:
     cache = KVCache(KVLayout("model", 3, 2, head_dim=16, block_size=32, dtype=dtype), 4, CPU)
     cache.tensor.view(torch.uint8).fill_(0xFF)  # NaN in floats and in scales
-    clear_tail(cache, 1, 0)
+    cache.clear_blocks([1])
     assert not cache.tensor[:, :, 1].any()
     generator = torch.Generator().manual_seed(0)
     data = torch.randint(0, 63, cache.tensor[:, :, 2].view(torch.uint8).shape, generator=generator, dtype=torch.uint8)
     cache.tensor[:, :, 2].view(torch.uint8).copy_(data)  # small numbers in every type
     rows = torch.arange(2 * 32, 3 * 32)
     before = [torch.stack(read_slots(cache.layer(layer), rows)) for layer in range(3)]
-    clear_tail(cache, 2, first)
+    cache.clear_blocks([2], first)
     for layer, old in enumerate(before):
         now = torch.stack(read_slots(cache.layer(layer), rows))
         assert old[:, first:].any()

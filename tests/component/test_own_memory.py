@@ -26,14 +26,16 @@ from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tests.component.arms import settings
+from tests.component.arms import ARMS, embedding, settings
 from tests.component.driving import Driver
 from tests.component.own_memory import own_memory_runner
 from tests.component.parity import check_parity
 from tests.component.test_forks import choices, run
+from tests.component.test_not_finite import BAD_TOKEN, good_prompts
 from tests.component.test_rank_processes import has_ended, ranks_of, require_gone
 from tests.component.test_speculation import answer, ids, requests
 from tests.evidence import Evidence
+from tests.fakes.drafters import FakeDrafter
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
 from worker.engine_host import EngineHost, download_and_load_host, load_runner_with_ranks
@@ -119,6 +121,21 @@ def test_as_many_steps_as_stages_are_in_flight(checkpoint: Checkpoint) -> None:
         assert driver.announced == [(0, 1), (0, 1), (1, 2), (1, 2)] * 6, "those of both steps"
     alone = load_model_runner(settings(checkpoint("llama"), enforce_eager=True))
     assert tokens == generate(Driver(alone), in_flight=False)
+
+
+@pytest.mark.parametrize("arm", ["cpu", "torch"])
+def test_a_wrong_draft_that_breaks_changes_nothing_in_any_rank(checkpoint: Checkpoint, arm: str) -> None:
+    """Later stages compute NaN, too, and must not keep it: attention would multiply it by 0."""
+    asked = [make_request(f"r{i}", prompt, max_new_tokens=12) for i, prompt in enumerate(good_prompts())]
+    with own_memory_runner(checkpoint("llama"), Degrees(1, 3), **ARMS[arm] | {"block_size": 16}) as (runner, ranks):
+        with torch.no_grad():
+            embedding(runner)[BAD_TOKEN] = float("nan")
+        plain, _ = answer(runner, None, asked)
+        drafted, scheduler = answer(runner, FakeDrafter(lambda _, most: [BAD_TOKEN] * most), asked)
+        assert ids(drafted) == ids(plain)
+        assert scheduler.load().drafted_tokens > 0
+        for cache in (runner.kv_cache, *ranks.caches.values()):
+            assert bool(torch.isfinite(cache.tensor).all())
 
 
 @pytest.mark.parametrize(

@@ -233,6 +233,11 @@ def _move_kv(runner: ModelRunner, moving: MovingKV) -> None:
     cache.copy_block(9, 3)
     Driver(runner).step((Driver(runner).add(make_request("0", [1, 2, 3])), 3))
     assert np.array_equal(moving.all()[:, :, 3], source.data[:, :, 9])
+    before = moving.all()
+    cache.clear_blocks([9], 5)
+    assert np.array_equal(moving.all()[:, :, 9, :5], before[:, :, 9, :5])
+    assert before[:, :, 9, 5:].any()
+    assert not moving.all()[:, :, 9, 5:].any()
     cache.clear_blocks([9])
     assert not moving.all()[:, :, 9].any()
 

@@ -1,5 +1,6 @@
 """The vectorised sampler against a plain one, its random numbers, and its independence of the batch."""
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -7,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device_copies import SharedMemory
+from engine.device_copies import Arrays, SharedMemory
+from engine.penalties import Penalties
 from engine.row_math import HostRows
 from engine.sampler import Sampler, inverse_cdf, uniform
 from engine.sequence import SequenceState
@@ -123,6 +125,38 @@ def test_penalties_follow_the_tokens_step_by_step() -> None:
     sampler.forget(seq)
     logits = logits_for(1, vocab_size=40, seed=99)
     assert sampler.sample(logits, [seq])[0].id == expected_token(logits[0], seq)
+
+
+def test_a_sequence_is_not_counted_again_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt of 100,000 tokens would take 7 ms each time."""
+    seq, drafts = sequence("a", **PENALTIES), (9, 700, 5, 5, 4)
+    rows = [seq, *(seq.with_draft(drafts[:length]) for length in range(1, len(drafts) + 1))]
+    anew = [counted(Penalties().arrays([row], VOCAB_SIZE)) for row in rows]
+    penalties = Penalties()
+    penalties.arrays([seq], VOCAB_SIZE)
+    monkeypatch.setattr("engine.penalties.TokenCounts", None)
+    assert [counted(penalties.arrays([row], VOCAB_SIZE)) for row in rows] == anew
+    assert counted(penalties.arrays([seq], VOCAB_SIZE)) == anew[0], "drafts leave nothing behind"
+
+
+def test_many_biases_make_no_object_for_each() -> None:
+    """64 requests with 1024 entries each: with a tuple for each, a step took 100 ms more."""
+    bias = {token: token / 7 for token in range(1024)}
+    sequences = [sequence(str(number), logit_bias=bias) for number in range(64)]
+    tracemalloc.start()
+    try:
+        arrays = Penalties().arrays(sequences, 1024)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert arrays["bias_rows"].tolist() == [row for row in range(64) for _ in bias]
+    assert arrays["bias_tokens"].tolist() == [*bias] * 64
+    assert arrays["biases"].tolist() == np.array([*bias.values()] * 64, np.float32).tolist()
+    assert peak_bytes < 2 * sum(array.nbytes for array in arrays.values())
+
+
+def counted(arrays: Arrays) -> dict[int, float]:
+    return dict(zip(arrays["counted_tokens"].tolist(), arrays["counts"].tolist(), strict=True))
 
 
 def test_a_tiny_repetition_penalty_leaves_numbers() -> None:

@@ -120,8 +120,9 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         )
         self._send(rank_pb2.JoinResponse(step=step), rank)
 
-    def clear_blocks(self, block_ids: Sequence[int]) -> None:
-        requests = [rank_pb2.KvOrder(clear=rank_pb2.KvClear(block_ids=block_ids)) for _ in self._links]
+    def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
+        clear = rank_pb2.KvClear(block_ids=block_ids, first_token=first_token)
+        requests = [rank_pb2.KvOrder(clear=clear) for _ in self._links]
         for answer in [link.ask(request) for link, request in zip(self._links.values(), requests, strict=True)]:
             answer.result()
 

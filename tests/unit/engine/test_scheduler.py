@@ -620,6 +620,49 @@ def test_what_is_copied_stays_until_it_is() -> None:
     assert (held, fork.block_table[1]) in scheduler.schedule().copies
 
 
+def test_a_batch_in_flight_copies_to_no_block_that_another_sequence_may_get() -> None:
+    """A later stage copies late: whoever had got the block meanwhile, such as KV that arrives, would be overwritten."""
+    scheduler, sequence, forks = forked(7, max_in_flight=2)
+    first = scheduler.schedule()
+    assert [item.sequence for item in first.items] == [sequence, forks[0]]
+    for fork in forks:
+        scheduler.remove(fork)
+    free = scheduler.pool.allocate(scheduler.pool.num_free) or []
+    assert {target for _, target in first.copies}.isdisjoint(free)
+    assert len(first.copies) == 1
+
+
+def test_forks_in_two_batches_are_copied_by_their_own() -> None:
+    scheduler, sequence, forks = forked(7, max_in_flight=2)
+    batches = [scheduler.schedule(), scheduler.schedule()]
+    assert [[item.sequence for item in batch.items] for batch in batches] == [[sequence, forks[0]], [forks[1]]]
+    assert [batch.copies for batch in batches] == [((sequence.block_table[1], fork.block_table[1]),) for fork in forks]
+    for batch in batches:
+        scheduler.update(batch, [RunnerOutput(_sampled(item, 1)) for item in batch.items])
+        scheduler.check_integrity()
+    while scheduler.has_work:
+        assert run_step(scheduler)[0].copies == ()
+    assert scheduler.pool.num_free == NUM_BLOCKS
+
+
+def test_a_prompt_is_not_hashed_again_for_each_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed: list[list[int]] = []
+
+    def count(parent: BlockHash, token_ids: list[int]) -> BlockHash:
+        hashed.append(token_ids)
+        return next_hash(parent, token_ids)
+
+    monkeypatch.setattr("engine.block_pool.next_hash", count)
+    scheduler, sequence, forks = forked(11)
+    while scheduler.has_work:
+        run_step(scheduler)
+    prompt = list(sequence.request.token_ids)
+    assert all(ids not in (prompt[:BLOCK], prompt[BLOCK : 2 * BLOCK]) for ids in hashed)
+    for each in (sequence, *forks):
+        num_full = (len(each.token_ids) - 1) // BLOCK
+        assert each.block_hashes == block_hashes(each.token_ids[: num_full * BLOCK], BLOCK, each.request.kv_scope)
+
+
 def test_forks_without_a_slot_are_refused() -> None:
     scheduler, _, forks = forked(5, num_forks=3, max_num_seqs=2)
     refused = scheduler.take_failed()

@@ -53,6 +53,18 @@ def test_an_index_that_grows_finds_what_a_new_one_does(token_ids: list[int], len
     drafter.forget(sequence)
 
 
+def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    token_ids = [*range(30), 1, 2, 3]
+    expected = look_up(token_ids, 4)
+    assert expected == (4, 5, 6, 7)
+    monkeypatch.setattr("engine.speculation.drafters._MAX_INDEXED", 10)
+    drafter, sequence = NgramDrafter(), SequenceState(make_request("a", token_ids))
+    for _ in range(3):
+        assert drafter.limits([sequence], [4]) == [0]
+        assert drafter.draft([sequence], [0]) == [()]
+    assert drafter.draft([sequence], drafter.limits([sequence], [4])) == [expected]
+
+
 class FailingRunner(FakeRunner):
     """Its second step fails for one request."""
 

@@ -9,7 +9,7 @@ never wait for long ones.
 import asyncio
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,7 +73,9 @@ class ServedModel:
     def load(cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> "ServedModel":
         """Raises ConfigurationError with the name of the broken file."""
         facts = read_model_facts(model_dir, rope)
-        return cls(name, facts, Tokenizer.load(model_dir, facts.eos_token_ids), ChatTemplate.load(model_dir))
+        tokenizer = Tokenizer.load(model_dir, facts.eos_token_ids)
+        facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids)
+        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir))
 
 
 class ModelText:

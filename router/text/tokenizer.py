@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from checkpoint.tokenizer_files import load_tokenizer
+from checkpoint.tokenizer_files import TokenizerConfig, load_tokenizer
 
 BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token; empty for ids that are not in the vocabulary."""
@@ -271,10 +271,13 @@ class TextToken(NamedTuple):
 
 
 class Tokenizer:
-    """Text to ids and back. `eos_token_ids` count as special even if the tokenizer does not mark them."""
+    """Text to ids and back. `eos_token_ids`, which end an answer, count as special even if the tokenizer does not mark
+    them.
+    """
 
     def __init__(self, native: NativeTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._native = native
+        self.eos_token_ids = eos_token_ids
         # tokenizer.json may enable truncation or padding; a prompt must never be changed silently.
         native.no_truncation()
         native.no_padding()
@@ -287,8 +290,12 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
-        """Raises ConfigurationError if the tokenizer files are missing or broken."""
-        return cls(load_tokenizer(model_dir), eos_token_ids)
+        """The tokenizer's own end token is added to `eos_token_ids`: fine-tuned models often name theirs there only, and
+        vLLM and SGLang read it, too. Raises ConfigurationError if the tokenizer files are missing or broken.
+        """
+        native = load_tokenizer(model_dir)
+        own = native.token_to_id(TokenizerConfig.read(model_dir).special.get("eos_token", ""))
+        return cls(native, eos_token_ids if own is None else eos_token_ids | {own})
 
     def max_chars(self, num_tokens: int) -> int | None:
         """Return how many characters `num_tokens` tokens can stand for at most; None if there is no bound."""

@@ -1,6 +1,7 @@
 """A served model: how its prompts are encoded, and the structures that it refuses."""
 
 import asyncio
+import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,19 @@ def test_the_end_of_a_prompt_has_no_known_text() -> None:
     assert prompt.last(None) is prompt
     assert prompt.last(3) is prompt
     assert prompt.last(2) == EncodedPrompt((2, 3), None)
+
+
+def test_the_tokenizers_end_token_ends_answers_too(tmp_path: Path) -> None:
+    """Fine-tuned models may name theirs there only."""
+    folder = write_checkpoint(tmp_path)
+    config, tokenizer_config = folder / "config.json", folder / "tokenizer_config.json"
+    configured = json.loads(config.read_text())
+    assert ServedModel.load("tiny", folder).facts.eos_token_ids == {configured["eos_token_id"]}
+    config.write_text(json.dumps(configured | {"eos_token_id": 7}))
+    model = ServedModel.load("tiny", folder)
+    assert model.facts.eos_token_ids == {7, configured["eos_token_id"]} <= model.tokenizer.special_ids
+    tokenizer_config.write_text(json.dumps(json.loads(tokenizer_config.read_text()) | {"eos_token": "none such"}))
+    assert ServedModel.load("tiny", folder).facts.eos_token_ids == {7}
 
 
 def test_words_are_ruled_out_with_and_without_a_space(encoder: PromptEncoder) -> None:

@@ -290,7 +290,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
-        """The tokenizer's own end token is added to `eos_token_ids`: fine-tuned models often name theirs there only, and
+        """The tokenizer's own end token is added to `eos_token_ids`: fine-tuned models often name theirs there only.
         vLLM and SGLang read it, too. Raises ConfigurationError if the tokenizer files are missing or broken.
         """
         native = load_tokenizer(model_dir)

@@ -105,12 +105,10 @@ class ValidRequest:
 def check_counts(params: GenerateParams, *, max_choices: int) -> None:
     """Check counts and targets, which needs no tokenizer, before any work is done. Raises InvalidRequest."""
     limit = min(MAX_NUM_CHOICES, max_choices)
-    cap = "" if limit == MAX_NUM_CHOICES else f": no more than {limit} may run at once"
     if not 1 <= params.num_choices <= limit:
-        raise InvalidRequest(f"num_choices must be in [1, {limit}], got {params.num_choices}{cap}")
+        raise InvalidRequest(f"num_choices must be in [1, {limit}], got {params.num_choices}")
     if params.best_of is not None and not params.num_choices <= params.best_of <= limit:
-        bounds = f"[num_choices = {params.num_choices}, {limit}]"
-        raise InvalidRequest(f"best_of must be in {bounds}, got {params.best_of}{cap}")
+        raise InvalidRequest(f"best_of must be in [num_choices = {params.num_choices}, {limit}], got {params.best_of}")
     if not 0 <= params.top_logprobs <= MAX_TOP_LOGPROBS:
         raise InvalidRequest(f"top_logprobs must be in [0, {MAX_TOP_LOGPROBS}], got {params.top_logprobs}")
     if params.ttft_target_s is not None and not 0 < params.ttft_target_s < math.inf:

@@ -169,6 +169,7 @@ def test_lmis_queue_holds_where_nobody_says_otherwise(tmp_path: Path, started: l
 def test_keys_nobody_knows_are_for_the_handler(tmp_path: Path, started: list[Up]) -> None:
     file, handler = tmp_path / "serving.properties", tmp_path / "model.py"
     file.write_text("option.my_key=1\n")
+    handler.write_text("def handle(inputs): ...\n")
     up = Up(tmp_path, f"--serving-properties={file}", "--http-port=0", f"--set=gateway.handler={handler}")
     started.append(up)
     up.wait_ready()

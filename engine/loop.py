@@ -133,7 +133,7 @@ class Engine:
             self._speculator.drafter.use_cores(lent)
             batch = self._speculator.extend(scheduled, self.scheduler)
             self.num_step_tokens += batch.num_tokens - scheduled.num_tokens
-        has_prompt = batch.num_tokens > batch.num_decodes
+        has_prompt = scheduled.num_tokens > scheduled.num_decodes
         on_layers = self._between_layers if lent and (has_prompt or self._on_layers) else self._on_layers
         self._in_flight.append(_Step(scheduled, batch, self._runner.begin(batch, on_layers), begun_s))
 

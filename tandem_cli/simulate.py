@@ -114,8 +114,8 @@ def _add_mesh(parser: CommandParser) -> None:
     by.add_argument("--scale-rule", action="store_const", const="kubernetes", help=about)
     about = "scale both roles by the router's own advice instead"
     by.add_argument("--scale-by-advice", action="store_const", const="advice", dest="scale_rule", help=about)
-    about = f"fewest workers of each role ({_LIMITS.min_workers})"
-    rule.add_argument("--min-workers", type=_count, default=_LIMITS.min_workers, metavar="N", help=about)
+    about = f"fewest workers of each role ({_LIMITS.min_workers}, or --max-workers if that is less)"
+    rule.add_argument("--min-workers", type=_count, metavar="N", help=about)
     about = f"most workers of each role ({_LIMITS.max_workers})"
     rule.add_argument("--max-workers", type=_count, default=_LIMITS.max_workers, metavar="N", help=about)
     about = f"seconds from the wish for a worker until it serves ({_LIMITS.start_s:g})"
@@ -141,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
     workers = (1 if args.prefill is None else args.prefill, 1 if args.decode is None else args.decode)
     if args.sweep is not None and (args.prefill, args.decode) != (None, None):
         raise ConfigurationError("--sweep divides its workers between the roles: leave out --prefill and --decode")
+    if args.min_workers is None:
+        args.min_workers = min(_LIMITS.min_workers, args.max_workers)
     if args.scale_rule and args.min_workers > args.max_workers:
         raise ConfigurationError(f"--min-workers {args.min_workers} is more than --max-workers {args.max_workers}")
     profile = _profile(args)

@@ -103,6 +103,10 @@ def test_wrong_words(flags: tuple[str, ...], said: str, capsys: pytest.CaptureFi
     assert said in capsys.readouterr().err
 
 
+def test_the_fewest_workers_are_no_more_than_the_most(capsys: pytest.CaptureFixture[str], measured: str) -> None:
+    assert main(["simulate", measured, "--rate=1", "--duration=5", "--scale-rule", "--max-workers=1"]) == 0
+
+
 def test_a_spread_may_be_0_and_not_less(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["simulate", "--rate=1", "--spread=-1"])

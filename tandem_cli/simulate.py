@@ -89,11 +89,12 @@ def _add_trace(parser: CommandParser) -> None:
 
 def _add_profile(parser: CommandParser) -> None:
     group = parser.add_argument_group("workers' times (default: the best case of --model on --device)")
-    group.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
+    source = group.add_mutually_exclusive_group()
+    source.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
     about = "measure the idle mesh at --address, write its profile to FILE, and simulate nothing"
-    group.add_argument("--measure", type=Path, metavar="FILE", help=about)
+    source.add_argument("--measure", type=Path, metavar="FILE", help=about)
+    source.add_argument("--model", default="tandem-small", help=MODEL_HELP)
     add_connection_arguments(parser)
-    group.add_argument("--model", default="tandem-small", help=MODEL_HELP)
     add_precision(group)
     about = "bandwidth of the links that carry KV (10)"
     group.add_argument("--link-gbit-per-s", type=_positive, default=10.0, metavar="G", help=about)

@@ -33,7 +33,7 @@ _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _HINT_AFTER_S = 10.0
 _COMPILE_HINT = (
-    "the first start compiles kernels for this CPU, which takes up to half a minute; later starts take seconds"
+    "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
 )
 
 Trial = Callable[[str], Coroutine[Any, Any, None]]

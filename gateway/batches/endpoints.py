@@ -56,9 +56,13 @@ async def upload_file(exchange: Exchange) -> Response:
 
 
 async def list_files(exchange: Exchange) -> Response:
-    purpose = exchange.arrival.request.query_params.get("purpose")
+    query = exchange.arrival.request.query_params
+    purpose, order = query.get("purpose"), query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise InvalidField("order must be 'asc' or 'desc'", field="order")
     files = await asyncio.to_thread(_shelf(exchange).files)
-    return _page(exchange, [file for file in files if purpose in (None, file["purpose"])])
+    shown = [file for file in files if purpose in (None, file["purpose"])]
+    return _page(exchange, shown if order == "desc" else shown[::-1])
 
 
 async def get_file(exchange: Exchange) -> Response:
@@ -133,7 +137,7 @@ def _shown(batch: Json) -> Json:
 
 
 def _page(exchange: Exchange, items: Sequence[Json]) -> Response:
-    """The items behind `after`, newest first, as pages of OpenAI's clients."""
+    """The items behind `after`, as pages of OpenAI's clients."""
     query = exchange.arrival.request.query_params
     limit = query.get("limit", "20")
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", limit):

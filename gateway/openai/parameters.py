@@ -138,12 +138,15 @@ def rendering_of(body: ChatBody) -> TokenizeArguments:
 
 
 def _template_values(body: ChatBody) -> Json | None:
-    """The effort of reasoning as templates of models with optional reasoning know it. The client's own values come
-    first.
+    """The effort of reasoning as templates know it, of models that may reason or not and of those that reason more or
+    less. The client's own values come first.
     """
-    if body.reasoning_effort is None:
+    effort = body.reasoning_effort
+    if effort is None:
         return body.chat_template_kwargs
-    return {"enable_thinking": body.reasoning_effort != "none"} | (body.chat_template_kwargs or {})
+    is_on = effort != "none"
+    values: Json = {"enable_thinking": is_on} | ({"reasoning_effort": effort} if is_on else {})
+    return values | (body.chat_template_kwargs or {})
 
 
 def tools_of(body: ChatBody) -> list[Json] | None:

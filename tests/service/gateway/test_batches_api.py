@@ -178,6 +178,19 @@ async def test_a_page_has_a_limit(tmp_path: Path, limit: str) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
+async def test_files_are_listed_in_either_order(tmp_path: Path) -> None:
+    async with batches(tmp_path) as gateway, client_of(gateway) as client:
+        for text in (b"{}", b"[]"):
+            await client.files.create(file=("a.jsonl", text), purpose="batch")
+        newest_first = [file.id for file in (await client.files.list()).data]
+        oldest_first = [file.id for file in (await client.files.list(order="asc")).data]
+        assert len(oldest_first) == 2
+        assert oldest_first == newest_first[::-1]
+        assert (await client.files.list(order="desc")).data[0].id == newest_first[0]
+        response = await gateway.http.get("/v1/files", params={"order": "size"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "order")
+
+
 async def test_limits(tmp_path: Path) -> None:
     async with batches(tmp_path, batch_max_bytes=2000) as gateway, client_of(gateway) as client:
         with pytest.raises(openai.APIStatusError, match="2000 bytes") as refused:

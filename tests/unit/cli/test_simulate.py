@@ -111,3 +111,9 @@ def test_a_spread_may_be_0_and_not_less(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["simulate", "--rate=1", "--spread=-1"])
     assert "argument --spread: must be >= 0, got -1" in capsys.readouterr().err
+
+
+def test_times_have_one_source(capsys: pytest.CaptureFixture[str], measured: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", measured, "--rate=1", "--model=tandem-small"])
+    assert "argument --model: not allowed with argument --profile" in capsys.readouterr().err

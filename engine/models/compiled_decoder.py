@@ -33,7 +33,7 @@ from engine.kernels.cpu.machine import (
     multiplies_bf16,
 )
 from engine.kernels.cpu.matmul import Operand
-from engine.kernels.cpu.packing import as_tensor, operand_dtypes
+from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import PHASES, Activations, Kind, ModelConstants, Team, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
@@ -325,7 +325,8 @@ class CompiledDecoder:
         threads = self._thread_buffers[: self.threads.count]
         size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
         sums = [buffers.get("sums", size, np.uint8)[:size].view(sums_dtype) for buffers in threads]
-        return [Operand(a, factors, row_sums, amx) for row_sums in sums]
+        wide = [buffers.get("wide", wide_size(weights)) for buffers in threads]
+        return [Operand(a, factors, own_sums, amx, own_wide) for own_sums, own_wide in zip(sums, wide, strict=True)]
 
 
 def _kind(config: ModelConfig) -> Kind:

@@ -15,7 +15,7 @@ from engine.kernels.cpu.arguments import Address, Matrix, Part, Range
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import INT4_GROUPS, SHORTS_ORDER, TILE_ROWS, UNIT, amx_shapes, has_amx, knows_bf16
 from engine.kernels.cpu.matmul import Operand, Target
-from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
+from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, wide_size
 from engine.kernels.cpu.parts import OPTIONS
 from engine.kernels.cpu.rows import Norm
 from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
@@ -97,7 +97,7 @@ class Products:
         a = np.full((rows + TILE_ROWS) * 720, 77, kind)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         amx = amx_shapes() if self.kind.endswith("amx") else NO_AMX
-        return Operand(a, np.empty(rows, np.float32), sums, amx)
+        return Operand(a, np.empty(rows, np.float32), sums, amx, np.empty(wide_size(self.weights), np.float32))
 
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
         """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
@@ -281,7 +281,8 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
     for rows in (1, 3, 16):
         kind, sums_kind = operand_dtypes(packer.weights)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
-        operand = Operand(np.zeros((rows + TILE_ROWS) * 16, kind), np.ones(rows, np.float32), sums, NO_AMX)
+        wide = np.empty(wide_size(packer.weights), np.float32)
+        operand = Operand(np.zeros((rows + TILE_ROWS) * 16, kind), np.ones(rows, np.float32), sums, NO_AMX, wide)
         put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**12), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
@@ -303,6 +304,7 @@ def test_every_number_of_fp8_is_widened_exactly() -> None:
             np.ones(rows, np.float32),
             np.empty(2 * TILE_ROWS * UNIT, np.float32),
             NO_AMX,
+            np.empty(wide_size(packer.weights), np.float32),
         )
         put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**8), np.float32)

@@ -211,7 +211,7 @@ def multiply_down(
 @jit
 def _from(operand: Operand, element: int, row: int) -> Operand:
     """The operand from a row on, which begins with this element."""
-    return Operand(operand.a[element:], operand.factors[row:], operand.sums, operand.amx)
+    return Operand(operand.a[element:], operand.factors[row:], operand.sums, operand.amx, operand.wide)
 
 
 @jit

@@ -7,12 +7,13 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import types
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, knows_avx512
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.tiles import (
@@ -25,6 +26,7 @@ from engine.kernels.cpu.tiles import (
     TileProduct,
     finish_rows,
     multiply_tile,
+    widen_panels,
 )
 from engine.kernels.cpu.vectors import address
 
@@ -37,10 +39,15 @@ _MAX_AHEAD_BYTES = 2**18
 _AHEAD_IN_PANEL_BYTES = 2**12
 MAX_PANEL_ROWS = 6
 """Rows that `multiply_some` multiplies at most."""
+_WIDE_MIN_ROWS = 16
+"""Weights are not widened ahead for fewer rows: it would take longer than it saves."""
+WIDENS = not knows_avx512()
+"""Whether weights of one or two bytes that are multiplied as fp32 become it once for all tiles, not in each anew."""
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
+_NOT_WIDE: Floats = np.empty(0, np.float32)
 _panel_bytes = jit(panel_bytes)
 
 
@@ -51,6 +58,7 @@ class Operand(NamedTuple):
     factors: Floats  # [rows], of each row's result
     sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
     amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as for all types but int8 and bf16
+    wide: Floats = _NOT_WIDE  # the weights of a unit, widened, not shared either; too small: not widened ahead
 
 
 class Target(NamedTuple):
@@ -119,7 +127,7 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     if len(operand.amx) and _fits_amx(rows.num_rows, rows.a_step, weights.packed[0]):
         _amx_product(rows, columns, target.mode, units, weights.packed[0])
     else:
-        _vector_product(rows, columns, target.mode, units, weights.packed[0])
+        vector_product(rows, columns, target.mode, units, operand.wide, weights.packed[0])
 
 
 def _fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
@@ -163,20 +171,48 @@ def _columns(weights: Weights, matrix: int) -> _Columns:
     )
 
 
-@jit
-def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
+def vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+    """A product without AMX. `wide`: see Operand. `element`: any element of the weights."""
+    raise NotImplementedError
+
+
+def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
     panel = columns.unit_bytes // 2
     ahead = columns.unit_bytes if columns.unit_bytes <= _MAX_AHEAD_BYTES else _AHEAD_IN_PANEL_BYTES
-    sums = Matrix(rows.sums, _SUM_BYTES)
     for unit in range(units.first, units.end):
         b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
-        row = 0
-        while row < rows.num_rows:
-            matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
-            count = multiply_rows(matrices, columns.group, rows.num_rows - row, ahead if row == 0 else 0, element)
-            tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
-            _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
-            row += count
+        _multiply_unit(rows, columns, mode, unit, b, ahead, element)
+
+
+def _widening_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+    """With many rows, the weights of a unit are widened to fp32 once."""
+    depth = rows.a_step // FLOAT_BYTES
+    if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
+        _vector_product_of_any(rows, columns, mode, units, wide, element)
+        return
+    b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
+    for unit in range(units.first, units.end):
+        widen_panels(columns.packed + unit * columns.unit_bytes, columns.unit_bytes, b.address, element)
+        _multiply_unit(rows, columns, mode, unit, b, 0, wide[0])
+
+
+_vector_product_of_any = jit(_vector_product)
+_WIDENED = (types.uint16, types.int16, types.boolean) if WIDENS else ()
+select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _widening_product), _vector_product)
+
+
+@jit
+def _multiply_unit(
+    rows: _Rows, columns: _Columns, mode: int, unit: int, b: Matrix, ahead: int, element: Element
+) -> None:
+    """Multiply all rows with the weights `b` of a unit, and finish the results. `element`: any element of `b`."""
+    sums, row = Matrix(rows.sums, _SUM_BYTES), 0
+    while row < rows.num_rows:
+        matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
+        count = multiply_rows(matrices, columns.group, rows.num_rows - row, ahead if row == 0 else 0, element)
+        tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
+        _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
+        row += count
 
 
 def multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:

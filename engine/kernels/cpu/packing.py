@@ -22,6 +22,7 @@ from engine.kernels.cpu.machine import (
     knows_bf16,
     knows_vnni,
 )
+from engine.kernels.cpu.matmul import WIDENS
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -175,6 +176,12 @@ def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
     if weights.packed.dtype == np.int16 and knows_bf16():
         return np.int16, np.float32
     return np.int8 if weights.packed.dtype == np.uint8 else np.float32, np.float32
+
+
+def wide_size(weights: Weights) -> int:
+    """Numbers of `Operand.wide` with which no weights are widened anew for each tile; 0 if none are."""
+    is_widened = operand_dtypes(weights)[0] == np.float32 and weights.packed.dtype != np.float32
+    return UNIT * int(weights.matrices[:, 2].max()) if WIDENS and is_widened else 0
 
 
 def as_tensor(weights: Array) -> Tensor:

@@ -179,6 +179,29 @@ def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int) -> 
     return builder.bitcast(widened, FLOATS)
 
 
+@emitted
+def widen_panels(
+    typing: TypingContext, packed: NumbaType, num_bytes: NumbaType, out: NumbaType, element: NumbaType
+) -> Intrinsic:
+    """Convert panels to panels of fp32, with the numbers that `multiply_tile` makes of them in registers.
+
+    `num_bytes`: of the panels, which lie one behind the other. `element` is any element of them.
+    """
+    arithmetic = _arithmetic(element)
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        packed_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        with emit.loop(builder.udiv(args[1], INT64(arithmetic.panel_bytes)), []) as loop:
+            at = emit.at(packed_at, builder.mul(loop.index, INT64(arithmetic.panel_bytes)))
+            target = emit.at(out_at, builder.mul(loop.index, INT64(arithmetic.numbers * VECTOR_BYTES)))
+            for number in range(arithmetic.numbers):
+                emit.store(_weights(emit, at, arithmetic, number), emit.at(target, number * VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 3, element), generate
+
+
 def _parts_in_registers(num_rows: int, num_panels: int, arithmetic: _Arithmetic) -> list[tuple[range, range]]:
     """Rows and panels of the parts of a tile whose sums fit into the CPU's registers, beside the operands."""
     if knows_avx512():

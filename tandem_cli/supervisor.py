@@ -32,9 +32,7 @@ from tandem_cli.scaling import Change, Scaling
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _HINT_AFTER_S = 10.0
-_COMPILE_HINT = (
-    "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
-)
+_COMPILE_HINT = "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
 
 Trial = Callable[[str], Coroutine[Any, Any, None]]
 """Sends a request through the router at an address and all parts behind it. Raises TandemError."""

@@ -176,7 +176,7 @@ def vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide
     raise NotImplementedError
 
 
-def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+def _product_as_stored(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
     panel = columns.unit_bytes // 2
     ahead = columns.unit_bytes if columns.unit_bytes <= _MAX_AHEAD_BYTES else _AHEAD_IN_PANEL_BYTES
     for unit in range(units.first, units.end):
@@ -184,11 +184,11 @@ def _vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wid
         _multiply_unit(rows, columns, mode, unit, b, ahead, element)
 
 
-def _widening_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
     """With many rows, the weights of a unit are widened to fp32 once."""
     depth = rows.a_step // FLOAT_BYTES
     if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
-        _vector_product_of_any(rows, columns, mode, units, wide, element)
+        _as_stored(rows, columns, mode, units, wide, element)
         return
     b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
     for unit in range(units.first, units.end):
@@ -196,9 +196,9 @@ def _widening_product(rows: _Rows, columns: _Columns, mode: int, units: Range, w
         _multiply_unit(rows, columns, mode, unit, b, 0, wide[0])
 
 
-_vector_product_of_any = jit(_vector_product)
+_as_stored = jit(_product_as_stored)
 _WIDENED = (types.uint16, types.int16, types.boolean) if WIDENS else ()
-select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _widening_product), _vector_product)
+select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _product_widened), _product_as_stored)
 
 
 @jit

@@ -48,14 +48,25 @@ def combined(old: Worth, new: Worth, now_s: float) -> Worth:
     A conversation may take its own hints back. Those of others, which share the beginning of the prompt, count as
     long as they are stronger, and a weaker hint counts after them if it holds for longer.
     """
-    is_same_conversation = old.conversation != "" and old.conversation == new.conversation
-    if is_same_conversation or old.until_s <= now_s:
+    if old.until_s <= now_s or _is_of(new.conversation, old):
         return new if old.then is None else combined(old.then, new, now_s)
+    if old.then is not None:
+        old = old._replace(then=_without(new.conversation, old.then))
     is_stronger = (old.priority, old.until_s) > (new.priority, new.until_s)
     strong, weak = (old, new) if is_stronger else (new, old)
     if weak.until_s <= strong.until_s:
         return strong
     return strong._replace(then=weak if strong.then is None else combined(strong.then, weak, strong.until_s))
+
+
+def _is_of(conversation: str, worth: Worth) -> bool:
+    return conversation != "" and worth.conversation == conversation
+
+
+def _without(conversation: str, worth: Worth) -> Worth | None:
+    """What counts in turn, without what this conversation has said."""
+    then = None if worth.then is None else _without(conversation, worth.then)
+    return then if _is_of(conversation, worth) else worth._replace(then=then)
 
 
 class EvictionQueue:

@@ -93,8 +93,9 @@ def private_folder(root: Path) -> None:
 class BlockFiles:
     """Blocks as files below `root`, in a folder for their layout; all folders together have at most `max_bytes`.
 
-    Several processes may share a root, and other files may be there: they are left alone. Raises ConfigurationError as
-    `private_folder`.
+    Several processes may share a root, and other files may be there: they are left alone. A process looks at what all
+    of them have written each time it has written a twentieth of `max_bytes`, so each one beside it may exceed the limit
+    by as much. Raises ConfigurationError as `private_folder`.
     """
 
     def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
@@ -102,7 +103,7 @@ class BlockFiles:
         self._folder = root / blake2b(layout.encode(), digest_size=12).hexdigest()
         self._block_bytes = block_bytes
         self._max_bytes = max_bytes
-        self._num_written = 0
+        self._room = 0  # bytes to write before the next look at what is there
         self._writer = secrets.token_hex(8)  # processes of two containers may have the same id
         private_folder(root)
         private_folder(self._folder)
@@ -119,21 +120,22 @@ class BlockFiles:
 
     def write(self, block_hash: BlockHash, payload: bytes) -> None:
         """Raises OSError, for example on a full disk."""
+        file_bytes = _DIGEST_BYTES + self._block_bytes
+        if self._room < file_bytes:
+            self.trim(room=max(file_bytes, int(self._max_bytes * (1 - _TRIM_TO) / 2)))
         path = self._path(block_hash)
         part = path.with_name(f"{path.name}.{self._writer}")
         self._folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the root
         try:
             with part.open("wb", buffering=0) as file:
                 os.writev(file.fileno(), (_digest(block_hash, payload), payload))
-                if os.fstat(file.fileno()).st_size != _DIGEST_BYTES + self._block_bytes:
+                if os.fstat(file.fileno()).st_size != file_bytes:
                     raise OSError(28, "the block was not written completely")
             part.rename(path)
         except OSError:
             _remove(part)
             raise
-        self._num_written += _DIGEST_BYTES + self._block_bytes
-        if self._num_written > self._max_bytes * (1 - _TRIM_TO) / 2:
-            self.trim()
+        self._room -= file_bytes
 
     def read(self, block_hash: BlockHash, used_ns: int | None = None) -> bytes | None:
         """Return a block and mark it as used, as `mark_used` does; None if there is none. Raises ValueError, and
@@ -150,9 +152,11 @@ class BlockFiles:
         self.mark_used(block_hash, used_ns)
         return payload
 
-    def trim(self) -> None:
-        """Remove the files that were not used for the longest time while there is too much, and unfinished ones."""
-        self._num_written = 0
+    def trim(self, room: int = 0) -> None:
+        """Remove the files that were not used for the longest time while there is too much beside `room` bytes that are
+        about to be written, and unfinished ones.
+        """
+        self._room = room
         files: list[tuple[float, int, Path]] = []
         now_s = time.time()
         for path in self._root.glob(f"*/*{_SUFFIX}*"):
@@ -165,10 +169,10 @@ class BlockFiles:
                 elif now_s - status.st_mtime > _STALE_S:
                     _remove(path)
         files = _with_true_ages(files, time.time())
-        excess = sum(size for _, size, _ in files) - self._max_bytes
-        if excess <= 0:
+        num_bytes, most = sum(size for _, size, _ in files), self._max_bytes - room
+        if num_bytes <= most:
             return
-        excess += int(self._max_bytes * (1 - _TRIM_TO))
+        excess = num_bytes - min(most, int(self._max_bytes * _TRIM_TO))
         for _, size, path in sorted(files):
             _remove(path)
             excess -= size

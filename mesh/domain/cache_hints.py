@@ -35,7 +35,7 @@ class CacheHints:
             )
         if self.time_to_live_s is not None and not 0 < self.time_to_live_s <= MAX_TIME_TO_LIVE_S:
             raise InvalidRequest(
-                f"time_to_live must be > 0 and at most {MAX_TIME_TO_LIVE_S:.0f} s, got {self.time_to_live_s:g} s"
+                f"time_to_live must be > 0 and at most {MAX_TIME_TO_LIVE_S:.0f} s, got {self.time_to_live_s:.12g} s"
             )
 
 

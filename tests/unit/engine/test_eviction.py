@@ -133,6 +133,16 @@ def test_what_others_have_said_counts_when_the_strongest_hint_is_over() -> None:
     assert combined(three, plain, now_s=150.0) is plain
 
 
+def test_a_conversation_takes_back_a_hint_that_would_count_later() -> None:
+    keep, for_longer = Worth("t", "agent", HIGH, 100.0), Worth("t", "other", NORMAL, 200.0)
+    both = combined(keep, for_longer, now_s=50.0)
+    assert both == keep._replace(then=for_longer)
+    done = Worth("t", "other", LOW, 90.0)
+    assert combined(both, done, now_s=60.0) == keep, "nothing of the other counts when the agent's hint is over"
+    again = Worth("t", "other", HIGH, 150.0)
+    assert combined(both, again, now_s=60.0) == again
+
+
 def test_a_prefix_that_others_use_outlives_the_hint_of_one() -> None:
     clock = Clock()
     queue = EvictionQueue(8, clock)

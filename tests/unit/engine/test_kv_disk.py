@@ -91,6 +91,18 @@ def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
     assert len(kept) <= 20
 
 
+@pytest.mark.parametrize("max_blocks", [1, 5, 39])
+def test_no_write_makes_a_full_folder_larger_than_it_may_be(tmp_path: Path, max_blocks: int) -> None:
+    for number in range(max_blocks):
+        files(tmp_path, max_blocks).write(HASHES[number], payload(number))
+    folder = files(tmp_path, max_blocks)
+    for number in range(30, 40):
+        folder.write(HASHES[number], payload(number))
+        num_bytes = sum(path.stat().st_size for path in tmp_path.glob("*/*.kv"))
+        assert num_bytes <= max_blocks * (SIZE + 8)
+        assert folder.mark_used(HASHES[number])
+
+
 def test_what_was_used_before_the_clock_was_set_back_goes_first(tmp_path: Path) -> None:
     folder, now_s = files(tmp_path, max_blocks=20), time.time()
     for number in range(20):

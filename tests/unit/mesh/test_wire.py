@@ -96,6 +96,7 @@ def test_cache_hints_round_trip(hints: CacheHints) -> None:
         ({"session_id": "x" * 257}, "session_id must have at most 256 characters, got 257"),
         ({"time_to_live": {"seconds": 0}}, "time_to_live must be > 0"),
         ({"time_to_live": {"seconds": 31 * 86400}}, "time_to_live must be > 0 and at most 2592000 s, got"),
+        ({"time_to_live": {"seconds": 30 * 86400 + 1}}, "at most 2592000 s, got 2592001 s"),
     ],
 )
 def test_cache_hints_out_of_range_are_refused(hints: dict[str, Any], message: str) -> None:

@@ -36,6 +36,9 @@ _PLAIN: Mapping[str, tuple[object, ...]] = {
     "trainable_token_indices": (None, [], {}),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
+    "use_bdlora": (None, False),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
 }
 # These begin training with a changed base model, which the adapter alone does not have.
 _CHANGED_BASES = ("pissa", "olora", "corda", "loftq", "lora_ga")

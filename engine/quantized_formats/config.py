@@ -148,7 +148,8 @@ def _group_size(raw: RawConfig) -> int:
 
 
 def _awq(raw: RawConfig) -> Quantization:
-    _require(raw, "version", "gemm", default="gemm")
+    layout = "format" if raw.get("version") is None else "version"  # transformers reads both, "version" first
+    _require({layout: raw.get(layout) or "gemm"}, layout, "gemm")
     storage = MatrixStorage(
         "awq", _require(raw, "bits", 4), block_inputs=_group_size(raw), is_symmetric=not raw.get("zero_point", True)
     )

@@ -135,6 +135,9 @@ def add_tensor(folder: Path, name: str, *shape: int) -> None:
     [
         ({"use_dora": True}, "use_dora True is not supported"),
         ({"bias": "lora_only"}, "bias 'lora_only' is not supported"),
+        ({"use_bdlora": {"nblocks": 2}}, "use_bdlora .* is not supported"),
+        ({"arrow_config": {"top_k": 3}}, "arrow_config .* is not supported"),
+        ({"kasa_config": {"beta": 0.1}}, "kasa_config .* is not supported"),
         ({"modules_to_save": ["lm_head"]}, r"modules_to_save \['lm_head'\] is not supported"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),

@@ -303,6 +303,7 @@ def grouped(form: str, **changes: object) -> dict[str, Any]:
         ("awq", {"quant_method": ["awq"]}, "is not supported"),
         ("awq", changed("awq", bits=3), "awq: bits 3 is not supported; supported: 4"),
         ("awq", changed("awq", version="gemv"), "version 'gemv' is not supported; supported: gemm"),
+        ("awq", changed("awq", version=None, format="gemv"), "format 'gemv' is not supported; supported: gemm"),
         ("awq", changed("awq", group_size=40), r"down_proj\.qweight|groups of 40 do not divide its 64 inputs"),
         ("awq", changed("awq", group_size=0), "group_size must be > 0, or -1"),
         ("awq", changed("awq", group_size=-1), r"qzeros has shape \[4, 8\], config\.json implies \[1, 8\]"),
@@ -334,6 +335,13 @@ def test_descriptions_that_do_not_fit_are_refused(
     describe(model_dir, config)
     with pytest.raises(ConfigurationError, match=words):
         load_model_runner(settings(model_dir))
+
+
+@pytest.mark.parametrize("layout", [{}, {"version": None}, {"format": "gemm"}, {"version": "GEMM", "format": "gemv"}])
+def test_awq_names_its_layout_as_transformers_reads_it(tmp_path: Path, layout: dict[str, Any]) -> None:
+    facts = {name: value for name, value in FORMS["awq"].config.items() if name != "version"} | layout
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": facts}))
+    assert str(read_quantization(tmp_path)) == "awq, 4 bits"
 
 
 def test_modules_have_storages_of_their_own(tmp_path: Path) -> None:

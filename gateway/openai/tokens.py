@@ -7,7 +7,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.errors import InvalidField
 from gateway.exchange import Exchange
 from gateway.openai.parameters import model_of, tokenize_arguments
-from gateway.openai.requests import ChatBody
+from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.schema import Body, Json, Name, TokenIds
 from tandem import Token, TokenizeArguments
 
@@ -26,6 +26,12 @@ class _ChatTokensBody(ChatBody):
 class _DetokenizeBody(Body):
     model: Name = ""
     tokens: TokenIds
+
+
+_NAMES = ClientFieldNames(
+    dict.fromkeys(("token_ids", "chat.messages"), "tokens"), frozenset(_DetokenizeBody.model_fields)
+)
+"""Of the router, in the words of vLLM's /detokenize. The prompt is its tokens."""
 
 
 async def tokenize_as_vllm(exchange: Exchange, payload: Json) -> Response:
@@ -60,5 +66,6 @@ async def detokenize(exchange: Exchange) -> Response:
     body = await exchange.parse(_DetokenizeBody)
     timeout_s = exchange.settings.request_timeout_s
     arguments = TokenizeArguments(token_ids=body.tokens, model=model_of(body.model), timeout=timeout_s)
-    tokens = await exchange.client.tokenize(**arguments) if body.tokens else ()
+    with _NAMES.translating_errors():
+        tokens = await exchange.client.tokenize(**arguments) if body.tokens else ()
     return JSONResponse({"prompt": "".join(token.text for token in tokens)})

@@ -96,6 +96,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
 
     async def Tokenize(self, request: Any, context: Any) -> pb.TokenizeResponse:
         ids = input_ids(request)
+        if max(ids, default=0) > EOS:
+            details = f"token_ids: token id {max(ids)} is not in the vocabulary of 257"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details, (("tandem-error", "InvalidRequest"),))
         tokens = [pb.Token(id=byte, text=chr(byte)) for byte in ids]
         return pb.TokenizeResponse(tokens=tokens, text=bytes(ids).decode())
 

@@ -286,6 +286,10 @@ async def test_tokenize_as_vllm(gateway: RunningGateway) -> None:
     assert (chat["count"], chat["token_strs"]) == (len("user: hi\n"), None)
     assert (await gateway.post("/detokenize", {"model": "fake", "tokens": ids})).json() == {"prompt": "day"}
     assert (await gateway.post("/detokenize", {"tokens": []})).json() == {"prompt": ""}
+    refused = await gateway.post("/detokenize", {"tokens": [10**6]})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "tokens"
+    assert refused.json()["error"]["message"].startswith("tokens: token id 1000000 is not in the vocabulary")
     refused = await gateway.post("/tokenize", {"prompt": "day", "add_special_tokens": False})
     assert refused.status_code == 422
     assert "add_special_tokens must be true" in refused.json()["error"]

@@ -64,7 +64,7 @@ def _is_of(conversation: str, worth: Worth) -> bool:
 
 
 def _without(conversation: str, worth: Worth) -> Worth | None:
-    """What counts in turn, without what this conversation has said."""
+    """The hints that count in turn, without those of this conversation."""
     then = None if worth.then is None else _without(conversation, worth.then)
     return then if _is_of(conversation, worth) else worth._replace(then=then)
 

@@ -145,6 +145,14 @@ def knows_avx512() -> bool:
     return cpu_flags() >= _AVX512
 
 
+def widens_ahead() -> bool:
+    """True if weights that are multiplied as fp32 but stored in less are widened once for all tiles of many rows.
+
+    With AVX-512 each tile widens them beside its products.
+    """
+    return not knows_avx512()
+
+
 def knows_vnni() -> bool:
     """True if the CPU multiplies bytes and adds up four products in one instruction, for vectors of its size."""
     return ("avx512_vnni" if knows_avx512() else "avx_vnni") in cpu_flags()

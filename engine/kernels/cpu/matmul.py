@@ -13,7 +13,7 @@ from numba import types
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, knows_avx512
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, widens_ahead
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.tiles import (
@@ -41,8 +41,6 @@ MAX_PANEL_ROWS = 6
 """Rows that `multiply_some` multiplies at most."""
 _WIDE_MIN_ROWS = 16
 """Weights are not widened ahead for fewer rows: it would take longer than it saves."""
-WIDENS = not knows_avx512()
-"""Whether weights of one or two bytes that are multiplied as fp32 become it once for all tiles, not in each anew."""
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
@@ -197,7 +195,7 @@ def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, wi
 
 
 _as_stored = jit(_product_as_stored)
-_WIDENED = (types.uint16, types.int16, types.boolean) if WIDENS else ()
+_WIDENED = (types.uint16, types.int16, types.boolean) if widens_ahead() else ()
 select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _product_widened), _product_as_stored)
 
 

@@ -21,8 +21,8 @@ from engine.kernels.cpu.machine import (
     ZERO_POINT,
     knows_bf16,
     knows_vnni,
+    widens_ahead,
 )
-from engine.kernels.cpu.matmul import WIDENS
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
@@ -181,7 +181,7 @@ def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:
 def wide_size(weights: Weights) -> int:
     """Numbers of `Operand.wide` with which no weights are widened anew for each tile; 0 if none are."""
     is_widened = operand_dtypes(weights)[0] == np.float32 and weights.packed.dtype != np.float32
-    return UNIT * int(weights.matrices[:, 2].max()) if WIDENS and is_widened else 0
+    return UNIT * int(weights.matrices[:, 2].max()) if widens_ahead() and is_widened else 0
 
 
 def as_tensor(weights: Array) -> Tensor:

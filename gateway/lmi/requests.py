@@ -2,7 +2,6 @@
 
 import csv
 import io
-import sys
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from types import MappingProxyType
@@ -142,7 +141,6 @@ def read_payload(body: bytes, content_type: str) -> dict[str, object]:
 
 def _csv_column(text: str) -> list[str]:
     """Return the strings of the column `inputs`. Raises InvalidRequest for more than `MAX_PROMPTS`."""
-    csv.field_size_limit(sys.maxsize)  # the body has a limit of its own
     rows = csv.DictReader(_lines(text))
     try:
         if _CSV_COLUMN not in (rows.fieldnames or ()):

@@ -95,14 +95,19 @@ class BlockFiles:
 
     Several processes may share a root, and other files may be there: they are left alone. A process looks at what all
     of them have written each time it has written a twentieth of `max_bytes`, so each one beside it may exceed the limit
-    by as much. Raises ConfigurationError as `private_folder`.
+    by as much. Raises ConfigurationError as `private_folder`, and if no block fits into `max_bytes`.
     """
 
     def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
         self._root = root
         self._folder = root / blake2b(layout.encode(), digest_size=12).hexdigest()
         self._block_bytes = block_bytes
+        self._file_bytes = _DIGEST_BYTES + block_bytes
         self._max_bytes = max_bytes
+        if max_bytes < self._file_bytes:
+            raise ConfigurationError(
+                f"kv_disk_gib allows {max_bytes} bytes, but one block of KV takes {self._file_bytes}: raise kv_disk_gib"
+            )
         self._room = 0  # bytes to write before the next look at what is there
         self._writer = secrets.token_hex(8)  # processes of two containers may have the same id
         private_folder(root)
@@ -120,22 +125,21 @@ class BlockFiles:
 
     def write(self, block_hash: BlockHash, payload: bytes) -> None:
         """Raises OSError, for example on a full disk."""
-        file_bytes = _DIGEST_BYTES + self._block_bytes
-        if self._room < file_bytes:
-            self.trim(room=max(file_bytes, int(self._max_bytes * (1 - _TRIM_TO) / 2)))
+        if self._room < self._file_bytes:
+            self.trim(room=max(self._file_bytes, int(self._max_bytes * (1 - _TRIM_TO) / 2)))
         path = self._path(block_hash)
         part = path.with_name(f"{path.name}.{self._writer}")
         self._folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have emptied the root
         try:
             with part.open("wb", buffering=0) as file:
                 os.writev(file.fileno(), (_digest(block_hash, payload), payload))
-                if os.fstat(file.fileno()).st_size != file_bytes:
+                if os.fstat(file.fileno()).st_size != self._file_bytes:
                     raise OSError(28, "the block was not written completely")
             part.rename(path)
         except OSError:
             _remove(part)
             raise
-        self._room -= file_bytes
+        self._room -= self._file_bytes
 
     def read(self, block_hash: BlockHash, used_ns: int | None = None) -> bytes | None:
         """Return a block and mark it as used, as `mark_used` does; None if there is none. Raises ValueError, and

@@ -91,6 +91,12 @@ def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
     assert len(kept) <= 20
 
 
+def test_a_limit_below_one_block_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=f"allows {SIZE} bytes, but one block of KV takes {SIZE + 8}"):
+        BlockFiles(tmp_path / "new", "layout", SIZE, SIZE)
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize("max_blocks", [1, 5, 39])
 def test_no_write_makes_a_full_folder_larger_than_it_may_be(tmp_path: Path, max_blocks: int) -> None:
     for number in range(max_blocks):

@@ -138,8 +138,8 @@ def rendering_of(body: ChatBody) -> TokenizeArguments:
 
 
 def _template_values(body: ChatBody) -> Json | None:
-    """The effort of reasoning as templates know it, of models that may reason or not and of those that reason more or
-    less. The client's own values come first.
+    """Values for the template, the client's own first. Some templates can only turn reasoning off, others know its
+    effort.
     """
     effort = body.reasoning_effort
     if effort is None:

@@ -28,10 +28,7 @@ class _DetokenizeBody(Body):
     tokens: TokenIds
 
 
-_NAMES = ClientFieldNames(
-    dict.fromkeys(("token_ids", "chat.messages"), "tokens"), frozenset(_DetokenizeBody.model_fields)
-)
-"""Of the router, in the words of vLLM's /detokenize. The prompt is its tokens."""
+_DETOKENIZE_NAMES = ClientFieldNames({"token_ids": "tokens"}, frozenset(_DetokenizeBody.model_fields))
 
 
 async def tokenize_as_vllm(exchange: Exchange, payload: Json) -> Response:
@@ -66,6 +63,6 @@ async def detokenize(exchange: Exchange) -> Response:
     body = await exchange.parse(_DetokenizeBody)
     timeout_s = exchange.settings.request_timeout_s
     arguments = TokenizeArguments(token_ids=body.tokens, model=model_of(body.model), timeout=timeout_s)
-    with _NAMES.translating_errors():
+    with _DETOKENIZE_NAMES.translating_errors():
         tokens = await exchange.client.tokenize(**arguments) if body.tokens else ()
     return JSONResponse({"prompt": "".join(token.text for token in tokens)})

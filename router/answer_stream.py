@@ -72,7 +72,7 @@ class AnswerStream:
         self._num_open = len(runs)
         self._tasks = [self._start(run) for run in runs]
         self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
-        self.on_stuck: Callable[[], object] = _ignore
+        self.on_stuck: Callable[[BaseException], object] = _ignore
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
@@ -167,15 +167,16 @@ class AnswerStream:
             self._watchdog = self._loop.call_later(max(0.1, self._slow_reader_s - waited_s), self._watch_reader)
 
     def _cut_off(self, message: str) -> None:
+        error = self._error or SlowReader(message)
         self._ready.clear()
-        self.fail(SlowReader(message))
+        self.fail(error)
         for choice in self._choices:
             choice.take()
         self._watchdog.cancel()
-        self._watchdog = self._loop.call_later(_LAST_READ_S, lambda: self.on_stuck())
+        self._watchdog = self._loop.call_later(_LAST_READ_S, lambda: self.on_stuck(error))
 
 
-def _ignore() -> None:
+def _ignore(*_: object) -> None:
     """Nobody waits for this any more, or yet."""
 
 
@@ -223,8 +224,8 @@ class Answer:
         """Cancel the choices: the client is gone."""
         self._stream.close()
 
-    def when_stuck(self, end_call: Callable[[], object]) -> None:
-        """Call `end_call` if a client that was cut off reads nothing for _LAST_READ_S more."""
+    def when_stuck(self, end_call: Callable[[BaseException], object]) -> None:
+        """Call `end_call` with the error if a client that was cut off reads nothing for _LAST_READ_S more."""
         self._stream.on_stuck = end_call
 
     async def deltas(self) -> AsyncIterator[Delta]:

@@ -22,6 +22,7 @@ from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
 from mesh.rpc.status import details_of, status_of
+from mesh.tasks import mark_retrieved
 
 MAX_MESSAGE_BYTES = 16 << 20
 """Limit inside the mesh; KV chunks are much smaller. The public port keeps gRPC's default of 4 MiB."""
@@ -218,6 +219,15 @@ def _parse(handler: grpc.RpcMethodHandler, raw: bytes) -> object:
 async def _parse_all(handler: grpc.RpcMethodHandler, raws: AsyncIterator[bytes]) -> AsyncIterator[object]:
     async for raw in raws:
         yield _parse(handler, raw)
+
+
+def end_blocked_call(context: grpc.aio.ServicerContext, handler: "asyncio.Task[Any]", error: BaseException) -> None:
+    """End a call whose client does not take the message that `handler` writes. The status follows that message.
+
+    Of a handler that is only cancelled, grpc.aio tells the client nothing: it would wait until its own deadline.
+    """
+    asyncio.create_task(_end(context, handler.get_name(), error)).add_done_callback(mark_retrieved)
+    handler.cancel()
 
 
 async def _end(context: grpc.aio.ServicerContext, method: str, error: BaseException) -> NoReturn:

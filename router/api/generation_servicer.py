@@ -12,6 +12,7 @@ from mesh import wire
 from mesh.cache_hints import hints_from_proto
 from mesh.domain.errors import InvalidRequest
 from mesh.rpc.credentials import Metadata
+from mesh.rpc.server import end_blocked_call
 from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
@@ -53,9 +54,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
         context.add_done_callback(lambda _: answer.close())
-        call = asyncio.current_task()
-        if call is not None:  # no status fits into the client's full flow-control window
-            answer.when_stuck(call.cancel)
+        handler = asyncio.current_task()
+        if handler is not None:
+            answer.when_stuck(lambda error: end_blocked_call(context, handler, error))
         async for delta in answer.deltas():
             yield _delta_to_proto(delta)
 

@@ -138,7 +138,7 @@ async def test_readers_that_stop_are_cut(
     extra_mib = (slow.most_rss_bytes - base) / READERS / (1 << 20)
     measured = f"{extra_mib:.2f} MiB"
     evidence("R12", f"router's extra memory for a reader {how}", measured, target="<= 1 MiB", ok=extra_mib <= 1)
-    cut = sum(count for ending, count in slow.endings.items() if ending.startswith("DEADLINE_EXCEEDED"))
+    cut = sum(count for ending, count in slow.endings.items() if ending.startswith("ABORTED"))
     evidence("R12", f"readers {how} cut", f"{cut} of {READERS}", target="all", ok=cut == READERS)
     ours, theirs = percentile(slow.neighbours_gaps_s, 95), percentile(good.neighbours_gaps_s, 95)
     measured, ok = f"{1000 * ours:.0f} ms; all read: {1000 * theirs:.0f} ms", ours <= 1.05 * theirs

@@ -17,6 +17,12 @@ from tests.zero_window import zero_window_call
 PROMPT = [65, 66, 67, 68, 69]
 # Megabytes of answer.
 BIG = make_request(token_ids=PROMPT, max_new_tokens=20_000, output={"top_logprobs": 20}, logit_bias={70: 1.0})
+GENERATE = "/tandem.v1.Generation/Generate"
+
+
+def is_open() -> bool:
+    """A handler of Generate runs."""
+    return any(GENERATE in task.get_name() for task in asyncio.all_tasks())
 
 
 async def read_all(call: Any) -> None:
@@ -103,8 +109,14 @@ async def test_when_the_deadline_passes(make_mesh: Any, separated: bool) -> None
     await assert_all_gone(mesh)
 
 
-async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
-    """Its answer does not fit the connection's window, so the router's write blocks."""
+@pytest.mark.parametrize("last_read_s", [LIMIT_S, 0.2], ids=["its handler runs", "its handler has been ended"])
+async def test_a_client_that_never_reads_is_cut_off(
+    make_mesh: Any, last_read_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer does not fit the connection's window, so the router's write blocks. When it reads on, it learns why it
+    was cut off.
+    """
+    monkeypatch.setattr("router.answer_stream._LAST_READ_S", last_read_s)
     mesh = await make_mesh(slow_reader_s=1.5, model_positions=100_000)
     decode = await mesh.decode(max_model_len=100_000, num_blocks=100_000)
     channel = grpc.aio.insecure_channel(
@@ -117,6 +129,7 @@ async def test_a_client_that_never_reads_is_cut_off(make_mesh: Any) -> None:
     await decode.started.wait_len(2)
     await mesh.until(lambda: mesh.model.limiter.num_held == 0)  # it is given slow_reader_s
     await assert_all_gone(mesh)
+    await mesh.until(lambda: is_open() == (last_read_s == LIMIT_S))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)
     assert caught.value.code() is grpc.StatusCode.ABORTED
@@ -132,12 +145,7 @@ async def test_a_client_that_takes_no_data_at_all_loses_its_call(
     mesh = await make_mesh(slow_reader_s=0.2)
     await mesh.decode()
     request = make_request(token_ids=PROMPT, max_new_tokens=5).SerializeToString()
-    method = "/tandem.v1.Generation/Generate"
-
-    def is_open() -> bool:
-        return any(method in task.get_name() for task in asyncio.all_tasks())
-
-    async with zero_window_call(mesh.router.public.address, method, request):
+    async with zero_window_call(mesh.router.public.address, GENERATE, request):
         await mesh.until(is_open)
         await mesh.until(lambda: not is_open())
         await assert_all_gone(mesh)

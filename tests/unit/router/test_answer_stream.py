@@ -146,12 +146,13 @@ async def test_a_reader_that_takes_nothing_is_cut_off_after_an_error_too(monkeyp
         await fails.wait()
         raise NoWorkers("nobody there")
 
-    driver, stuck = Driver(fails_later, slow_reader_s=0.02), asyncio.Event()
-    driver.stream.on_stuck = stuck.set
+    driver = Driver(fails_later, slow_reader_s=0.02)
+    stuck: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    driver.stream.on_stuck = stuck.set_result
     chunks = driver.stream.chunks()
     await anext(chunks)
     fails.set()
-    await asyncio.wait_for(stuck.wait(), 60)
+    assert isinstance(await asyncio.wait_for(stuck, 60), NoWorkers)
     with pytest.raises(NoWorkers):
         await anext(chunks)
 

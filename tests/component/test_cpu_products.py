@@ -317,7 +317,7 @@ def test_spilled_vectors_are_aligned() -> None:
     tile: Any = multiply_tile
 
     def multiply(a: Address, b: Address, sums: Address, depth: int) -> None:
-        tile(TileProduct(Matrix(a, 256), Matrix(b, 256), Matrix(sums, 128)), depth, 12, 2, np.float32(0), 0)
+        tile(TileProduct(Matrix(a, 256), Matrix(b, 256), Matrix(sums, 128)), depth, 12, 2, np.float32(0))
 
     untyped: Any = numba
     compiled = untyped.njit(**OPTIONS)(multiply)

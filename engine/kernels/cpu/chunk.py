@@ -210,7 +210,7 @@ def _score(tile: _Tile, keys: Range, shape: HeadShape, memory: AttentionMemory) 
         else:
             panels = Matrix(memory.keys + key * dim * FLOAT_BYTES, KEYS * dim * FLOAT_BYTES)
             product = TileProduct(Matrix(tile.rows, memory.query_bytes), panels, out)
-            multiply_tile(product, dim, QUERY_TILE_ROWS, 2, _ONE, 0)
+            multiply_tile(product, dim, QUERY_TILE_ROWS, 2, _ONE)
 
 
 @jit
@@ -229,9 +229,9 @@ def _add_values(tile: _Tile, keys: Range, shape: HeadShape, memory: AttentionMem
             weights = Matrix(memory.scores, step)
             values = Matrix(memory.values + first * FLOAT_BYTES, panel_keys * VECTOR_BYTES)
             if p + 1 < num_panels:
-                multiply_tile(TileProduct(weights, values, sums), width, QUERY_TILE_ROWS, 2, _ONE, 0)
+                multiply_tile(TileProduct(weights, values, sums), width, QUERY_TILE_ROWS, 2, _ONE)
             else:
-                multiply_tile(TileProduct(weights, values, sums), width, QUERY_TILE_ROWS, 1, _ONE, 0)
+                multiply_tile(TileProduct(weights, values, sums), width, QUERY_TILE_ROWS, 1, _ONE)
         for i in range(tile.num_rows):
             at, factor = (
                 tile.out + i * memory.out_bytes + p * VECTOR_BYTES,

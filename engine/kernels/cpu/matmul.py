@@ -14,8 +14,9 @@ from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply
 from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, widens_ahead
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, Groups, multiply_nibbles, panel_bytes
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
+from engine.kernels.cpu.row_tiles import multiply_rows
 from engine.kernels.cpu.tiles import (
     ADD,
     GATE,
@@ -213,52 +214,6 @@ def _multiply_unit(
         row += count
 
 
-def multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
-    """Multiply the largest tile that fits; returns its rows. `ahead`: see multiply_tile. `element`: any element of the
-    weights.
-    """
-    raise NotImplementedError
-
-
-def _multiply_rows(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
-    depth = matrices.a.step // 4  # one fp32, 2 of two bytes or 4 of one
-    if max_rows >= 9:
-        multiply_tile(matrices, depth, 12, 2, element, ahead)
-        return 12
-    if max_rows >= 5:
-        multiply_tile(matrices, depth, 8, 2, element, ahead)
-        return 8
-    if max_rows >= 3:
-        multiply_tile(matrices, depth, 4, 2, element, ahead)
-        return 4
-    if max_rows == 2:
-        multiply_tile(matrices, depth, 2, 2, element, ahead)
-        return 2
-    multiply_tile(matrices, depth, 1, 2, element, ahead)
-    return 1
-
-
-def _multiply_rows_by_nibbles(matrices: TileProduct, group: int, max_rows: int, ahead: int, element: Element) -> int:
-    groups = Groups(matrices.a.step // (group + BLOCK_HEAD_BYTES), group)
-    if max_rows >= 9:
-        multiply_nibbles(matrices, groups, 12, 2, ahead)
-        return 12
-    if max_rows >= 5:
-        multiply_nibbles(matrices, groups, 8, 2, ahead)
-        return 8
-    if max_rows >= 3:
-        multiply_nibbles(matrices, groups, 4, 2, ahead)
-        return 4
-    if max_rows == 2:
-        multiply_nibbles(matrices, groups, 2, 2, ahead)
-        return 2
-    multiply_nibbles(matrices, groups, 1, 2, ahead)
-    return 1
-
-
-select_by_dtype(multiply_rows, {types.uint8: _multiply_rows_by_nibbles}, _multiply_rows)
-
-
 @jit
 def _amx_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """The sums of a tile are finished while the next tile is multiplied. Two buffers of sums alternate."""
@@ -334,13 +289,13 @@ def multiply_panel(matrices: TileProduct, depth: int, num_rows: int, element: El
 def multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
     """Multiply the largest tile that has rows only; returns its rows."""
     if max_rows >= MAX_PANEL_ROWS:
-        multiply_tile(matrices, depth, 6, 1, element, 0)
+        multiply_tile(matrices, depth, 6, 1, element)
         return 6
     if max_rows >= 4:
-        multiply_tile(matrices, depth, 4, 1, element, 0)
+        multiply_tile(matrices, depth, 4, 1, element)
         return 4
     if max_rows >= 2:
-        multiply_tile(matrices, depth, 2, 1, element, 0)
+        multiply_tile(matrices, depth, 2, 1, element)
         return 2
-    multiply_tile(matrices, depth, 1, 1, element, 0)
+    multiply_tile(matrices, depth, 1, 1, element)
     return 1

@@ -69,13 +69,6 @@ def panel_bytes(num_groups: int, group: int) -> int:
     return lines * CACHE_LINE_BYTES + num_groups * group * BYTES_PER_INPUT
 
 
-class Groups(NamedTuple):
-    """The groups of a product's inputs."""
-
-    num_groups: int
-    size: int
-
-
 class _Vectors:
     """Writes operations on vectors of one register: 16 lanes with AVX-512, else 8."""
 
@@ -137,37 +130,24 @@ class _Vectors:
         return self.emit.call(f"llvm.fma.v{self.lanes}f32", self.floats, value, scale, total)
 
 
-@emitted
-def multiply_nibbles(
-    typing: TypingContext,
-    matrices: NumbaType,
-    groups: NumbaType,
-    rows: NumbaType,
-    panels: NumbaType,
-    ahead: NumbaType,
-) -> Intrinsic:
-    """out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums. groups: Groups.
-
-    `rows` and `panels` are compile-time constants. Meanwhile the weights that lie `ahead` bytes further are prefetched.
+def write_nibble_tile(
+    emit: Emitter, product: Value, num_groups: Value, group: Value, size: tuple[int, int], ahead: Value
+) -> None:
+    """Write code that computes out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums, for a size of (rows,
+    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched.
     """
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit = Emitter(context, builder)
-        tile = _Tile(emit, args[0], args[1], args[4])
-        per_panel = LANES // tile.vectors.lanes
-        parts = [
-            (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
-            for some_rows, some_columns in _parts_in_registers(rows.literal_value, panels.literal_value * per_panel)
-        ]
-        is_single = builder.icmp_signed("==", builder.extract_value(args[1], 1), INT64(_STEP))
-        with builder.if_else(is_single) as (single, several):
-            for is_one_step, branch in ((True, single), (False, several)):
-                with branch:
-                    for some_rows, some_columns in parts:
-                        tile.multiply(some_rows, some_columns, is_one_step=is_one_step)
-        return context.get_dummy_value()
-
-    return types.void(matrices, groups, rows, panels, types.intp), generate
+    tile, builder = _Tile(emit, product, num_groups, group, ahead), emit.builder
+    per_panel = LANES // tile.vectors.lanes
+    parts = [
+        (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
+        for some_rows, some_columns in _parts_in_registers(size[0], size[1] * per_panel)
+    ]
+    is_single = builder.icmp_signed("==", group, INT64(_STEP))
+    with builder.if_else(is_single) as (single, several):
+        for is_one_step, branch in ((True, single), (False, several)):
+            with branch:
+                for some_rows, some_columns in parts:
+                    tile.multiply(some_rows, some_columns, is_one_step=is_one_step)
 
 
 def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:
@@ -190,10 +170,10 @@ class _Column(NamedTuple):
 class _Tile:
     """Writes the code of a tile."""
 
-    def __init__(self, emit: Emitter, matrices: Value, groups: Value, ahead: Value) -> None:
+    def __init__(self, emit: Emitter, product: Value, num_groups: Value, group: Value, ahead: Value) -> None:
         self._emit, self.vectors, self._ahead = emit, _Vectors(emit), ahead
-        self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(matrices, 3))
-        self._count, self._size = emit.members(groups, 2)
+        self._a, self._b, self._out = (emit.matrix(matrix) for matrix in emit.members(product, 3))
+        self._count, self._size = num_groups, group
         builder = emit.builder
         scales = builder.add(builder.mul(self._count, INT64(SCALES_BYTES)), INT64(CACHE_LINE_BYTES - 1))
         self._head_bytes = builder.and_(scales, INT64(-CACHE_LINE_BYTES))

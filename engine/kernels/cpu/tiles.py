@@ -104,29 +104,20 @@ def multiply_tile(
     rows: NumbaType,
     panels: NumbaType,
     element: NumbaType,
-    ahead: NumbaType,
 ) -> Intrinsic:
     """out[rows, panels * 16] = a[rows, depth] @ b of a TileProduct. Sums stay in registers until they are complete.
 
     `rows` and `panels` are compile-time constants. `element` is any element of b. `depth` counts numbers of 4 bytes in
     a row of `a`: for int8 groups of 4 unsigned bytes, or pairs without VNNI; for bf16 pairs on a CPU that multiplies
-    it; else fp32. Meanwhile the weights that lie `ahead` bytes further are prefetched; 0: none.
+    it; else fp32.
     """
     size = rows.literal_value, panels.literal_value
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit, product, depth = Emitter(context, builder), args[0], args[1]
-        if isinstance(ahead, types.IntegerLiteral):
-            write_tile(emit, product, depth, size, element)
-            return context.get_dummy_value()
-        with builder.if_else(builder.icmp_signed("!=", args[5], INT64(0))) as (prefetches, does_not):
-            with prefetches:
-                write_tile(emit, product, depth, size, element, args[5])
-            with does_not:
-                write_tile(emit, product, depth, size, element)
+        write_tile(Emitter(context, builder), args[0], args[1], size, element)
         return context.get_dummy_value()
 
-    return types.void(matrices, types.intp, rows, panels, element, ahead), generate
+    return types.void(matrices, types.intp, rows, panels, element), generate
 
 
 def write_tile(
@@ -137,7 +128,9 @@ def write_tile(
     element: NumbaType,
     ahead: Value | None = None,
 ) -> None:
-    """Write the code of `multiply_tile` for a size of (rows, panels)."""
+    """Write the code of `multiply_tile` for a size of (rows, panels). Meanwhile the weights that lie `ahead` bytes
+    further are prefetched.
+    """
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
     num_passes = builder.udiv(depth, INT64(arithmetic.numbers))

@@ -1,0 +1,88 @@
+"""Tiles of as many rows as are left of a product, for weights of all types."""
+
+from collections.abc import Callable
+
+from numba import types
+
+from engine.kernels.cpu.compiler import (
+    INT64,
+    Builder,
+    CodeContext,
+    Emitter,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    emitted,
+)
+from engine.kernels.cpu.machine import FLOAT_BYTES, knows_avx512
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, write_nibble_tile
+from engine.kernels.cpu.tiles import write_tile
+
+_PANELS = 2
+
+
+def _sizes() -> tuple[int, ...]:
+    """Rows of the tiles, fewest first.
+
+    With AVX2, arithmetic limits even a few rows, so that rows which are multiplied in vain take time; with AVX-512
+    memory does.
+    """
+    return (1, 2, 4, 8, 12) if knows_avx512() else tuple(range(1, 13))
+
+
+@emitted
+def multiply_rows(
+    typing: TypingContext,
+    matrices: NumbaType,
+    group: NumbaType,
+    num_rows: NumbaType,
+    ahead: NumbaType,
+    element: NumbaType,
+) -> Intrinsic:
+    """Multiply the smallest tile that holds `num_rows` rows of a TileProduct, or else the largest; returns its rows.
+
+    `ahead`: as for multiply_tile. `group`: inputs that share a scale in int4. `element`: any element of the weights.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit, (product, group, num_rows, ahead, _) = Emitter(context, builder), args
+        a_step = emit.matrix(emit.members(product, 1)[0])[1]
+
+        def write(size: int) -> None:
+            if element == types.uint8:
+                num_groups = builder.udiv(a_step, builder.add(group, INT64(BLOCK_HEAD_BYTES)))
+                write_nibble_tile(emit, product, num_groups, group, (size, _PANELS), ahead)
+                return
+            depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
+            with builder.if_else(builder.icmp_signed("!=", ahead, INT64(0))) as (prefetches, does_not):
+                with prefetches:
+                    write_tile(emit, product, depth, (size, _PANELS), element, ahead)
+                with does_not:
+                    write_tile(emit, product, depth, (size, _PANELS), element)
+
+        return _write_smallest(builder, num_rows, write)
+
+    return types.intp(matrices, types.intp, types.intp, types.intp, element), generate
+
+
+def _write_smallest(builder: Builder, num_rows: Value, write: Callable[[int], None]) -> Value:
+    """Write the code of all tiles, of which the one for `num_rows` runs. Returns its rows."""
+    sizes = _sizes()
+    blocks = {size: builder.append_basic_block(f"rows_{size}") for size in sizes}
+    switch, end = builder.switch(num_rows, blocks[sizes[-1]]), builder.append_basic_block("multiplied")
+    for count in range(1, sizes[-1]):
+        switch.add_case(INT64(count), blocks[min(size for size in sizes if size >= count)])
+    written: list[tuple[int, Value]] = []
+    for size, block in blocks.items():
+        builder.position_at_end(block)
+        write(size)
+        written.append((size, builder.block))
+        builder.branch(end)
+    builder.position_at_end(end)
+    result = builder.phi(INT64)
+    for size, block in written:
+        result.add_incoming(INT64(size), block)
+    return result

@@ -43,7 +43,7 @@ _SCRAMBLE_SECRET = _SECRET_BYTES - STRIPE_BYTES
 _LAST_SECRET = _SECRET_BYTES - STRIPE_BYTES - 7
 _MERGE_SECRET = 11
 _AHEAD_BYTES = 1024
-"""Memory is asked for this far ahead: a fifth faster than without, where blocks lie scattered."""
+"""Memory is asked for this far ahead, in the next piece too: the CPU's own prefetch stops at a piece's end."""
 _MASK = 2**64 - 1
 _PRIMES32 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
 _PRIMES64 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
@@ -70,20 +70,22 @@ def _copy_stripes(
     secret: NumbaType,
     sums: NumbaType,
     past_cache: NumbaType,
+    ahead: NumbaType,
 ) -> Intrinsic:
     """Copy stripes, at least one and at most a block's rest, and add them to `sums`. `secret` is that of the first. If
-    `past_cache`, stores do not fetch the target into the cache, and it must be aligned to a stripe."""
+    `past_cache`, stores do not fetch the target into the cache, and it must be aligned to a stripe. As many stripes are
+    prefetched from `ahead` on."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        source_at, target_at, secret_at, sums_at = (emit.pointer(args[i]) for i in (0, 1, 3, 4))
+        source_at, target_at, secret_at, sums_at, ahead_at = (emit.pointer(args[i]) for i in (0, 1, 3, 4, 6))
         swap = ir.Constant(ir.VectorType(INT32, _NUM_SUMS), [1, 0, 3, 2, 5, 4, 7, 6])
 
         def emit_loop(*, streamed: bool) -> None:
             with emit.loop(args[2], [emit.load(sums_at, _SUMS, 8)]) as loop:
                 offset = builder.mul(loop.index, INT64(STRIPE_BYTES))
                 stripe = emit.load(emit.at(source_at, offset), _SUMS, 1)
-                emit.prefetch(emit.at(source_at, builder.add(offset, INT64(_AHEAD_BYTES))))
+                emit.prefetch(emit.at(ahead_at, offset))
                 at = builder.bitcast(emit.at(target_at, offset), _SUMS.as_pointer())
                 store = builder.store(stripe, at, align=STRIPE_BYTES if streamed else 1)
                 if streamed:
@@ -102,7 +104,7 @@ def _copy_stripes(
                 emit_loop(streamed=False)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 6), generate
+    return types.void(*[types.intp] * 7), generate
 
 
 @emitted
@@ -151,9 +153,11 @@ def _copy_pieces(
             count = 1 if is_last else min(end - done, _STRIPES_PER_BLOCK - phase, total - 1 - done)
             part = secret_at + (_LAST_SECRET if is_last else 8 * phase)
             if to_pieces:
-                _copy_stripes(payload, piece, count, part, sums_at, to_pieces)
+                _copy_stripes(payload, piece, count, part, sums_at, to_pieces, payload + _AHEAD_BYTES)
             else:
-                _copy_stripes(piece, payload, count, part, sums_at, to_pieces)
+                offset = _AHEAD_BYTES - (end - done) * STRIPE_BYTES  # in the next piece, unless it is in this one
+                ahead = piece + _AHEAD_BYTES if offset < 0 else pieces[min(number + 1, len(pieces) - 1)] + offset
+                _copy_stripes(piece, payload, count, part, sums_at, to_pieces, ahead)
             done += count
             piece += count * STRIPE_BYTES
             payload += count * STRIPE_BYTES

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from checkpoint.gguf.file import hint_at_gguf, is_gguf
 from mesh.domain.errors import ConfigurationError
 
 Progress = Callable[[float], None]
@@ -75,8 +76,10 @@ class ModelSource:
         if self._is_on_hub:
             return _with_config(_hub_snapshot(self.name, self.revision, on_progress), self.name)
         folder = Path(self.name).expanduser()
-        if folder.suffix == ".gguf" and folder.is_file():
+        if folder.is_file() and is_gguf(folder):
             raise ConfigurationError(f"{self.name} is in llama.cpp's format: run tandem convert {self.name} OUT")
+        if folder.is_file():
+            raise ConfigurationError(f"{self.name} is a file: name the folder that it is in")
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
         return _with_config(folder.resolve(), f"the folder {self.name}")
@@ -164,5 +167,5 @@ def _by_percent(on_progress: Progress) -> Progress:
 
 def _with_config(folder: Path, what: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"{what} holds no model: it has no config.json")
+        raise ConfigurationError(f"{what} holds no model: it has no config.json{hint_at_gguf(folder)}")
     return folder

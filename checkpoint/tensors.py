@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 from checkpoint.config_json import parse_json_object, read_json
+from checkpoint.gguf.file import hint_at_gguf
 from mesh.domain.errors import ConfigurationError
 
 SINGLE_FILE = "model.safetensors"
@@ -50,8 +51,7 @@ def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:
     if not index_path.exists():
         pickled = sorted(path.name for path in model_dir.glob("*.bin"))
         hint = f"; {pickled[0]} is in a format that can run code: run tandem convert {model_dir} OUT" if pickled else ""
-        if gguf := sorted(path.name for path in model_dir.glob("*.gguf")):
-            hint = hint or f"; {gguf[0]} is in llama.cpp's format: run tandem convert {model_dir / gguf[0]} OUT"
+        hint = hint or hint_at_gguf(model_dir)
         raise ConfigurationError(f"{model_dir} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
     return _read_sharded(model_dir, index_path)
 

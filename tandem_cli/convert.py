@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from checkpoint.gguf.file import is_gguf
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.parser import CommandParser
 
@@ -19,7 +20,7 @@ def add_arguments(parser: CommandParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.source.suffix == ".gguf":
+    if is_gguf(args.source):
         from tandem_cli.convert_gguf import convert_gguf
 
         return convert_gguf(args.source, args.out, args.tokenizer)

@@ -13,6 +13,7 @@ from torch import Tensor
 from checkpoint.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from checkpoint.adapters import WEIGHTS_FILE as ADAPTER_WEIGHTS
 from checkpoint.config_json import read_json
+from checkpoint.gguf.file import hint_at_gguf
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.tensors import SINGLE_FILE
 from engine.quantizer.shards import ShardWriter
@@ -55,6 +56,8 @@ def convert_folder(folder: Path, out: Path) -> int:
 
 def _pickles(folder: Path) -> list[Path]:
     """The files with the weights. Raises ConfigurationError."""
+    if folder.is_file():
+        raise ConfigurationError(f"{folder} is a file: name the folder that it is in, {folder.parent}")
     if not folder.is_dir():
         raise ConfigurationError(f"there is no folder {folder}: download the model first")
     for name in (_ADAPTER, _SINGLE) if (folder / ADAPTER_CONFIG).is_file() else (_SINGLE,):
@@ -66,6 +69,7 @@ def _pickles(folder: Path) -> list[Path]:
             raise ConfigurationError(f"{folder} has {_ADAPTER} without {ADAPTER_CONFIG}: copy that file there, too")
         raise ConfigurationError(
             f"{folder} has neither {_SINGLE}, {_ADAPTER} nor {_INDEX}: there is nothing to convert"
+            f"{hint_at_gguf(folder)}"
         )
     names = sorted({str(name) for name in weight_map.values()})
     for name in names:

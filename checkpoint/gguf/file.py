@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     import numpy as np
     from gguf import ReaderTensor
 
-SUFFIX = ".gguf"
-_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+_SUFFIX = ".gguf"
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
 FLOAT_TYPES = frozenset({"F32", "F16", "BF16"})
 
 
@@ -46,6 +46,17 @@ class GgufFile:
             raise ConfigurationError(f"{self.path}: tensor {name} of type {self.type_of(name)}: {error}") from error
 
 
+def is_gguf(path: Path) -> bool:
+    """True if the name is that of a file in GGUF."""
+    return path.suffix.lower() == _SUFFIX
+
+
+def hint_at_gguf(folder: Path) -> str:
+    """What to do with the models in GGUF in a folder, to be added to a message; empty if there are none."""
+    found = sorted(filter(is_gguf, folder.iterdir()))
+    return f"; {found[0].name} is in llama.cpp's format: run tandem convert {found[0]} OUT" if found else ""
+
+
 def open_gguf(path: Path) -> GgufFile:
     """Open a model. Of a model in several files any part may be named. Raises ConfigurationError."""
     try:
@@ -76,7 +87,7 @@ def _parts(path: Path) -> Iterator[Path]:
     names = [path.name]
     if part:
         stem, count = path.name[: part.start()], int(part[2])
-        names = [f"{stem}-{number:05}-of-{count:05}{SUFFIX}" for number in range(1, count + 1)]
+        names = [f"{stem}-{number:05}-of-{count:05}{path.suffix}" for number in range(1, count + 1)]
     for name in names:
         if not path.with_name(name).is_file():
             raise ConfigurationError(f"there is no file {path.with_name(name)}")

@@ -220,4 +220,6 @@ def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
         convert_folder(old, tmp_path / "new")
     with pytest.raises(ConfigurationError, match="there is nothing to convert"):
         convert_folder(checkpoint("llama"), tmp_path / "new")
+    with pytest.raises(ConfigurationError, match=f"is a file: name the folder that it is in, {old}$"):
+        convert_folder(old / "pytorch_model-0.bin", tmp_path / "new")
     assert not (tmp_path / "new").exists()

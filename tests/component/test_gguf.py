@@ -26,6 +26,7 @@ from checkpoint.tokenizer_files import load_tokenizer
 from engine.load_runner import load_model_runner
 from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.convert_folder import convert_folder
 from tandem_cli.convert_gguf import convert_gguf
 from tandem_cli.main import main
 from tests.component.arms import settings
@@ -222,6 +223,21 @@ def test_bad_files_are_refused_in_words(tmp_path: Path, capsys: pytest.CaptureFi
         ModelSource(str(tmp_path / "model.gguf")).locate()
     assert main(["convert", str(model_dir), str(tmp_path / "out"), "--tokenizer", str(model_dir)]) == 2
     assert "--tokenizer is for files in GGUF" in capsys.readouterr().err
+
+
+def test_names_in_capitals_and_folders_with_a_file_are_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "M-00001-of-00001.GGUF"
+    model_dir = write_model(MODELS["llama"](), tmp_path / "model")
+    write_gguf(model_dir, path)
+    with pytest.raises(ConfigurationError, match=f"in llama.cpp's format: run tandem convert {path} OUT"):
+        ModelSource(str(path)).locate()
+    for wrong in (lambda: ModelSource(str(tmp_path)).locate(), lambda: convert_folder(tmp_path, tmp_path / "out")):
+        with pytest.raises(ConfigurationError, match=f"; {path.name} is in .*: run tandem convert {path} OUT"):
+            wrong()
+    assert main(["convert", str(path), str(tmp_path / "out"), "--tokenizer", str(model_dir)]) == 0
+    assert "serve it with: tandem up" in capsys.readouterr().out
 
 
 def test_an_architecture_that_is_not_known_is_named(tmp_path: Path) -> None:

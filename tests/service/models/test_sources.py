@@ -64,6 +64,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
         ("small", "", "there is no model folder small"),
         ("./org/name", "", "there is no model folder"),
         ("{tmp}", "", "holds no model: it has no config.json"),
+        (__file__, "", r"test_sources\.py is a file: name the folder that it is in"),
         ("{tmp}", "v1", "revision is for models on the Hugging Face hub"),
         ("s3://", "", "names no bucket"),
     ],

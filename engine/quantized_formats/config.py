@@ -148,6 +148,8 @@ def _group_size(raw: RawConfig) -> int:
 
 
 def _awq(raw: RawConfig) -> Quantization:
+    # What is absent has the older name of llm-awq, or is what transformers and AutoAWQ take.
+    raw = {"bits": raw.get("w_bit", 4), "group_size": raw.get("q_group_size", 128), **raw}
     layout = "format" if raw.get("version") is None else "version"  # transformers reads both, "version" first
     _require({layout: raw.get(layout) or "gemm"}, layout, "gemm")
     storage = MatrixStorage(

@@ -16,7 +16,7 @@ StoredTensors = Mapping[str, StoredTensor]
 
 _MATRICES = ("weight", "qweight", "weight_packed")
 """The tensors of which a module has one, which holds the numbers of its matrix."""
-_UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_UNUSED_PARTS = ("input_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale")
 """Scales of activations, which are computed here from the activations themselves."""
 
 

@@ -180,6 +180,8 @@ def _template_values(body: PromptBody) -> Json | None:
 
 
 def _messages(turn: Turn) -> Iterator[Json]:
+    if not turn.content and turn.role != "assistant":
+        raise InvalidField(f"messages: a turn of the {turn.role} has no content", field="messages")
     return _assistant(turn.blocks) if turn.role == "assistant" else _prompting(turn.role, turn.blocks)
 
 

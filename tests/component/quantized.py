@@ -136,7 +136,8 @@ def fp8_blocks(weight: Tensor) -> Stored:
     )
     by_number = scales[rows][:, columns]
     values = (weight / by_number).to(torch.float8_e4m3fn)
-    return {"weight": values, "weight_scale_inv": scales}, values.float() * by_number
+    stored = {"weight": values, "weight_scale_inv": scales, "activation_scale": torch.ones(1)}
+    return stored, values.float() * by_number
 
 
 def fp8_channels(weight: Tensor) -> Stored:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from structlog.testing import capture_logs
 
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint
@@ -342,6 +343,26 @@ def test_awq_names_its_layout_as_transformers_reads_it(tmp_path: Path, layout: d
     facts = {name: value for name, value in FORMS["awq"].config.items() if name != "version"} | layout
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": facts}))
     assert str(read_quantization(tmp_path)) == "awq, 4 bits"
+
+
+@pytest.mark.parametrize("form", ["fp8", "fp8-channels"])
+def test_scales_of_activations_are_passed_over(quantized: Quantized, form: str) -> None:
+    with capture_logs() as logs:
+        parameters(quantized("llama", form))
+    assert not [line for line in logs if "does not use" in line["event"]]
+
+
+@pytest.mark.parametrize(
+    ("facts", "group"),
+    [({}, 128), ({"w_bit": 4, "q_group_size": 64}, 64), ({"group_size": 32, "q_group_size": 64}, 32)],
+)
+def test_awq_has_its_defaults_and_the_names_of_llm_awq(tmp_path: Path, facts: dict[str, Any], group: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "awq"} | facts}))
+    quantization = read_quantization(tmp_path)
+    assert quantization is not None
+    storage = quantization.storage_of("model.layers.0.mlp.up_proj")
+    assert storage is not None
+    assert (storage.num_bits, storage.block_inputs, storage.is_symmetric) == (4, group, False)
 
 
 def test_modules_have_storages_of_their_own(tmp_path: Path) -> None:

@@ -159,6 +159,8 @@ async def test_arguments_that_are_not_quite_json_lose_no_more_than_they_must(
         ({"messages": []}, "messages: List should have at least 1 item"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "'image' is not supported"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [*QUESTION, {"role": "user", "content": []}]}, "messages: a turn of the user has no content"),
+        ({"messages": [{"role": "user", "content": ""}]}, "messages: a turn of the user has no content"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [{"name": "y"}]}, "there is no function 'x'"),

@@ -67,6 +67,8 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached = EvictionQueue(num_blocks, clock)
         self._hinted: dict[int, Worth] = {}  # of the blocks that clients have given hints for
+        # Who used a block without a hint: a conversation; "": unknown, or several. Hints of others do not lower it.
+        self._unhinted: dict[int, str] = {}
         self._on_evict = on_evict
         self._clock = clock
 
@@ -125,6 +127,7 @@ class BlockPool:
         if self._on_evict is not None and is_worth_keeping:
             self._on_evict(block_id, block_hash)
         self._hinted.pop(block_id, None)
+        self._unhinted.pop(block_id, None)
         self._hash_of[block_id] = None
         del self._block_of[block_hash]
         self.log.add(block_hash, evicted=True)
@@ -151,6 +154,10 @@ class BlockPool:
             self._references[block_id] -= 1
             is_indexed, is_free = self._hash_of[block_id] is not None, self._references[block_id] == 0
             own = self._note_worth(block_id, worth) if may_differ and is_indexed else worth
+            if is_indexed and not worth.is_hinted:
+                known = self._unhinted.setdefault(block_id, worth.conversation)
+                if known and known != worth.conversation:
+                    self._unhinted[block_id] = ""
             if not is_free:
                 continue
             if not is_indexed:
@@ -164,7 +171,11 @@ class BlockPool:
 
     def _note_worth(self, block_id: int, worth: Worth) -> Worth:
         """The worth of a block, now that a sequence to which it has `worth` has left it."""
-        worth = combined(self._hinted.get(block_id, worth), worth, self._clock())
+        old = self._hinted.get(block_id)
+        if old is None:
+            conversation = self._unhinted.get(block_id)
+            old = worth if conversation is None else Worth(worth.tenant, conversation)
+        worth = combined(old, worth, self._clock())
         if worth.is_hinted:
             self._hinted[block_id] = worth
         else:

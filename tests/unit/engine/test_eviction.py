@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -178,6 +179,32 @@ def test_a_kept_session_survives_others_and_a_plain_one_does_not() -> None:
         found[hints] = _run(scheduler, "second", 1, hints)
         scheduler.check_integrity()
     assert list(found.values()) == [0, 8, 8]
+
+
+@pytest.mark.parametrize(
+    ("users", "hints", "stays"),
+    [
+        ([CacheHints()], CacheHints(keep_priority=LOW), True),
+        ([CacheHints()], CacheHints(time_to_live_s=0.001), True),
+        ([CacheHints("user")], CacheHints("job", LOW), True),
+        ([CacheHints("agent"), CacheHints("user")], CacheHints("agent", LOW), True),
+        ([CacheHints("agent"), CacheHints("agent")], CacheHints("agent", LOW), False),
+        ([CacheHints(keep_priority=LOW)], CacheHints(keep_priority=LOW), False),
+        ([], CacheHints("agent", LOW), False),
+    ],
+)
+def test_a_hint_does_not_lower_what_others_have_used_without_one(
+    users: list[CacheHints], hints: CacheHints, stays: bool
+) -> None:
+    clock = Clock()
+    scheduler = _scheduler(BlockPool(NUM_BLOCKS, clock=clock))
+    _run(scheduler, "older", 300, CacheHints())
+    for number, user in enumerate([*users, hints]):
+        _run(scheduler, f"user-{number}", 1, user)
+    clock.now_s += 1
+    _run(scheduler, "other", 100, CacheHints(), num_tokens=37)  # takes the memory of one of the two prefixes
+    assert (_run(scheduler, "again", 1, CacheHints()) > 0) == stays
+    scheduler.check_integrity()
 
 
 def test_blocks_that_nobody_wants_are_not_kept_on_disk() -> None:

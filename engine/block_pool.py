@@ -67,7 +67,7 @@ class BlockPool:
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached = EvictionQueue(num_blocks, clock)
         self._hinted: dict[int, Worth] = {}  # of the blocks that clients have given hints for
-        # Who used a block without a hint: a conversation; "": unknown, or several. Hints of others do not lower it.
+        # The conversation that used a block without a hint; "": unknown, or several. Hints of others count for less.
         self._unhinted: dict[int, str] = {}
         self._on_evict = on_evict
         self._clock = clock

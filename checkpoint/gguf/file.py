@@ -52,7 +52,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def hint_at_gguf(folder: Path) -> str:
-    """What to do with the models in GGUF in a folder, to be added to a message; empty if there are none."""
+    """Advice for the first model in GGUF in a folder, to be added to a message; empty if there is none."""
     found = sorted(filter(is_gguf, folder.iterdir()))
     return f"; {found[0].name} is in llama.cpp's format: run tandem convert {found[0]} OUT" if found else ""
 

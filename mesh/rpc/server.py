@@ -224,7 +224,7 @@ async def _parse_all(handler: grpc.RpcMethodHandler, raws: AsyncIterator[bytes])
 def end_blocked_call(context: grpc.aio.ServicerContext, handler: "asyncio.Task[Any]", error: BaseException) -> None:
     """End a call whose client does not take the message that `handler` writes. The status follows that message.
 
-    Of a handler that is only cancelled, grpc.aio tells the client nothing: it would wait until its own deadline.
+    grpc.aio tells the client nothing of a handler that is only cancelled: it would wait until its own deadline.
     """
     asyncio.create_task(_end(context, handler.get_name(), error)).add_done_callback(mark_retrieved)
     handler.cancel()

@@ -73,8 +73,8 @@ def _copy_stripes(
     ahead: NumbaType,
 ) -> Intrinsic:
     """Copy stripes, at least one and at most a block's rest, and add them to `sums`. `secret` is that of the first. If
-    `past_cache`, stores do not fetch the target into the cache, and it must be aligned to a stripe. As many stripes are
-    prefetched from `ahead` on."""
+    `past_cache`, stores do not fetch the target into the cache, and it must be aligned to a stripe. The same number of
+    stripes is prefetched from `ahead` on."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)

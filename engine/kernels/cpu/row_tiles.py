@@ -17,11 +17,11 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, knows_avx512
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, write_nibble_tile
 from engine.kernels.cpu.tiles import write_tile
 
-_PANELS = 2
+_PANELS = UNIT // PANEL
 
 
 def _sizes() -> tuple[int, ...]:
@@ -44,7 +44,8 @@ def multiply_rows(
 ) -> Intrinsic:
     """Multiply the smallest tile that holds `num_rows` rows of a TileProduct, or else the largest; returns its rows.
 
-    `ahead`: as for multiply_tile. `group`: inputs that share a scale in int4. `element`: any element of the weights.
+    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4. `element`: any
+    element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:

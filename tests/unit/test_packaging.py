@@ -5,11 +5,12 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 import tandem
 
@@ -94,3 +95,10 @@ def test_clients_get_public_services_only() -> None:
     stubs = {path.stem for path in (ROOT / "client" / "tandem" / "v1").glob("*_pb2.py")}
     assert stubs == {f"{path.stem}_pb2" for path in (ROOT / "protos" / "tandem" / "v1").glob("*.proto")}
     assert stubs == {"cache_pb2", "generation_pb2", "mesh_pb2", "sampling_pb2"}
+
+
+def test_what_is_installed_runs_on_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2. A pin that wants a later one ends the first command of the README there."""
+    oldest = SERVE["project"]["requires-python"].removeprefix(">=") + ".0"
+    wanted = {found.name: found.metadata["Requires-Python"] or "" for found in distributions()}
+    assert not {name: python for name, python in wanted.items() if oldest not in SpecifierSet(python)}

@@ -10,8 +10,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
@@ -30,8 +31,10 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 # An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
 _NUL = r"\x00-\x00"
-_SCHEMAS_BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
+# llguidance may refuse a schema that has these and, in the same object or another one, a pattern for all names.
+_NO_OTHER_PATTERN = frozenset({"patternProperties", "minProperties", "maxProperties"})
 # The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
 # 50 MiB of stack; untouched stack takes no memory.
 _STACK_BYTES = 256 << 20
@@ -129,10 +132,13 @@ def _source(structure: Structure) -> str:
 
 
 def _sound_schema(source: str) -> str:
-    """The schema, with patterns that mean in llguidance what they say; unchanged if they do."""
+    """The schema, changed to mean in llguidance what it says; unchanged if it does."""
     try:
         schema = json.loads(source)
-        sound = _with_sound_patterns(schema)
+        keywords: set[str] = set()
+        sound = _changed(schema, partial(_with_sound_patterns, keywords))
+        if not keywords & _NO_OTHER_PATTERN:
+            sound = _changed(sound, _with_plain_names)
     except RecursionError:  # deeper than the compiler takes
         return source
     return source if sound == schema else json.dumps(sound)
@@ -151,23 +157,42 @@ def _with_sound_schemas(grammar: str) -> str:
     return first
 
 
-def _with_sound_patterns(schema: object) -> object:
+def _changed(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> object:
+    """The schema, with `change` made to it and to every schema in it, inner ones first."""
     if isinstance(schema, list):
-        return list(map(_with_sound_patterns, schema))
+        return [_changed(part, change) for part in schema]
     if not isinstance(schema, dict):
         return schema
-    sound = {}
+    changed = {}
     for key, value in schema.items():
-        if key == "pattern" and isinstance(value, str):
-            value = _sound_pattern(value)
-        elif key == "patternProperties" and isinstance(value, dict):
-            value = {_sound_pattern(pattern): _with_sound_patterns(part) for pattern, part in value.items()}
-        elif key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            value = {name: _with_sound_patterns(part) for name, part in value.items()}
+        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            value = {name: _changed(part, change) for name, part in value.items()}
         elif key not in _VALUES:
-            value = _with_sound_patterns(value)
-        sound[key] = value
-    return sound
+            value = _changed(value, change)
+        changed[key] = value
+    return change(changed)
+
+
+def _with_sound_patterns(keywords: set[str], schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with sound patterns; `keywords` gets its keys."""
+    keywords.update(schema)
+    pattern, by_pattern = schema.get("pattern"), schema.get("patternProperties")
+    if isinstance(pattern, str):
+        schema["pattern"] = _sound_pattern(pattern)
+    if isinstance(by_pattern, dict):
+        schema["patternProperties"] = {_sound_pattern(name): part for name, part in by_pattern.items()}
+    return schema
+
+
+def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
+    """llguidance lets an additional name of an open object be spelt with escapes, and so be one of its properties:
+    `"\\u0061"` for `"a"`. A name that matches a pattern is spelt without, and all names match the empty one.
+    """
+    if not schema.get("properties") or schema.get("additionalProperties", True) is not True:
+        return schema
+    others = {key: value for key, value in schema.items() if key != "additionalProperties"}
+    # At the end, side by side: llguidance would not see them together if an `anyOf` came between them.
+    return {**others, "patternProperties": {"": True}, "additionalProperties": False}
 
 
 def _sound_pattern(pattern: str) -> str:

@@ -92,6 +92,57 @@ def test_texts(compiler: GrammarCompiler, structure: Structure, good: str, bad: 
     assert not accepts(compiler, structure, bad)
 
 
+INTEGERS = {"properties": {"a": {"type": "integer"}, 'é"\\': {"type": "integer"}}}
+"""An open object. No name of it may come again: `a` with an escape would have any value."""
+OPEN = [
+    schema(INTEGERS),
+    schema({"additionalProperties": True, "type": "object", **INTEGERS, "required": ["a"]}),
+    schema({"$ref": "#/$defs/o", "$defs": {"o": INTEGERS}}),
+    schema({"$ref": "#/$defs/o", "properties": {"b": {}}, "$defs": {"o": INTEGERS}}),
+    schema({"anyOf": [INTEGERS, {"type": "string"}]}),
+    schema({"properties": {"b": {}}, "anyOf": [INTEGERS, {"required": ["b"]}], "additionalProperties": True}),
+    schema({"allOf": [{"required": ["a"]}, INTEGERS, {"additionalProperties": {}}]}),
+]
+EXTRA_NAMES = ["c", "aa", "", "ä", "日本 x", "😀", '\\"', r"\\", r"\n", r"\u0001"]
+
+
+@pytest.mark.parametrize("structure", OPEN)
+def test_no_name_of_an_open_object_comes_again(compiler: GrammarCompiler, structure: Structure) -> None:
+    start = r'{"a": 1, "é\"\\": 2'
+    assert accepts(compiler, structure, start + "}")
+    for name in EXTRA_NAMES:
+        assert accepts(compiler, structure, f'{start}, "{name}": ["\\n", {{"a": "x"}}]}}'), name
+    for name in ("a", r"\u0061", r"é\"\\", r"\u00e9\"\\", r"\u00E9\"\\", r"é\u0022\\", r"é\"\u005c"):
+        assert not accepts(compiler, structure, f'{start}, "{name}": "x"}}'), name
+
+
+def test_open_objects_within_others(compiler: GrammarCompiler) -> None:
+    outer = schema({"properties": {"o": INTEGERS, "properties": {"type": "array", "items": INTEGERS}}})
+    assert accepts(compiler, outer, '{"o": {"a": 1, "ä": "x"}, "properties": [{"a": 1, "": "x"}], "b": "x"}')
+    for text in (r'{"o": {"a": 1, "\u0061": "x"}}', r'{"properties": [{"\u0061": "x"}]}', r'{"\u006f": {"a": "x"}}'):
+        assert not accepts(compiler, outer, text), text
+    text = lark(f"start: %json {json.dumps(INTEGERS)}")
+    assert accepts(compiler, text, '{"a": 1, "ä": "x"}')
+    assert not accepts(compiler, text, r'{"a": 1, "\u0061": "x"}')
+
+
+@pytest.mark.parametrize(
+    ("structure", "good", "bad"),
+    [
+        (schema({**INTEGERS, "additionalProperties": {"type": "string"}}), '{"a":1,"b":"x"}', '{"a":1,"b":2}'),
+        (schema({"allOf": [INTEGERS, {"patternProperties": {"^x": False}}]}), '{"a":1,"b":2}', '{"a":1,"x":2}'),
+        (schema({"allOf": [INTEGERS, {"properties": {"a": {}}, "additionalProperties": False, "minProperties": 1}]}),
+         '{"a":1}', '{"a":1,"b":2}'),
+        (schema({"required": ["a"], "properties": {"a": {}}, "maxProperties": 2}), '{"a":1,"b":2}', '{"b":2}'),
+    ],
+)  # fmt: skip
+def test_objects_that_say_more_of_other_names(
+    compiler: GrammarCompiler, structure: Structure, good: str, bad: str
+) -> None:
+    assert accepts(compiler, structure, good)
+    assert not accepts(compiler, structure, bad)
+
+
 @pytest.mark.parametrize(
     ("structure", "complaint"),
     [

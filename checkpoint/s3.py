@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from checkpoint.source import FILES, NOT_FILES, Progress
+from checkpoint.source import FILES, NAMED_TEMPLATES, NOT_FILES, Progress
 from mesh.domain.errors import ConfigurationError
 
 try:
@@ -33,17 +33,15 @@ except ImportError as error:
 _FAULTS = (BotoCoreError, ClientError, Boto3Error, S3DownloadFailedError, OSError)
 _PART_BYTES = 16 << 20
 _NUM_PARTS_AT_ONCE = 16
+_TEMPLATES = NAMED_TEMPLATES.rpartition("/")[0] + "/"
 
 
 @dataclass(frozen=True, slots=True)
 class _Object:
     key: str
+    name: str  # in the model's folder, so a path if it is in a folder of it
     size: int
     etag: str
-
-    @property
-    def file_name(self) -> str:
-        return self.key.rpartition("/")[2]
 
 
 def download(uri: str, cache_dir: Path, on_progress: Progress) -> Path:
@@ -93,15 +91,29 @@ def _config(**options: Any) -> Config:
 
 
 def _list(client: Any, bucket: str, prefix: str) -> list[_Object]:
-    """List the checkpoint's files directly under the prefix, sorted by name."""
-    pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
+    """List the checkpoint's files directly under the prefix and its named templates, sorted by name."""
+    entries, folders = _list_folder(client, bucket, prefix)
+    if prefix + _TEMPLATES in folders:
+        entries += _list_folder(client, bucket, prefix + _TEMPLATES)[0]
     objects = [
-        _Object(entry["Key"], entry["Size"], entry["ETag"]) for page in pages for entry in page.get("Contents", ())
+        _Object(entry["Key"], entry["Key"].removeprefix(prefix), entry["Size"], entry["ETag"])
+        for entry in entries
+        if entry["Key"].startswith(prefix)
     ]
-    return sorted((entry for entry in objects if _is_model_file(entry.file_name)), key=lambda entry: entry.key)
+    return sorted((entry for entry in objects if _is_model_file(entry.name)), key=lambda entry: entry.key)
+
+
+def _list_folder(client: Any, bucket: str, prefix: str) -> tuple[list[Any], set[str]]:
+    """The objects directly under the prefix, and the prefixes of the folders there."""
+    paginator = client.get_paginator("list_objects_v2")
+    pages = list(paginator.paginate(Bucket=bucket, Prefix=prefix, Delimiter="/"))
+    entries = [entry for page in pages for entry in page.get("Contents", ())]
+    return entries, {folder["Prefix"] for page in pages for folder in page.get("CommonPrefixes", ())}
 
 
 def _is_model_file(name: str) -> bool:
+    if "/" in name:
+        return name.count("/") == 1 and fnmatch.fnmatchcase(name, NAMED_TEMPLATES)
     return _matches(name, FILES) and not _matches(name, NOT_FILES)
 
 
@@ -156,13 +168,14 @@ class _Fetch:
 def _fill(partial: Path, objects: Iterable[_Object], fetch: _Fetch) -> None:
     """Download the objects that are missing in the folder `partial`."""
     partial.mkdir(exist_ok=True)
-    names = {entry.file_name for entry in objects}
-    for path in partial.iterdir():
-        if path.name not in names:  # an incomplete file of a killed process
+    paths = {partial / entry.name for entry in objects}
+    for path in list(partial.rglob("*")):
+        if path.is_file() and path not in paths:  # an incomplete file of a killed process
             path.unlink()
     for entry in objects:
-        path = partial / entry.file_name
+        path = partial / entry.name
         if path.exists():
             fetch.meter.add(entry.size)
         else:
+            path.parent.mkdir(exist_ok=True)
             fetch(entry, path)

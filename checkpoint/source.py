@@ -25,12 +25,16 @@ FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.
 """Patterns of a checkpoint's files, at its top level."""
 
 NAMED_TEMPLATES = "additional_chat_templates/*.jinja"
-"""Pattern of chat templates that are not the default one, in the folder in which transformers saves them. They are read
-where they are, and copied with a folder, but not downloaded.
-"""
+"""Pattern of chat templates that are not the default one, in the folder in which transformers saves them."""
 
-NOT_FILES = ("*/*", "consolidated*.safetensors", "*.onnx.json")
-"""Patterns of files to skip: folders, and copies of the weights in other formats."""
+NOT_FILES = (
+    "*/*/*",
+    *(f"*/{pattern}" for pattern in FILES if pattern != "*.jinja"),
+    "consolidated*.safetensors",
+    "*.onnx.json",
+)
+"""Patterns of files to skip: what is in folders, except templates, and copies of the weights in other formats. `*`
+matches slashes, too."""
 
 _NAMED = re.compile(r"([\w.-]+)=(.+?)(?=,[\w.-]+=|$)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -104,11 +104,7 @@ class _HubHandler(FileHandler):
         parts = urlsplit(self.path).path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             self._describe("/".join(parts[2:4]), *parts[4:])
-        elif (
-            len(parts) == 5
-            and parts[2] == "resolve"
-            and (name := f"{parts[0]}/{parts[1]}/{parts[4]}") in self.server.files
-        ):
+        elif parts[2:3] == ["resolve"] and (name := "/".join((*parts[:2], *parts[4:]))) in self.server.files:
             body = self.server.files[name]
             self.send_file(name, {"ETag": f'"{_oid(body)}"', "X-Repo-Commit": COMMIT})
         else:
@@ -148,6 +144,8 @@ def _oid(body: bytes) -> str:
 
 
 class _S3Handler(FileHandler):
+    server: "S3Server"
+
     def do_GET(self) -> None:
         target = urlsplit(self.path)
         name = unquote(target.path).strip("/")
@@ -166,11 +164,16 @@ class _S3Handler(FileHandler):
             error = "<Error><Code>NoSuchBucket</Code><Message>There is none</Message></Error>"
             self.send_text(404, error, "application/xml")
             return
+        self.server.listings.append(prefix)
+        keys = {name.removeprefix(f"{bucket}/"): body for name, body in sorted(self.server.files.items())}
+        below = {key: body for key, body in keys.items() if key.startswith(prefix)}
+        folders = {prefix + rest.partition("/")[0] + "/" for key in below if "/" in (rest := key.removeprefix(prefix))}
         entries = [
             f"<Contents><Key>{escape(key)}</Key><Size>{len(body)}</Size><ETag>{escape(_etag(body))}</ETag></Contents>"
-            for name, body in sorted(self.server.files.items())
-            if (key := name.removeprefix(f"{bucket}/")).startswith(prefix) and "/" not in key.removeprefix(prefix)
+            for key, body in [*below.items(), *((stray, b"") for stray in self.server.strays)]
+            if "/" not in key.removeprefix(prefix) or key in self.server.strays
         ]
+        entries += [f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>" for folder in sorted(folders)]
         self.send_text(
             200,
             f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(entries)}</ListBucketResult>",
@@ -179,7 +182,14 @@ class _S3Handler(FileHandler):
 
 
 class S3Server(FileServer):
+    """`listings` are the prefixes that were listed, `strays` keys that each listing has besides."""
+
     handler = _S3Handler
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        super().__init__(files)
+        self.listings: list[str] = []
+        self.strays: list[str] = []
 
 
 def _etag(body: bytes) -> str:

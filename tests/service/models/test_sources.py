@@ -12,11 +12,24 @@ from mesh.domain.errors import ConfigurationError
 from tests.fakes.file_servers import COMMIT, HubServer, S3Server
 
 WEIGHTS = bytes(range(256)) * (9 << 13)  # 18 MiB: two ranges
-MODEL = {"config.json": b"{}", "tokenizer.json": b"[]", "model.safetensors": WEIGHTS, "generation_config.json": b"{}"}
+TOOL_USE = "additional_chat_templates/tool_use.jinja"
+MODEL = {
+    "config.json": b"{}",
+    "tokenizer.json": b"[]",
+    "model.safetensors": WEIGHTS,
+    "generation_config.json": b"{}",
+    "chat_template.jinja": b"chat",
+    TOOL_USE: b"tools",
+}
 NOT_WANTED = {
     "modeling.py": b"boom",
     "consolidated.safetensors": b"twice",
     "original/params.json": b"{}",
+    "onnx/model.safetensors": b"",
+    "onnx/config.json": b"",
+    "additional_chat_templates/config.json": b"{}",
+    "additional_chat_templates/README.md": b"",
+    "additional_chat_templates/old/tool_use.jinja": b"",
     "README.md": b"",
 }
 
@@ -26,7 +39,8 @@ def files_under(prefix: str) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -91,6 +105,26 @@ def test_s3_is_copied_once_in_ranges(s3: S3Server, tmp_path: Path) -> None:
     assert contents(changed)["config.json"] == b'{"new": 1}'
 
 
+def test_s3_lists_the_folder_of_templates_where_there_is_one(s3: S3Server, tmp_path: Path) -> None:
+    source = ModelSource("s3://bucket/models/small", cache_dir=str(tmp_path))
+    folder = source.locate()
+    assert set(s3.listings) == {"models/small/", "models/small/additional_chat_templates/"}
+    s3.files[f"bucket/models/small/{TOOL_USE}"] = b"other"
+    assert contents(source.locate())[TOOL_USE] == b"other"
+    assert contents(folder)[TOOL_USE] == b"tools"
+    s3.files = {name: body for name, body in s3.files.items() if "additional_chat_templates" not in name}
+    s3.listings.clear()
+    assert TOOL_USE not in contents(source.locate())
+    assert set(s3.listings) == {"models/small/"}
+
+
+def test_what_a_listing_has_outside_the_model_is_not_written(s3: S3Server, tmp_path: Path) -> None:
+    templates = "additional_chat_templates"
+    s3.strays = ["config.json", "models/other/other.json", f"{templates}/other.jinja", f"models/small/{templates}/"]
+    s3.strays += [f"models/small/{templates}/../../other.jinja", f"models/small/../{templates}/other.jinja"]
+    assert contents(ModelSource("s3://bucket/models/small", cache_dir=str(tmp_path)).locate()) == MODEL
+
+
 # The library leaves a connection that broke to the garbage collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore:unclosed:ResourceWarning")
 def test_a_copy_that_was_cut_off_goes_on(s3: S3Server, tmp_path: Path) -> None:
@@ -101,7 +135,8 @@ def test_a_copy_that_was_cut_off_goes_on(s3: S3Server, tmp_path: Path) -> None:
         source.locate()
     partial = next(path for path in (tmp_path / "s3").iterdir() if path.suffix == ".partial")
     assert "model.safetensors" not in contents(partial)
-    (partial / "model.safetensors.1a2B3c").write_bytes(b"left by a process that was killed")
+    for name in ("model.safetensors", TOOL_USE):
+        (partial / f"{name}.1a2B3c").write_bytes(b"left by a process that was killed")
     s3.cut_off.clear()
     assert contents(source.locate()) == MODEL
     assert s3.reads["bucket/models/small/config.json"] == 1

@@ -49,7 +49,7 @@ COMPONENTS = (
 _JSON_SETTINGS = ("rope_scaling", "handler_properties")  # settings with JSON text; the file may have a table instead
 # Names with at least this similarity count as misspellings. No two real settings are so similar, except _ALIKE.
 _NEAR = 0.88
-_ALIKE = frozenset({"router", "routers"})
+_ALIKE = frozenset({"router", "routers", "header_timeout_s", "leader_timeout_s"})
 _METAVARS = {
     "per_s": "N",
     "s": "SECONDS",
@@ -140,7 +140,7 @@ def load_settings(
     flags = _parse_flags(cls, hints, argv, prog)
     config_path = flags.pop("config", None) or environ.get("TANDEM_CONFIG")
     from_file = read_settings_file(config_path, prog, all_names) if config_path else {}
-    _refuse_misspelt(environ, all_names)
+    refuse_misspelt(environ, all_names)
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for f in fields(cls):  # type: ignore[arg-type]
@@ -230,7 +230,7 @@ def _metavar(f: Field[Any]) -> str:
     return next(by_name, "") or _METAVARS_BY_TYPE[kinds[0]]
 
 
-def _refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
+def refuse_misspelt(environ: Mapping[str, str], names: Collection[str]) -> None:
     """Raise ConfigurationError for a variable whose name is close to a known setting. Other unknown variables are
     allowed, because other components use the prefix too."""
     for variable in environ:

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import ENV_PREFIX, check_settings_file, setting, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, refuse_misspelt, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
@@ -276,12 +276,13 @@ def all_names() -> dict[str, list[str]]:
 
 def check_names(config: str | None, environ: Mapping[str, str]) -> list[str]:
     """Return warnings about unknown variables with the prefix TANDEM_. Raises ConfigurationError for unknown keys of
-    the settings file. A component itself rejects variables that misspell one of its settings.
+    the settings file, and for a variable that misspells a setting of `tandem up` or of a service, started or not.
     """
     names = all_names()
     config = config or environ.get(f"{ENV_PREFIX}CONFIG")
     if config:
         check_settings_file(config, names)
+    refuse_misspelt(environ, {name for component in ("up", *dict(ROLES.values())) for name in names[component]})
     known_names = {name for component_names in names.values() for name in component_names} | _OTHER_NAMES
     return [_warning(variable, known_names) for variable in environ if _is_unknown(variable, known_names)]
 

@@ -16,6 +16,8 @@ from gateway.handler.__main__ import HandlerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.probe import ProbeSettings
 from mesh.settings import near_name
+from rank_worker.settings import RankSettings
+from switchable_worker.settings import SwitchableSettings
 from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
 from tandem_cli.launcher import LocalLauncher
@@ -178,6 +180,31 @@ def test_wrong_names_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert refusal(capsys).endswith("did you mean TANDEM_MAX_ROLLING_BATCH_SIZE?")
 
 
+@pytest.mark.parametrize("flags", [(), ("--colocated",), ("--switchable",)])
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [
+        ("PREFIL", "PREFILL"),
+        ("MAX_BATCH_PREFIL_TOKENS", "MAX_BATCH_PREFILL_TOKENS"),
+        ("DISABLE_GRAMAR_SUPPORT", "DISABLE_GRAMMAR_SUPPORT"),
+        ("REQUEST_TIMEOUTS_S", "REQUEST_TIMEOUT_S"),
+    ],
+)
+def test_misspelt_variables_are_refused_before_anything_else_is_said(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    wrong: str,
+    right: str,
+    flags: tuple[str, ...],
+) -> None:
+    """Also those of a service that is not started."""
+    monkeypatch.setenv("TANDEM_NOBODY", "1")
+    monkeypatch.setenv("OPTION_MY_KEY", "1")
+    monkeypatch.setenv(f"TANDEM_{wrong}", "1")
+    assert main(["up", *flags]) == 2
+    assert capsys.readouterr().err == f"tandem: TANDEM_{wrong} is unknown: did you mean TANDEM_{right}?\n"
+
+
 def test_variables_that_nobody_reads_are_warned_about() -> None:
     """Not those that Kubernetes sets for a service of our name."""
     environ = {"TANDEM_NOBODY": "1", "TANDEM_SERVICE_HOST": "10.0.0.1", "TANDEM_PORT_50051_TCP_ADDR": "10.0.0.1"}
@@ -189,8 +216,9 @@ def test_variables_that_nobody_reads_are_warned_about() -> None:
 
 
 def test_no_two_settings_look_like_typing_errors_of_each_other() -> None:
-    """A component refuses names close to its own: another component's must not be."""
-    others = [each.name for cls in (HandlerSettings, ProbeSettings) for each in fields(cls)]
+    """A component and `tandem up` refuse names close to its own: another component's must not be."""
+    classes = (HandlerSettings, ProbeSettings, RankSettings, SwitchableSettings)
+    others = [each.name for cls in classes for each in fields(cls)]
     names = sorted({name for own in all_names().values() for name in own} | set(others))
     close = [(one, other) for one, other in combinations(names, 2) if near_name(one, [other])]
     assert close == []

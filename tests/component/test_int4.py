@@ -18,6 +18,7 @@ from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main
+from tests.component.adapters import four_adapters, run_together
 from tests.component.arms import load_arm, settings
 from tests.component.parity import logprob_differences, run_mixed
 from tests.component.quantized import INT4_FORMS, quantized_once, twin_of
@@ -142,6 +143,29 @@ def test_an_order_has_the_numbers_of_the_file(quantized: Quantized) -> None:
         group_of = torch.arange(expected.shape[1]) // stored.group
         found = (matrix.weight.float() - matrix.zeros[:, group_of]) * matrix.scales[:, group_of]
         assert torch.equal(found, expected[:, matrix.order])
+
+
+@pytest.mark.parametrize("form", ["gptq-32-order", "w4a16-32-order"])
+def test_adapters_read_the_inputs_in_their_own_order(
+    checkpoint: Checkpoint, quantized: Quantized, tmp_path: Path, form: str
+) -> None:
+    """LoRA is added to a product whose inputs are gathered in the order of the file; its own inputs are not. As far
+    from the eager decoder as without adapters, and each sequence to the bit what it is alone.
+    """
+    model_dir = quantized(form)
+    adapters = four_adapters(checkpoint("llama-biases"), tmp_path)
+    digests = dict(enumerate(["", *(adapter.digest for adapter in adapters)]))
+    runner = load_arm(model_dir, "compiled", kv_dtype="float32", adapters=adapters)
+    runs = run_together(runner, digests)
+    eager = load_arm(twin_of(model_dir), "cpu", adapters=adapters)
+    without = run_together(eager, dict.fromkeys(digests, ""))
+    for number, (run, expected) in enumerate(zip(runs, run_together(eager, digests), strict=True)):
+        mean, largest = logprob_differences([run], [expected])
+        assert 0 < mean < 0.06
+        assert largest < 0.3
+        if digests[number]:
+            assert logprob_differences([run], [without[number]])[0] > 0.3, "the adapter changes too little to tell"
+        require_equal([run], run_together(runner, {number: digests[number]}))
 
 
 @pytest.mark.parametrize("inputs", [32, 48, 200])

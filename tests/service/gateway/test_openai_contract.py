@@ -170,6 +170,22 @@ async def test_parts_of_a_text_are_lines(gateway: RunningGateway, repaired: Repa
     repaired("F10", "text parts are joined with a newline")
 
 
+@pytest.mark.parametrize(
+    "turn", [{}, {"content": None}, {"content": ""}, {"content": []}, {"content": None, "tool_calls": []}]
+)
+async def test_a_turn_of_the_assistant_may_be_empty(
+    gateway: RunningGateway, routed: httpx2.AsyncClient, turn: dict[str, Any]
+) -> None:
+    """In the middle of a conversation and at its end; the template gets an empty text."""
+    for others in ([], [USER]):
+        body = {"messages": [USER, {"role": "assistant", **turn}, *others], "max_tokens": 2}
+        assert (await gateway.post(CHAT, body)).status_code == 200
+        shown = gateway.script.requests[-1].chat.messages[1]
+        assert (shown.role, shown.content, shown.extra_json) == ("assistant", "", "")
+        response = await routed.post(CHAT, json=body)
+        assert response.status_code == 200, response.text
+
+
 async def test_a_schema_with_json_object_is_enforced(gateway: RunningGateway) -> None:
     schema = {"type": "object", "properties": {}}
     await gateway.post(CHAT, BODIES[CHAT] | {"response_format": {"type": "json_object", "schema": schema}})

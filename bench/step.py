@@ -27,7 +27,7 @@ from rich.table import Table
 
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
-from engine.kernels.cpu.step import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
+from engine.kernels.cpu.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
 from engine.models.read_config import load_decoder_config
 from engine.settings import DTYPES, QUANTIZATIONS
 from mesh.interrupts import run_program, showing

@@ -6,9 +6,7 @@ as they are multiplied: activations, sums and results are those of the same numb
 The loop runs in several threads together: the caller, helpers on the worker's cores, helpers on lent cores.
 """
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 import numpy as np
@@ -16,10 +14,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from engine.attention.backend import ForwardMetadata, attention_shape, one_token
+from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
-from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import NO_WINDOW, SILU, Attending, Bytes, Floats, Int64s, Queries, Range, Weights
+from engine.kernels.cpu.arguments import (
+    NO_WINDOW,
+    SILU,
+    Attending,
+    Batch,
+    Bytes,
+    Floats,
+    Int64s,
+    Queries,
+    Range,
+    Weights,
+)
+from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.experts import Experts, RoutedRows
 from engine.kernels.cpu.machine import (
@@ -29,89 +38,34 @@ from engine.kernels.cpu.machine import (
     TILE_ROWS,
     UNIT,
     amx_shapes,
+    has_amx,
     knows_amx,
     multiplies_bf16,
 )
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import PHASES, Activations, Kind, ModelConstants, Team, Work, output_rows, run_layers
+from engine.kernels.cpu.step import Activations, Kind, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import KERNEL_ACTIVATIONS
+from engine.models.loop_threads import LoopThreads
 from engine.models.model_config import ExpertsConfig, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import rope_of_layer, ropes_of
+from engine.models.row_shares import (
+    RowCut,
+    adapters_of,
+    batch_of,
+    context_of_row,
+    cut_rows,
+    most_shares,
+)
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
-
-
-class LoopThreads:
-    """`num_own` threads, the caller included, share the worker's cores; each lent core adds one. For one caller.
-
-    Every rank of a group with several has `num_own` threads, and uses no lent cores.
-    """
-
-    def __init__(self, num_own: int, ranks: RankGroup) -> None:
-        self._num_own = num_own
-        self._ranks = ranks
-        self._helpers: dict[int, ThreadPoolExecutor] = {}
-        self._lent: Cores = ()
-        self._counter = np.zeros(1, np.int64)
-        self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
-        """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.step."""
-
-    @property
-    def borrows(self) -> bool:
-        return self._ranks.degrees.num_ranks == 1
-
-    @property
-    def count(self) -> int:
-        return self._num_own + len(self._lent)
-
-    def use(self, lent: Cores) -> None:
-        """Set the lent cores of the next runs."""
-        self._lent = lent if self.borrows else ()
-
-    def run(self, call: Callable[[Team], object]) -> None:
-        """Run `call(team)` in all threads and return when all have returned. `call` must not raise: the other threads
-        would wait for it at the barrier for ever.
-        """
-        self._counter[0] = 0
-        if self.count == 1:
-            call(self._team(0, self.phase_cycles))
-            return
-        cores = [*(-helper for helper in range(1, self._num_own)), *self._lent]
-        running = [
-            self._helper(core).submit(call, self._team(index, np.zeros_like(self.phase_cycles)))
-            for index, core in enumerate(cores, 1)
-        ]
-        call(self._team(0, self.phase_cycles))
-        for future in running:
-            future.result()
-
-    def _team(self, thread: int, phase_cycles: Int64s) -> Team:
-        count, counter, ranks = self.count, self._counter, self._ranks
-        size = ranks.degrees.tensor
-        if size == 1:
-            return Team(thread, count, counter, thread, count, counter, phase_cycles)
-        # The counter of all ranks of a stage is never reset: another rank may be waiting at it.
-        number = ranks.rank % size * count + thread
-        return Team(thread, count, counter, number, size * count, ranks.counter, phase_cycles)
-
-    def _helper(self, core: int) -> ThreadPoolExecutor:
-        """The helper of a lent core. A negative number names a helper on the worker's own cores."""
-        if core not in self._helpers:
-            cores = os.sched_getaffinity(0) if core < 0 else (core,)
-            helper = ThreadPoolExecutor(1, "compute")
-            with threads_born_on(tuple(cores)):
-                helper.submit(int).result()
-            self._helpers[core] = helper
-        return self._helpers[core]
-
 
 _AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
@@ -145,6 +99,7 @@ class CompiledDecoder:
         # Prompts attend in bf16 where products round activations anyway. AMX is set up for products that use it.
         operands, _ = operand_dtypes(packed.weights)
         is_rounded = operands in _AMX_OPERANDS if knows_amx() else operands != np.float32
+        self._has_amx = operands in _AMX_OPERANDS and has_amx()
         self._bf16 = is_rounded and multiplies_bf16() and config.head_dim % AMX_DEPTH == 0
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed = as_tensor(packed.embed)
@@ -152,6 +107,7 @@ class CompiledDecoder:
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
         self._slopes = kernel_slopes(self._heads)
+        self._row_context = context_of_row(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
         self._model = ModelConstants(
@@ -196,22 +152,44 @@ class CompiledDecoder:
 
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
-        num_tokens = metadata.positions.shape[0]
-        model, acts = self._model, self._activations(num_tokens, is_adapted=bool(metadata.adapters))
         rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
-        batch = kernel_batch(metadata, model.shape.block_size, rotations)
-        operands, cache = self._operands(max(num_tokens, self._num_copies(num_tokens)), model.weights), self._cache
-        scratch = [buffers.attention(model.shape, batch, bf16=self._bf16) for buffers in self._thread_buffers]
-        splits = self._buffers.splits(model.shape, batch)
-        adapted = self._adapters.step(metadata.adapters, num_tokens, self._ranks.buffers, self._thread_buffers)
-        attending = [Attending(acts.queries, model.shape, batch, memory, splits, self._slopes) for memory in scratch]
-        work = [
-            Work(acts, operand, of_thread, cache, thread_adapted)
-            for operand, of_thread, thread_adapted in zip(operands, attending, adapted, strict=False)
-        ]
+        batch, num_threads = kernel_batch(metadata, self._model.shape.block_size, rotations), 0
         for first, end in layer_groups:
+            if self.threads.count != num_threads:  # lent cores are given back between groups
+                num_threads = self.threads.count
+                shares = self._row_shares(batch)
+                work = self._work(batch, metadata.adapters, [share.rows for share in shares])
             held = Range(first - self.layers.first, end - self.layers.first)
-            self.threads.run(partial(_run_layers, model, work, held))
+            needed = [share.first_needed for share in shares]
+            self.threads.run(partial(_run_layers, self._model, work, held), needed)
+
+    def _row_shares(self, batch: Batch) -> list[RowCut]:
+        """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""
+        if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts:
+            count = 1
+        else:
+            count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
+        return cut_rows(batch, count, self._row_context)
+
+    def _work(self, batch: Batch, adapter_rows: Sequence[AdapterRows], shares: list[Range]) -> list[Work]:
+        """The arguments of each thread; each share has as many threads."""
+        num_tokens, shape = len(batch.slots), self._model.shape
+        acts = self._activations(num_tokens, is_adapted=bool(adapter_rows))
+        operands = self._operands(max(num_tokens, self._num_copies(num_tokens)), self._model.weights, shares)
+        adapted = self._adapters.step(adapter_rows, num_tokens, self._ranks.buffers, self._thread_buffers)
+        size, work = len(operands) // len(shares), []
+        for number, rows in enumerate(shares):
+            first, end = number * size, (number + 1) * size
+            of_share, own_acts, own_adapted = batch, acts, adapted[first:end]
+            if len(shares) > 1:
+                of_share, own_acts = batch_of(batch, rows), _activations_of(acts, rows)
+                own_adapted = [adapters_of(thread, rows) for thread in own_adapted]
+            splits = self._thread_buffers[first].splits(shape, of_share)
+            for thread in range(size):
+                scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
+                attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes)
+                work.append(Work(own_acts, operands[first + thread], attending, self._cache, own_adapted[thread]))
+        return work
 
     def logits(self, hidden: Tensor) -> Tensor:
         num_rows, width = hidden.shape
@@ -230,7 +208,7 @@ class CompiledDecoder:
         """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
         rows = self._rows("output_rows", num_rows, self.config.hidden_size)
         own_logits = self._rows("logits", num_rows, self._logits_width, self._share.vocab.first)
-        operands = self._operands(num_rows, self._model.output)
+        operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)])
         self.threads.run(partial(_output_rows, self._model, rows, own_logits, operands))
 
     def _compile(self) -> None:
@@ -313,20 +291,47 @@ class CompiledDecoder:
         experts = self._model.experts
         return rows * (experts.top_k + (1 if experts.shared_width else 0))
 
-    def _operands(self, rows: int, weights: Weights) -> list[Operand]:
-        """One operand for each thread. All threads share the rows and have separate sums."""
+    def _operands(self, rows: int, weights: Weights, shares: Sequence[Range]) -> list[Operand]:
+        """One operand for each thread. All threads of a row share have its rows, and separate sums."""
         kind, sums_dtype = operand_dtypes(weights)
-        shared = self._ranks.buffers
-        num_bytes = (rows + TILE_ROWS) * int(weights.matrices[:, 2].max()) * np.dtype(kind).itemsize
-        a = shared.get("a", num_bytes, np.uint8)[:num_bytes].view(kind)
+        shared, width = self._ranks.buffers, int(weights.matrices[:, 2].max())
+        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * width * np.dtype(kind).itemsize, np.uint8)
         factors, amx = shared.get("factors", rows), amx_shapes() if kind in _AMX_OPERANDS else _NO_AMX
         while len(self._thread_buffers) < self.threads.count:
             self._thread_buffers.append(Buffers())
-        threads = self._thread_buffers[: self.threads.count]
-        size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
-        sums = [buffers.get("sums", size, np.uint8)[:size].view(sums_dtype) for buffers in threads]
-        wide = [buffers.get("wide", wide_size(weights)) for buffers in threads]
-        return [Operand(a, factors, own_sums, amx, own_wide) for own_sums, own_wide in zip(sums, wide, strict=True)]
+        size, num_threads = 2 * TILE_ROWS * UNIT * FLOAT_BYTES, self.threads.count
+        operands = []
+        for thread, buffers in enumerate(self._thread_buffers[:num_threads]):
+            number = thread * len(shares) // num_threads
+            first = shares[number].first
+            own_a = a[(first + number * TILE_ROWS) * width * np.dtype(kind).itemsize :].view(kind)
+            sums = buffers.get("sums", size, np.uint8)[:size].view(sums_dtype)
+            operands.append(Operand(own_a, factors[first:], sums, amx, buffers.get("wide", wide_size(weights))))
+        return operands
+
+
+def _activations_of(acts: Activations, rows: Range) -> Activations:
+    """Some rows of a layer's intermediate results. Experts do not share out rows."""
+    queries, own = acts.queries, slice(rows.first, rows.end)
+    return Activations(
+        residual=acts.residual[own],
+        own_residual=acts.own_residual[own],
+        branch=acts.branch[own],
+        own_branch=acts.own_branch[own],
+        inner=acts.inner[own],
+        own_inner=acts.own_inner[own],
+        gate_up=acts.gate_up[own],
+        own_gate_up=acts.own_gate_up[own],
+        mixed=acts.mixed[own],
+        qkv=acts.qkv[own],
+        queries=Queries(
+            queries.rows[rows.first * queries.step :],
+            queries.step,
+            queries.out[rows.first * queries.out_step :],
+            queries.out_step,
+        ),
+        routed=acts.routed,
+    )
 
 
 def _kind(config: ModelConfig) -> Kind:
@@ -353,7 +358,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
 
 
 def _run_layers(model: ModelConstants, work: list[Work], layers: Range, team: Team) -> None:
-    run_layers(model, work[team.thread], team, layers)
+    run_layers(model, work[team.share.number * team.num_threads + team.thread], team, layers)
 
 
 def _output_rows(model: ModelConstants, rows: Floats, out: Floats, operands: list[Operand], team: Team) -> None:

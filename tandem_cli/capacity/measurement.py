@@ -24,7 +24,7 @@ import torch
 
 from decode_worker.settings import DecodeSettings
 from engine.cores import threads_born_on
-from engine.kernels.cpu.step import PHASES, cycles_per_ms
+from engine.kernels.cpu.phases import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState

@@ -41,7 +41,7 @@ def test_threads_that_share_a_core_let_each_other_go_on() -> None:
 
 _INTERRUPTED_IN_A_STEP = """
 import os, signal, threading
-from engine.models.compiled_decoder import LoopThreads
+from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 from mesh.interrupts import run_program
 

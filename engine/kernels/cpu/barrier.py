@@ -1,4 +1,6 @@
-"""A barrier for the threads of one compiled loop: a counter that only grows."""
+"""How the threads of one compiled loop wait for each other: counters that only grow."""
+
+from typing import NamedTuple
 
 from numba import types
 
@@ -20,6 +22,34 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 
+
+class RowShare(NamedTuple):
+    """Consecutive rows of a step, which some of a worker's threads compute without the others: all columns of them.
+
+    Queries attend to earlier rows of their sequence, which another share may hold: it has written their KV when its
+    number in `stored` says so.
+    """
+
+    number: int
+    first_needed: int  # the share in which the sequence of the first row begins
+    stored: Int64s  # [num_shares]: layers whose KV each share has written
+
+
+class Team(NamedTuple):
+    """One of the threads that run the same loop: among its rank's threads, and among those of all ranks. Of a rank
+    that shares out rows, the threads of one share.
+    """
+
+    thread: int
+    num_threads: int
+    counter: Int64s  # [1], of the barrier of the rank's threads
+    number: int
+    num_all: int
+    all_counter: Int64s  # [1], of the barrier of all threads
+    phase_cycles: Int64s  # of this thread; see phases.py
+    share: RowShare
+
+
 _MAX_SPINS = 2000
 """Reads of the counter before a thread naps: about 100 microseconds, in which a rank wakes up for its next step."""
 
@@ -33,6 +63,18 @@ def _arrive(typing: TypingContext, counter: NumbaType) -> Intrinsic:
         return builder.atomic_rmw("add", pointer, INT64(1), "seq_cst")
 
     return types.int64(counter), generate
+
+
+@emitted
+def _publish(typing: TypingContext, counter: NumbaType, value: NumbaType) -> Intrinsic:
+    """Write counter[0] with release order: whoever reads the value sees all that this thread has written before."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        pointer = builder.bitcast(Emitter(context, builder).array(counter, args[0]), INT64.as_pointer())
+        builder.store_atomic(args[1], pointer, "release", 8)
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64), generate
 
 
 @emitted
@@ -61,16 +103,29 @@ def _nap(typing: TypingContext) -> Intrinsic:
 
 @jit
 def wait(counter: Int64s, num_threads: int) -> None:
-    """Return once all `num_threads` threads have called this function as often as this thread.
+    """Return once all `num_threads` threads have called this function as often as this thread."""
+    if num_threads > 1:
+        _wait_until(counter, _arrive(counter) // num_threads * num_threads + num_threads)
+
+
+@jit
+def wait_for_earlier_rows(share: RowShare, thread: int, layer: int) -> None:
+    """Return once the layer's KV of earlier rows of the first sequence is written. That of the share's own rows is."""
+    if thread == 0:
+        _publish(share.stored[share.number :], layer + 1)
+    for number in range(share.first_needed, share.number):
+        _wait_until(share.stored[number:], layer + 1)
+
+
+@jit
+def _wait_until(counter: Int64s, target: int) -> None:
+    """Return once counter[0] is at least `target`.
 
     A thread that has spun for _MAX_SPINS reads sleeps for a moment. The thread it waits for may have lost its core to
     another process and be queued for this one; without that, steps on a busy machine took thirty times as long. It does
     not yield (sched_yield): on Linux 6.18 a worker that yielded many times a millisecond kept the processes of other
     sessions and containers from its cores for as long as its streams ran.
     """
-    if num_threads == 1:
-        return
-    target = _arrive(counter) // num_threads * num_threads + num_threads
     num_spins = 0
     while _read_after_pause(counter) < target:
         num_spins += 1

@@ -1,15 +1,13 @@
-"""All layers of a decoder for one step's tokens, as one compiled loop that counts the CPU cycles of its phases.
+"""All layers of a decoder for one step's tokens, as one compiled loop.
 
 The threads of one process run it together, or those of several: the ranks of a stage, each with some of the heads and
 some of the columns of every matrix. All of them share the activations, so that each column is a sum over all inputs in
 the same order: the results do not depend on the number of ranks, to the bit.
 """
 
-import time
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from engine.kernels.cpu.activations import activate_rows, gate_rows
 from engine.kernels.cpu.adapters import (
@@ -36,21 +34,8 @@ from engine.kernels.cpu.arguments import (
     Weights,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.barrier import wait
-from engine.kernels.cpu.compiler import (
-    INT64,
-    Builder,
-    CodeContext,
-    Emitter,
-    Intrinsic,
-    Signature,
-    TypingContext,
-    Value,
-    Values,
-    emitted,
-    entry,
-    jit,
-)
+from engine.kernels.cpu.barrier import Team, wait, wait_for_earlier_rows
+from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.experts import (
     Experts,
     RoutedRows,
@@ -63,6 +48,19 @@ from engine.kernels.cpu.experts import (
     route_rows,
 )
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
+from engine.kernels.cpu.phases import (
+    ATTENTION,
+    DOWN,
+    GATE_UP,
+    LOGITS,
+    NORM,
+    OUTPUT,
+    QKV,
+    QUANTISE,
+    STORE_KV,
+    end_phase,
+    start_phases,
+)
 from engine.kernels.cpu.rows import HeadNorms, Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
@@ -114,18 +112,6 @@ class Activations(NamedTuple):
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
     queries: Queries  # over qkv and the rank's part of mixed
     routed: RoutedRows  # of layers with experts
-
-
-class Team(NamedTuple):
-    """One of the threads that run the same loop: among its rank's threads, and among those of all ranks."""
-
-    thread: int
-    num_threads: int
-    counter: Int64s  # [1], of the barrier of the rank's threads
-    number: int
-    num_all: int
-    all_counter: Int64s  # [1], of the barrier of all threads
-    phase_cycles: Int64s  # of this thread; see start_phases
 
 
 class Work(NamedTuple):
@@ -190,6 +176,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
     rotate_and_store(acts.queries.rows, head_norms, attending, cache, layer, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
+    wait_for_earlier_rows(team.share, team.thread, layer)
     attend(attending, cache, layer, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
@@ -336,44 +323,3 @@ def output_rows(model: ModelConstants, hidden: Floats, logits: Floats, operand: 
     product(operand, weights, 0, Target(logits, STORE), Part(team.thread, team.num_threads))
     _finish_phase(team, LOGITS)
     end_products(operand)
-
-
-PHASES = ("norm", "qkv", "rotate and store", "attention", "quantise", "output", "gate and up", "down", "logits")
-NORM, QKV, STORE_KV, ATTENTION, QUANTISE, OUTPUT, GATE_UP, DOWN, LOGITS = range(len(PHASES))
-
-
-@emitted
-def _cycle_counter(typing: TypingContext) -> Intrinsic:
-    """Read the CPU's time-stamp counter (rdtsc)."""
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        return Emitter(context, builder).call("llvm.readcyclecounter", INT64)
-
-    return types.int64(), generate
-
-
-@jit
-def start_phases(phase_cycles: Int64s) -> None:
-    """Begin to count. phase_cycles: [len(PHASES) + 1], cycles of each phase, then the counter at the last end."""
-    phase_cycles[-1] = _cycle_counter()
-
-
-@jit
-def end_phase(phase_cycles: Int64s, phase: int) -> None:
-    """Add the cycles since the last call of `start_phases` or `end_phase` to this phase."""
-    now = _cycle_counter()
-    phase_cycles[phase] += now - phase_cycles[-1]
-    phase_cycles[-1] = now
-
-
-@entry
-def _now() -> int:
-    return _cycle_counter()
-
-
-def cycles_per_ms(measured_s: float = 0.05) -> float:
-    """Rate of the cycle counter, measured by spinning for `measured_s` seconds."""
-    cycles, start_s = _now(), time.perf_counter()
-    while time.perf_counter() - start_s < measured_s:
-        pass
-    return float((_now() - cycles) / (time.perf_counter() - start_s) / 1000)

@@ -1,0 +1,87 @@
+"""Row shares: in a step of many tokens some threads compute some rows through all layers, without the other threads.
+
+Threads that share out columns instead meet nine times in each layer, and all of them wait whenever one has lost its
+core to another process. They read each weight only once, so steps of few tokens, where memory is the limit, do that.
+A row's result is the same in both, because it does not depend on its batch.
+"""
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.adapters import StepAdapters
+from engine.kernels.cpu.arguments import Batch, Range
+from engine.models.model_config import ModelConfig
+
+_MIN_ROWS = 64
+"""Of a share. From a dozen rows on, arithmetic takes longer than reading the weights; with AMX from some hundred."""
+_MIN_ROWS_WITH_AMX = 256
+_MAX_COST = 1.25
+"""Of a share, divided by the mean. One query with a very long context is better attended to by all threads."""
+
+
+class RowCut(NamedTuple):
+    """The rows of a share, see engine.kernels.cpu.barrier.RowShare."""
+
+    rows: Range
+    first_needed: int
+
+
+def context_of_row(config: ModelConfig, operand_bytes: int) -> float:
+    """Tokens of context to which one query attends in the time of a row's products. operand_bytes: of a number that is
+    multiplied. Four bytes take as long as a number of attention.
+    """
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    mlp = (3 if config.gated else 2) * config.intermediate_size
+    products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
+    return products * operand_bytes / (2 * q_width * 4)
+
+
+def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
+    """Row shares of a step at most. Each has as many threads."""
+    most = num_rows // (_MIN_ROWS_WITH_AMX if has_amx else _MIN_ROWS)
+    return max((count for count in range(1, most + 1) if num_threads % count == 0), default=1)
+
+
+def cut_rows(batch: Batch, count: int, row_context: float) -> list[RowCut]:
+    """Cut the rows of a step in `count` shares that take about as long, or in one. row_context: `context_of_row`."""
+    starts = batch.query_starts.astype(np.int64)
+    whole = [RowCut(Range(0, int(starts[-1])), 0)]
+    if count == 1:
+        return whole
+    positions = np.arange(starts[-1]) + np.repeat(batch.context_lens - starts[1:], np.diff(starts))
+    costs = np.cumsum(1.0 + positions / row_context)
+    ends = np.searchsorted(costs, costs[-1] * np.arange(1, count) / count) + 1
+    cuts = np.array([0, *ends, starts[-1]])
+    if np.diff(np.append(0.0, costs)[cuts]).max() > _MAX_COST * costs[-1] / count:
+        return whole
+    first_rows = starts[np.searchsorted(starts, cuts[:-1], "right") - 1]  # of the sequence that a share begins with
+    needed = np.searchsorted(cuts, first_rows, "right") - 1
+    return [RowCut(Range(*rows), first) for rows, first in zip(pairwise(cuts.tolist()), needed.tolist(), strict=True)]
+
+
+def batch_of(batch: Batch, rows: Range) -> Batch:
+    """Some rows of a step as a step."""
+    starts = batch.query_starts
+    first, end = int(np.searchsorted(starts, rows.first, "right")) - 1, int(np.searchsorted(starts, rows.end, "left"))
+    return Batch(
+        slots=batch.slots[rows.first : rows.end],
+        segments=batch.segments[first:end],
+        context_lens=batch.context_lens[first:end] - np.maximum(0, starts[first + 1 : end + 1] - np.int32(rows.end)),
+        prompt_lens=batch.prompt_lens[first:end],
+        query_starts=np.clip(starts[first : end + 1], rows.first, rows.end) - np.int32(rows.first),
+        cos=np.ascontiguousarray(batch.cos[:, rows.first : rows.end]),
+        sin=np.ascontiguousarray(batch.sin[:, rows.first : rows.end]),
+    )
+
+
+def adapters_of(adapted: StepAdapters, rows: Range) -> StepAdapters:
+    """The adapters of some rows."""
+    runs = adapted.runs.copy()
+    runs[:, 1:] = np.clip(runs[:, 1:], rows.first, rows.end) - rows.first
+    return adapted._replace(
+        runs=runs[runs[:, 1] < runs[:, 2]],
+        normed=adapted.normed[rows.first : rows.end],
+        shrunk=adapted.shrunk[rows.first : rows.end],
+    )

@@ -1,6 +1,6 @@
 """Row shares: in a step of many tokens some threads compute some rows through all layers, without the other threads.
 
-Threads that share out columns instead meet nine times in each layer, and all of them wait whenever one has lost its
+Threads that share out columns instead meet ten times in each layer, and all of them wait whenever one has lost its
 core to another process. They read each weight only once, so steps of few tokens, where memory is the limit, do that.
 A row's result is the same in both, because it does not depend on its batch.
 """

@@ -1,6 +1,6 @@
 """CPU time and memory of each process outside the model, against the length of prompts.
 
-    python -m bench.overhead [--tokens 2048 8192 32768 131072] [--output-tokens 1] [--requests 4]
+    python -m bench.overhead [--tokens 2048 8192 32768 131072] [--output-tokens 1] [--requests 20]
 
 Workers compute nothing (tandem_cli.load_test.paced), so what is left is the work on token ids, blocks, hashes and KV:
 router, prefill worker, KV transfer, decode worker. Work that grows as the prompt does has the same figure per 1,000
@@ -10,7 +10,6 @@ tokens in every row; twice the figure at twice the length is a quadratic. Memory
 import argparse
 import os
 import random
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,7 +41,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Costs of requests of `num_tokens` tokens in one process: medians of CPU seconds, growth of memory in bytes."""
+    """Costs of requests of `num_tokens` tokens in one process: mean CPU seconds, growth of memory in bytes."""
 
     num_tokens: int
     cpu_s: float
@@ -51,14 +50,14 @@ class Cost:
     @property
     def cpu(self) -> str:
         """Milliseconds, and milliseconds per 1,000 tokens."""
-        return f"{1000 * self.cpu_s:.0f} ({1e6 * self.cpu_s / self.num_tokens:.2f})"
+        return f"{1000 * self.cpu_s:.1f} ({1e6 * self.cpu_s / self.num_tokens:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.overhead", description=__doc__.split("\n\n")[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192, 32768, 131072])
     parser.add_argument("--output-tokens", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=4, help="requests of each length, one after the other")
+    parser.add_argument("--requests", type=int, default=20, help="requests of each length, one after the other")
     options = parser.parse_args()
     costs: dict[str, list[Cost]] = {}
     with showing(costs, lambda: Console(width=120).print(table_of(costs))):
@@ -75,14 +74,14 @@ async def measure(lengths: Sequence[int], num_output: int, num_requests: int, co
             await _send(client, min(lengths), num_output, 0)  # connects, imports what is imported late
             processes = _processes()
             for length in lengths:
-                before, rounds = _usage(processes), []
+                before, after = _usage(processes), []
                 for number in range(num_requests):
-                    start = _usage(processes)
                     await _send(client, length, num_output, number)
-                    rounds.append((start, _usage(processes)))
+                    after.append(_usage(processes))
                 for role in _ROLES:
-                    cpu_s = statistics.median(end[role].cpu_s - start[role].cpu_s for start, end in rounds)
-                    grown = max(end[role].num_bytes for _, end in rounds) - before[role].num_bytes
+                    # Of all requests together: the system counts hundredths of a second.
+                    cpu_s = (after[-1][role].cpu_s - before[role].cpu_s) / num_requests
+                    grown = max(usage[role].num_bytes for usage in after) - before[role].num_bytes
                     costs.setdefault(role, []).append(Cost(length, cpu_s, max(0, grown)))
 
 

@@ -81,9 +81,11 @@ def test_families(checkpoint: Checkpoint, shares: Mock, family: str) -> None:
     check_threads(shares, checkpoint(family))
 
 
-@pytest.mark.parametrize("weights", [{"quantize": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}])
-def test_types_of_weights(checkpoint: Checkpoint, shares: Mock, weights: dict[str, object]) -> None:
-    check_threads(shares, checkpoint("mistral"), kv_dtype="int8", **weights)
+@pytest.mark.parametrize(
+    "types", [{"quantize": "int8", "kv_dtype": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}]
+)
+def test_types_of_numbers(checkpoint: Checkpoint, shares: Mock, types: dict[str, object]) -> None:
+    check_threads(shares, checkpoint("mistral"), **types)
 
 
 def test_adapters(checkpoint: Checkpoint, tmp_path: Path, shares: Mock) -> None:

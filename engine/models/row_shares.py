@@ -54,7 +54,8 @@ def cut_rows(batch: Batch, count: int, row_context: float) -> list[RowCut]:
     costs = np.cumsum(1.0 + positions / row_context)
     ends = np.searchsorted(costs, costs[-1] * np.arange(1, count) / count) + 1
     cuts = np.array([0, *ends, starts[-1]])
-    if np.diff(np.append(0.0, costs)[cuts]).max() > _MAX_COST * costs[-1] / count:
+    is_uneven = np.diff(np.append(0.0, costs)[cuts]).max() > _MAX_COST * costs[-1] / count
+    if is_uneven or np.diff(cuts).min() == 0:
         return whole
     first_rows = starts[np.searchsorted(starts, cuts[:-1], "right") - 1]  # of the sequence that a share begins with
     needed = np.searchsorted(cuts, first_rows, "right") - 1

@@ -144,6 +144,7 @@ def test_a_share_needs_those_with_earlier_rows_of_its_first_sequence() -> None:
 def test_a_query_that_takes_longer_than_a_share_is_left_to_all_threads() -> None:
     assert bounds(batch((1, 1_000_000), (255, 255)), 2) == [(0, 256, 0)]
     assert len(bounds(batch((1, 100_000), (255, 255)), 2)) == 2
+    assert bounds(batch(*[(1, 1_000_000)] * 7), 8) == [(0, 7, 0)], "no share is empty"
 
 
 def test_rows_of_a_share_are_a_step() -> None:

@@ -181,11 +181,12 @@ async def in_turn(
     arms: Sequence[Arm], repeats: int, measure: Callable[[Arm, int], Awaitable[None]]
 ) -> AsyncIterator[None]:
     """Call `measure(arm, number of the round)` for each arm in turn, and yield after each round, so that a long run may
-    be interrupted. A failed arm is reported and skipped in later rounds.
+    be interrupted. Every other round goes backwards, for the place in a round may matter. A failed arm is reported and
+    skipped in later rounds.
     """
     remaining = list(arms)
     for repeat in range(repeats):
-        for arm in list(remaining):
+        for arm in remaining[:: -1 if repeat % 2 else 1]:
             print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
             try:
                 await measure(arm, repeat)

@@ -167,7 +167,7 @@ async def test_an_arm_that_fails_is_left_out_from_there(capsys: pytest.CaptureFi
 
     after_rounds = [len(asked) async for _ in in_turn([Arm("tandem"), Arm("vllm")], 3, once)]
     assert after_rounds == [2, 4, 5]
-    assert asked == [("tandem", 0), ("vllm", 0), ("tandem", 1), ("vllm", 1), ("tandem", 2)]
+    assert asked == [("tandem", 0), ("vllm", 0), ("vllm", 1), ("tandem", 1), ("tandem", 2)], "there, back, there"
     assert "left out from here: out of luck" in capsys.readouterr().err
 
 

@@ -29,8 +29,8 @@ class RowCut(NamedTuple):
 
 
 def context_of_row(config: ModelConfig, operand_bytes: int) -> float:
-    """Tokens of context to which one query attends in the time of a row's products. operand_bytes: of a number that is
-    multiplied. Four bytes take as long as a number of attention.
+    """Tokens of context to which one query attends in the time of a row's products. operand_bytes: of a number that the
+    products multiply. A multiplication of attention takes as long as four of single bytes.
     """
     q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     mlp = (3 if config.gated else 2) * config.intermediate_size

@@ -1,13 +1,12 @@
 """LoopThreads: the threads that run the loop of the compiled decoder together."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
 from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.barrier import RowShare, Team
 from engine.kernels.cpu.phases import PHASES
 from engine.models.rank_group import RankGroup
@@ -25,9 +24,6 @@ class LoopThreads:
         self._ranks = ranks
         self._helpers: dict[int, ThreadPoolExecutor] = {}
         self._lent: Cores = ()
-        self._counters = np.zeros((0, 1), np.int64)
-        self._stored = np.zeros(0, np.int64)
-        self.use(())
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
         """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.phases."""
 
@@ -42,8 +38,6 @@ class LoopThreads:
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs."""
         self._lent = lent if self.borrows else ()
-        if len(self._stored) < self.count:
-            self._counters, self._stored = np.zeros((self.count, 1), np.int64), np.zeros(self.count, np.int64)
 
     def run(self, call: Callable[[Team], object], needed: Sequence[int] = (0,)) -> None:
         """Run `call(team)` in all threads and return when all have returned. `call` must not raise: the other threads
@@ -51,30 +45,25 @@ class LoopThreads:
 
         needed: for each row share the first share that it needs; so many teams of equal size run.
         """
-        self._counters[:] = 0
-        self._stored[:] = 0
-        if self.count == 1:
-            call(self._team(0, self.phase_cycles, needed))
-            return
+        first, *others = self._teams(needed)
         cores = [*(-helper for helper in range(1, self._num_own)), *self._lent]
-        running = [
-            self._helper(core).submit(call, self._team(index, np.zeros_like(self.phase_cycles), needed))
-            for index, core in enumerate(cores, 1)
-        ]
-        call(self._team(0, self.phase_cycles, needed))
+        running = [self._helper(core).submit(call, team) for core, team in zip(cores, others, strict=True)]
+        call(first)
         for future in running:
             future.result()
 
-    def _team(self, thread: int, phase_cycles: Int64s, needed: Sequence[int]) -> Team:
+    def _teams(self, needed: Sequence[int]) -> Iterator[Team]:
+        """Each thread's team. The first one is the caller's."""
+        counters, stored = np.zeros((len(needed), 1), np.int64), np.zeros(len(needed), np.int64)
         size, ranks = self.count // len(needed), self._ranks
-        share, thread = divmod(thread, size)
-        counter, rows = self._counters[share], RowShare(share, needed[share], self._stored)
-        num_ranks = ranks.degrees.tensor
-        if num_ranks == 1:
-            return Team(thread, size, counter, thread, size, counter, phase_cycles, rows)
-        # The counter of all ranks of a stage is never reset: another rank may be waiting at it.
-        number = ranks.rank % num_ranks * size + thread
-        return Team(thread, size, counter, number, num_ranks * size, ranks.counter, phase_cycles, rows)
+        for index in range(self.count):
+            share, thread = divmod(index, size)
+            rows, counter = RowShare(share, needed[share], stored), counters[share]
+            # The counter of all ranks of a stage is never reset: another rank may be waiting at it.
+            num_ranks, all_counter = ranks.degrees.tensor, counter if ranks.degrees.tensor == 1 else ranks.counter
+            cycles = np.zeros_like(self.phase_cycles) if index else self.phase_cycles
+            number = ranks.rank % num_ranks * size + thread
+            yield Team(thread, size, counter, number, num_ranks * size, all_counter, cycles, rows)
 
     def _helper(self, core: int) -> ThreadPoolExecutor:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""

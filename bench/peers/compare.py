@@ -54,8 +54,8 @@ class Load:
     output_tokens: int
 
     def workload(self, num_clients: int) -> Workload:
-        """A closed loop with two requests per client."""
-        return Workload(num_clients, 2, self.input_tokens, self.output_tokens)
+        """A closed loop with two requests per client, and at least eight: one takes less than a second."""
+        return Workload(num_clients, max(2, 8 // num_clients), self.input_tokens, self.output_tokens)
 
 
 @dataclass(frozen=True, slots=True)

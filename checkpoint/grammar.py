@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
 
 from checkpoint.model_files import read_model_facts
-from checkpoint.tokenizer_files import load_tokenizer
+from checkpoint.tokenizer_files import load_tokenizer, own_end_token
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
 
@@ -95,12 +95,12 @@ class GrammarCompiler:
     def _load_tokenizer(self) -> LLTokenizer:
         with self._loading:
             if self._tokenizer is None:
-                facts = read_model_facts(self._model_dir)
-                if not facts.eos_token_ids:
+                facts, tokenizer = read_model_facts(self._model_dir), load_tokenizer(self._model_dir)
+                ends = facts.eos_token_ids | own_end_token(tokenizer, self._model_dir)
+                if not ends:
                     raise InvalidRequest("this model has no end-of-sequence token, which every structure needs")
                 try:
-                    tokenizer = load_tokenizer(self._model_dir).to_str()
-                    self._tokenizer = LLTokenizer(tokenizer, facts.vocab_size, sorted(facts.eos_token_ids))
+                    self._tokenizer = LLTokenizer(tokenizer.to_str(), facts.vocab_size, sorted(ends))
                 except ValueError as error:
                     raise InvalidRequest(f"structured output cannot use this model's tokenizer: {error}") from error
             return self._tokenizer

@@ -183,7 +183,23 @@ def tokenizer_fingerprint(model_dir: Path) -> str:
     for name in other_files:
         if (model_dir / name).is_file():
             digest.update(read_bytes(model_dir / name))
+    if source == ALL_IN_ONE and (lacking := _lacking_tokens(model_dir)):
+        digest.update(json.dumps(lacking, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+def _lacking_tokens(model_dir: Path) -> dict[str, object]:
+    """The entries of tokenizer_config.json that `checkpoint.tokenizer_files` adds to tokenizer.json; it refuses those
+    of a wrong type.
+    """
+    listed = read_json(model_dir / _COMPANIONS[0], optional=True).get("added_tokens_decoder")
+    if not isinstance(listed, dict) or not listed:
+        return {}
+    entries = read_json(model_dir / ALL_IN_ONE).get("added_tokens")
+    known = [entry.get("content") for entry in entries or () if isinstance(entry, dict)]
+    return {
+        id_: entry for id_, entry in listed.items() if isinstance(entry, dict) and entry.get("content") not in known
+    }
 
 
 def _eos_ids(config: Mapping[str, object], path: Path) -> frozenset[int]:

@@ -2,17 +2,18 @@
 
     tokenizer.model             sentencepiece: Llama 2, Baichuan, InternLM, ChatGLM; tiktoken's format: GLM-4
     spiece.model                sentencepiece: T5 and its kind
-    vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder
+    vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder, Qwen 2, GPT-NeoX, CodeT5
 
 tokenizer_config.json, special_tokens_map.json and added_tokens.json list the special tokens and the tokens that are
-added around a text. Token ids equal those of Hugging Face transformers. Some tokenizer classes add tokens to a
-sentencepiece model in code only, so unknown classes are refused.
+added around a text; tokenizer.json may lack some of them. Token ids equal those of Hugging Face transformers. Some
+tokenizer classes add tokens to a sentencepiece model, or cut words of byte-level BPE, in code only, so unknown classes
+are refused.
 """
 
 import base64
 import binascii
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,12 +45,29 @@ _ADDS_BOS_EOS = {
     _CHATGLM: (False, False),
 }
 
+GPT2_WORDS = ""  # of ByteLevel itself
+LLAMA3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
 # Tokenizer classes of tiktoken's vocabularies: how they cut a text into words. GLM-4 ships its class.
 _GLM4 = "ChatGLM4Tokenizer"
-_WORD_PATTERNS = {
-    _GLM4: r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+_TIKTOKEN_WORDS = {_GLM4: LLAMA3_WORDS}
+
+# Tokenizer classes of vocab.json and merges.txt: how they cut a text into words.
+_ROBERTA = "RobertaTokenizer"
+_BYTE_LEVEL_WORDS = {
+    "": GPT2_WORDS,
+    "GPT2Tokenizer": GPT2_WORDS,
+    "CodeGenTokenizer": GPT2_WORDS,
+    "GPTNeoXTokenizer": GPT2_WORDS,
+    _ROBERTA: GPT2_WORDS,
+    "Qwen2Tokenizer": QWEN2_WORDS,
 }
+_COMPOSES = frozenset({"GPTNeoXTokenizer", "Qwen2Tokenizer"})
+"""Classes of _BYTE_LEVEL_WORDS that compose characters first (NFC)."""
 
 # ChatGLM's code adds these tokens after the sentencepiece model, whatever the files say. ChatGLM2 has no role tokens,
 # but has untrained embeddings for them.
@@ -99,11 +117,13 @@ class TokenizerConfig:
         cls, raw: Mapping[str, Any], special: Mapping[str, Any] | None = None, ids: Mapping[str, int] | None = None
     ) -> "TokenizerConfig":
         """The settings `raw` of tokenizer_config.json, with special tokens by name and ids of added tokens, if other
-        files have them.
+        files have them. Raises ConfigurationError.
         """
         names = {key: _content(value) for key, value in (special or raw).items() if key.endswith("_token")}
-        added = {int(id_): _token_of_entry(entry) for id_, entry in (raw.get("added_tokens_decoder") or {}).items()}
+        added = _added_tokens(raw.get("added_tokens_decoder") or {}, frozenset(names.values()))
         for token, id_ in (ids or {}).items():
+            if type(id_) is not int or id_ < 0:
+                raise ConfigurationError(f"added_tokens.json: the id of {token!r:.100} must be an integer, got {id_!r}")
             added.setdefault(id_, AddedToken(token, normalized=False, special=token in names.values()))
         return cls(raw, {key: value for key, value in names.items() if value}, added)
 
@@ -116,12 +136,7 @@ class TokenizerConfig:
         """Add tokens, mark the special ones, and add the first and last tokens of a text. Raises ConfigurationError."""
         vocab_size = tokenizer.get_vocab_size()
         added = self._with_tokens_of_class(vocab_size)
-        for id_, token in sorted(added.items()):
-            tokenizer.add_tokens([token])
-            if tokenizer.token_to_id(token.content) != id_:
-                raise ConfigurationError(
-                    f"added token {token.content!r} should have id {id_}, after {vocab_size} others"
-                )
+        _add(tokenizer, added)
         present = [token for token in self.special.values() if tokenizer.token_to_id(token) is not None]
         listed = {token.content for token in added.values()}
         tokenizer.add_special_tokens(
@@ -132,6 +147,12 @@ class TokenizerConfig:
             ids = [(token, tokenizer.token_to_id(token)) for token in (*first, *last)]
             template = [*first, "$A", *last]
             tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=ids)
+        return tokenizer
+
+    def complete(self, tokenizer: Tokenizer) -> Tokenizer:
+        """Add the tokens that a tokenizer.json lacks. Raises ConfigurationError if their ids are not the next ones."""
+        known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+        _add(tokenizer, {id_: token for id_, token in self.added.items() if token.content not in known})
         return tokenizer
 
     def _with_tokens_of_class(self, vocab_size: int) -> dict[int, AddedToken]:
@@ -148,6 +169,8 @@ class TokenizerConfig:
         """Return the tokens that are added before and after a text."""
         if self.class_name in _LEADING_TOKENS:
             return _LEADING_TOKENS[self.class_name], []
+        if self.class_name == _ROBERTA:
+            return [self.special.get("cls_token", "<s>")], [self.special.get("sep_token", "</s>")]
         defaults = _ADDS_BOS_EOS.get(self.class_name, (False, False))
         frame = []
         for key, default in zip(("bos", "eos"), defaults, strict=True):
@@ -158,21 +181,37 @@ class TokenizerConfig:
 
 
 def load_tokenizer(model_dir: Path) -> Tokenizer:
-    """Load the tokenizer of a checkpoint folder. Raises ConfigurationError, which names the bad file."""
+    """Load the tokenizer of a checkpoint folder. It never changes the length of a text's ids, even if tokenizer.json
+    enables truncation or padding. Raises ConfigurationError, which names the bad file.
+    """
     path = model_dir / tokenizer_source(model_dir)
     try:
-        if path.name == ALL_IN_ONE:
-            return Tokenizer.from_file(str(path))
-        config = TokenizerConfig.read(model_dir)
-        if path.name in SENTENCEPIECE and _is_tiktoken(path):
-            return config.finish(_tiktoken(path, config))
-        if path.name in SENTENCEPIECE:
-            return config.finish(_sentencepiece(path, config))
-        return config.finish(_byte_level(model_dir, config))
+        tokenizer = _load(path, TokenizerConfig.read(model_dir))
     except ConfigurationError:
         raise
     except Exception as error:  # the library raises bare Exception
         raise ConfigurationError(f"cannot load {path}: {error}") from error
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def own_end_token(tokenizer: Tokenizer, model_dir: Path) -> frozenset[int]:
+    """The id of the tokenizer's own eos_token, if it has one: fine-tuned models often name theirs there only. vLLM and
+    SGLang read it, too. Raises ConfigurationError.
+    """
+    own = tokenizer.token_to_id(TokenizerConfig.read(model_dir).special.get("eos_token", ""))
+    return frozenset() if own is None else frozenset({own})
+
+
+def _load(path: Path, config: TokenizerConfig) -> Tokenizer:
+    if path.name == ALL_IN_ONE:
+        return config.complete(Tokenizer.from_file(str(path)))
+    if path.name in SENTENCEPIECE and _is_tiktoken(path):
+        return config.finish(_tiktoken(path, config))
+    if path.name in SENTENCEPIECE:
+        return config.finish(_sentencepiece(path, config))
+    return config.finish(_byte_level(path.parent, config))
 
 
 def _sentencepiece(path: Path, config: TokenizerConfig) -> Tokenizer:
@@ -192,7 +231,7 @@ def _tiktoken(path: Path, config: TokenizerConfig) -> Tokenizer:
     """Read a vocabulary of byte-level BPE whose lines are a token in base 64 and its id; lower ids merge first. The
     file has no list of merges, as sentencepiece has none.
     """
-    if config.class_name not in _WORD_PATTERNS:
+    if config.class_name not in _TIKTOKEN_WORDS:
         raise ConfigurationError(
             f"{path} is in tiktoken's format, and how the tokenizer class {config.class_name or '(none)'} cuts words "
             "is not known; add a tokenizer.json to the folder"
@@ -205,12 +244,7 @@ def _tiktoken(path: Path, config: TokenizerConfig) -> Tokenizer:
         raise ConfigurationError(f"{path} is broken: a line is not a token in base 64 and its id") from error
     vocab = {"".join(names[byte] for byte in tokens[id_]): id_ for id_ in sorted(tokens)}
     merges = [pair for token in vocab for pair in _pairs(token, vocab)]
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=True))
-    words = pre_tokenizers.Split(Regex(_WORD_PATTERNS[config.class_name]), "isolated")
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
-    return tokenizer
+    return of_bytes(BPE(vocab, merges, ignore_merges=True), _TIKTOKEN_WORDS[config.class_name])
 
 
 def _names_of_bytes() -> list[str]:
@@ -221,12 +255,36 @@ def _names_of_bytes() -> list[str]:
 
 
 def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
+    if config.class_name not in _BYTE_LEVEL_WORDS:
+        raise ConfigurationError(
+            f"{model_dir}: the tokenizer class {config.class_name} is not supported with {' and '.join(BYTE_LEVEL)}; "
+            "add a tokenizer.json to the folder"
+        )
     vocab, merges = BPE.read_file(*(str(model_dir / name) for name in BYTE_LEVEL))
-    tokenizer = Tokenizer(BPE(vocab, merges, fuse_unk=False))
     add_prefix_space = bool(config.raw.get("add_prefix_space", False))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer = of_bytes(BPE(vocab, merges), _BYTE_LEVEL_WORDS[config.class_name], add_prefix_space=add_prefix_space)
+    if config.class_name in _COMPOSES:
+        tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def of_bytes(model: BPE, words: str, *, add_prefix_space: bool = False) -> Tokenizer:
+    """A tokenizer of byte-level BPE that cuts a text into words by a pattern; GPT2_WORDS has none."""
+    tokenizer = Tokenizer(model)
+    cut = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
+    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not words)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, as_bytes])
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken]) -> None:
+    """Add tokens in the order of their ids. Raises ConfigurationError if one has another id then."""
+    vocab_size = tokenizer.get_vocab_size()
+    for id_, token in sorted(added.items()):
+        tokenizer.add_tokens([token])
+        if tokenizer.token_to_id(token.content) != id_:
+            raise ConfigurationError(f"added token {token.content!r} should have id {id_}, after {vocab_size} others")
 
 
 def _content(value: object) -> str:
@@ -235,9 +293,23 @@ def _content(value: object) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _token_of_entry(entry: Mapping[str, object]) -> AddedToken:
+def _added_tokens(entries: object, special: Set[str]) -> dict[int, AddedToken]:
+    """The tokens of added_tokens_decoder by id. Raises ConfigurationError."""
+    if not isinstance(entries, dict):
+        raise ConfigurationError(f"tokenizer_config.json: added_tokens_decoder must be an object, got {entries!r:.100}")
+    for id_, entry in entries.items():
+        if not (id_.isdecimal() and isinstance(entry, dict) and isinstance(entry.get("content"), str)):
+            raise ConfigurationError(
+                "tokenizer_config.json: added_tokens_decoder must have an object with content for each id, got "
+                f"{entry!r:.100} for {id_!r:.100}"
+            )
+    return {int(id_): _token_of_entry(entry, special) for id_, entry in entries.items()}
+
+
+def _token_of_entry(entry: Mapping[str, Any], special: Set[str]) -> AddedToken:
     options = {key: bool(entry.get(key)) for key in ("lstrip", "rstrip", "normalized", "single_word", "special")}
-    return AddedToken(_content(entry), **options)
+    options["special"] |= entry["content"] in special
+    return AddedToken(entry["content"], **options)
 
 
 def read_sentencepiece(path: Path, config: Mapping[str, Any], *, exact_spaces: bool = False) -> Tokenizer:

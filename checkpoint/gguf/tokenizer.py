@@ -5,35 +5,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
 from checkpoint.gguf.file import GgufFile
-from checkpoint.tokenizer_files import TokenizerConfig
+from checkpoint.tokenizer_files import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TokenizerConfig, of_bytes
 from mesh.domain.errors import ConfigurationError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # of llama.cpp and of sentencepiece alike
 _BPE_TYPE = 2  # TrainerSpec.ModelType
 
-_LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 _TEKKEN_WORDS = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2_WORDS = ""  # of ByteLevel itself
 _WORDS = {
-    "gpt-2": _GPT2_WORDS,
-    "phi-2": _GPT2_WORDS,
-    "smollm": _GPT2_WORDS,
-    "llama-bpe": _LLAMA3_WORDS,
-    "llama3": _LLAMA3_WORDS,
-    "llama-v3": _LLAMA3_WORDS,
-    "qwen2": _QWEN2_WORDS,
+    "gpt-2": GPT2_WORDS,
+    "phi-2": GPT2_WORDS,
+    "smollm": GPT2_WORDS,
+    "llama-bpe": LLAMA3_WORDS,
+    "llama3": LLAMA3_WORDS,
+    "llama-v3": LLAMA3_WORDS,
+    "qwen2": QWEN2_WORDS,
     "tekken": _TEKKEN_WORDS,
 }
 """How `tokenizer.ggml.pre` cuts a text into words."""
@@ -103,14 +97,12 @@ def _byte_level(file: GgufFile) -> Tokenizer:
         )
     vocab = {token: id_ for id_, token in enumerate(file.require("tokenizer.ggml.tokens"))}
     merges = [tuple(merge.split(" ", 1)) for merge in file.metadata.get("tokenizer.ggml.merges", ())]
-    tokenizer = Tokenizer(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST))
+    tokenizer = of_bytes(BPE(vocab, merges, ignore_merges=words in _WHOLE_WORDS_FIRST), _WORDS[words])
     if words == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    digits = [pre_tokenizers.Digits(individual_digits=True)] if words in _SINGLE_DIGITS else []
-    cut = [pre_tokenizers.Split(Regex(_WORDS[words]), "isolated")] if _WORDS[words] else []
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not cut)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*digits, *cut, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
+    if words in _SINGLE_DIGITS:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, tokenizer.pre_tokenizer])
     return tokenizer
 
 

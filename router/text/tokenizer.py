@@ -29,7 +29,7 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Normalizer
 from tokenizers.pre_tokenizers import PreTokenizer
 
-from checkpoint.tokenizer_files import TokenizerConfig, load_tokenizer
+from checkpoint.tokenizer_files import load_tokenizer, own_end_token
 
 BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token; empty for ids that are not in the vocabulary."""
@@ -278,9 +278,6 @@ class Tokenizer:
     def __init__(self, native: NativeTokenizer, eos_token_ids: frozenset[int] = frozenset()) -> None:
         self._native = native
         self.eos_token_ids = eos_token_ids
-        # tokenizer.json may enable truncation or padding; a prompt must never be changed silently.
-        native.no_truncation()
-        native.no_padding()
         added = native.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special) | eos_token_ids
         self._text_by_id: dict[int, str] = {}
@@ -290,12 +287,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, model_dir: Path, eos_token_ids: frozenset[int]) -> "Tokenizer":
-        """The tokenizer's own end token is added to `eos_token_ids`: fine-tuned models often name theirs there only.
-        vLLM and SGLang read it, too. Raises ConfigurationError if the tokenizer files are missing or broken.
+        """The tokenizer's own end token is added to `eos_token_ids`. Raises ConfigurationError if the tokenizer files
+        are missing or broken.
         """
         native = load_tokenizer(model_dir)
-        own = native.token_to_id(TokenizerConfig.read(model_dir).special.get("eos_token", ""))
-        return cls(native, eos_token_ids if own is None else eos_token_ids | {own})
+        return cls(native, eos_token_ids | own_end_token(native, model_dir))
 
     def max_chars(self, num_tokens: int) -> int | None:
         """Return how many characters `num_tokens` tokens can stand for at most; None if there is no bound."""

@@ -1,5 +1,6 @@
 """Tokenizers without tokenizer.json: ids and texts are those of transformers, and of sentencepiece itself."""
 
+import json
 import os
 import random
 from collections.abc import Callable
@@ -12,9 +13,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import pytest
 import sentencepiece
 import tiktoken
+from tokenizers import ByteLevelBPETokenizer
 from transformers import AutoTokenizer
 
-from checkpoint.model_files import tokenizer_fingerprint
+from checkpoint.model_files import BYTE_LEVEL, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
 from router.text.tokenizer import Tokenizer
 from tests.fakes.tokenizers import TEXT, write_glm4, write_gpt2, write_llama, write_t5
@@ -33,9 +35,25 @@ TEXTS = [
     "12345 + 67890 = 80235; f(x) -> y != z",
     "▁ the space mark itself",
     "ﬁ ligature, ① circled, ½",
+    "(self)\n\n\ndef f(): 12345",
+    "I'LL do it, don't; Cafe\u0301",
 ]
-Write = Callable[[Path], Path]
+Write = Callable[..., Path]
 GPT2_END = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+QWEN2 = {"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"}
+GPT_NEOX = {"tokenizer_class": "GPTNeoXTokenizerFast", **GPT2_END}
+ROBERTA = {
+    "tokenizer_class": "RobertaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "cls_token": "<s>",
+    "sep_token": "</s>",
+    "unk_token": "<unk>",
+    "added_tokens_decoder": {
+        str(400 + place): {"content": token, "special": True, "lstrip": token == "<mask>"}
+        for place, token in enumerate(("<s>", "</s>", "<unk>", "<pad>", "<mask>"))
+    },
+}
 OPT = {"bos_token": "</s>", "eos_token": "</s>", "unk_token": "</s>", "pad_token": "<pad>", "add_bos_token": True}
 KINDS: dict[str, Write] = {
     "llama": partial(write_llama, add_bos_token=True),
@@ -44,6 +62,9 @@ KINDS: dict[str, Write] = {
     "t5": write_t5,
     "gpt2": partial(write_gpt2, **GPT2_END),
     "opt": partial(write_gpt2, **OPT),
+    "qwen2": partial(write_gpt2, **QWEN2),
+    "gpt-neox": partial(write_gpt2, **GPT_NEOX),
+    "roberta": partial(write_gpt2, **ROBERTA),
 }
 
 
@@ -105,6 +126,43 @@ def test_added_tokens_have_the_ids_that_the_files_say(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def all_in_one(folder: Path, **config: object) -> Path:
+    """tokenizer.json with 400 tokens, and tokenizer_config.json."""
+    ByteLevelBPETokenizer(*(str(write_gpt2(folder) / name) for name in BYTE_LEVEL)).save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"} | config))
+    return folder
+
+
+def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path: Path) -> None:
+    """As transformers does, in the order of their ids, so that a text of the chat template is one token."""
+    listed = {"401": {"content": "<|end|>"}, "400": {"content": "<|user|>", "special": True}, "1": {"content": "!"}}
+    folder = all_in_one(tmp_path, added_tokens_decoder=listed, eos_token="<|end|>")
+    ours, theirs = load(folder), AutoTokenizer.from_pretrained(folder)
+    text = "<|user|>Hello! world<|end|>"
+    ids = ours.encode(text, add_special_tokens=False)
+    assert ids == theirs(text, add_special_tokens=False)["input_ids"]
+    assert (ids[0], ids[-1]) == (400, 401)
+    assert ours.eos_token_ids == {401}
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "Hello! world"
+
+
+def test_tokens_that_would_get_another_id_are_refused_by_name(tmp_path: Path) -> None:
+    folder = all_in_one(tmp_path, added_tokens_decoder={"405": {"content": "<|user|>"}})
+    with pytest.raises(ConfigurationError, match=r"added token '<\|user\|>' should have id 405, after 400 others"):
+        load(folder)
+
+
+@pytest.mark.parametrize("listed", [[{"content": "x"}], {"5": "x"}, {"x": {"content": "x"}}, {"5": {}}, {"5": None}])
+@pytest.mark.parametrize("write", [all_in_one, write_gpt2])
+def test_added_tokens_of_another_form_are_named(tmp_path: Path, write: Write, listed: object) -> None:
+    with pytest.raises(ConfigurationError, match=r"tokenizer_config\.json: added_tokens_decoder must"):
+        load(write(tmp_path, added_tokens_decoder=listed))
+    (tmp_path / "tokenizer_config.json").unlink()
+    (tmp_path / "added_tokens.json").write_text('{"<x>": "5"}')
+    with pytest.raises(ConfigurationError, match=r"added_tokens\.json: the id of '<x>' must be an integer, got '5'"):
+        load(tmp_path)
+
+
 @pytest.mark.parametrize("listed", [{}, {"421": {"content": "[gMASK]", "special": True}}], ids=["silent", "listed"])
 def test_chatglm_frames_texts_with_tokens_behind_its_model(listed: dict[str, object], tmp_path: Path) -> None:
     """As its own code does around sentencepiece, whether its files list some of the tokens or not."""
@@ -131,6 +189,11 @@ def test_classes_that_are_not_known_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"OrionTokenizer is not supported; add a tokenizer\.json"):
         load(tmp_path)
     assert load(write_llama(tmp_path, tokenizer_class=None)).encode("a", add_special_tokens=True)[0] != 1
+    bart = write_gpt2(tmp_path / "bart", tokenizer_class="BartTokenizer")
+    with pytest.raises(
+        ConfigurationError, match=r"BartTokenizer is not supported with vocab\.json and merges\.txt; add"
+    ):
+        load(bart)
 
 
 _GLM4_WORDS = "|".join(

@@ -64,7 +64,7 @@ def write_t5(folder: Path, extra_ids: int = 10) -> Path:
 
 
 def write_gpt2(folder: Path, **config: object) -> Path:
-    """As GPT-2's and OPT's: vocab.json and merges.txt."""
+    """As GPT-2's and OPT's, and of other classes: vocab.json and merges.txt."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = ByteLevelBPETokenizer()
     special = ["<s>", "<pad>", "</s>", "<unk>"] if config.get("add_bos_token") else ["<|endoftext|>"]

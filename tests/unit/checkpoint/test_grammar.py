@@ -14,7 +14,7 @@ from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import MAX_REGEX_CHARS, SamplingParams, Structure, StructureKind
 from tests.defects import Repaired
-from tests.fakes.router_model import EOS_ID, byte_level_tokenizer, write_checkpoint
+from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -226,11 +226,23 @@ def test_ignore_eos_contradicts() -> None:
         SamplingParams(structure=Structure(StructureKind.JSON_OBJECT), ignore_eos=True).validate(100)
 
 
+def test_the_tokenizers_own_end_token_ends_a_structure(tmp_path: Path) -> None:
+    """As it ends any other answer, whether config.json names another one or none."""
+    folder = write_checkpoint(tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    for configured in (None, BOS_ID):
+        (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": configured}))
+        matcher = GrammarCompiler(folder).compile(choice("a"))
+        ids = byte_level_tokenizer().encode("a", add_special_tokens=False).ids
+        assert matcher.consume_tokens([*ids, EOS_ID])
+
+
 def test_a_model_without_an_end_has_no_structures(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "endless")
     config = json.loads((folder / "config.json").read_text())
     del config["eos_token_id"]
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "tokenizer_config.json").unlink()
     with pytest.raises(InvalidRequest, match="no end-of-sequence token"):
         GrammarCompiler(folder).compile(choice("a"))
 

@@ -86,6 +86,18 @@ def test_the_fingerprint_is_of_the_bytes(tmp_path: Path) -> None:
     assert first != tokenizer_fingerprint(write(tmp_path, {}, tokenizer="{ }"))
 
 
+def test_the_fingerprint_is_of_the_tokens_that_are_added(tmp_path: Path) -> None:
+    """And of nothing else that tokenizer_config.json says."""
+    write(tmp_path, {}, tokenizer='{"added_tokens": [{"id": 3, "content": "<a>"}]}')
+    first = tokenizer_fingerprint(tmp_path)
+    known, new = {"3": {"content": "<a>"}}, {"4": {"content": "<b>"}}
+    for listed, is_same in (({}, True), (known, True), (known | new, False), ([], True), ({"3": None}, True)):
+        (tmp_path / "tokenizer_config.json").write_text(
+            json.dumps({"added_tokens_decoder": listed, "eos_token": "<c>"})
+        )
+        assert (tokenizer_fingerprint(tmp_path) == first) is is_same, listed
+
+
 @pytest.mark.parametrize(
     ("config", "generation", "tokenizer", "named"),
     [

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import Tokenizer
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
@@ -14,10 +15,12 @@ from tandem_cli.main import parse_arguments
 MODEL = BUNDLED_MODELS / "tandem-small"
 
 
-def read(tmp_path: Path, *lines: Any, max_prompts: int = 100, max_tokens: int = 50) -> CalibrationPrompts:
+def read(
+    tmp_path: Path, *lines: Any, max_prompts: int = 100, max_tokens: int = 50, model: Path = MODEL
+) -> CalibrationPrompts:
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return read_prompts(path, MODEL, vocab_size=1024, max_prompts=max_prompts, max_tokens=max_tokens)
+    return read_prompts(path, model, vocab_size=1024, max_prompts=max_prompts, max_tokens=max_tokens)
 
 
 def ids(*numbers: int) -> dict[str, list[int]]:
@@ -34,6 +37,15 @@ def test_one_of_four_is_held_out(tmp_path: Path, count: int, held_out: list[int]
 def test_long_prompts_are_cut_and_more_are_left(tmp_path: Path) -> None:
     prompts = read(tmp_path, ids(1, 2, 3), ids(4, 5), ids(6, 7), max_prompts=2, max_tokens=2)
     assert prompts == CalibrationPrompts(((1, 2),), ((4, 5),), num_cut=1, num_left=1)
+
+
+def test_text_is_not_cut_or_padded_by_the_tokenizers_file(tmp_path: Path) -> None:
+    lines = [{"prompt": "Spell tandem, and count its letters."}, {"prompt": "Hello there"}]
+    native = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
+    native.enable_truncation(2)
+    native.enable_padding(length=30)
+    native.save(str(tmp_path / "tokenizer.json"))
+    assert read(tmp_path, *lines, model=tmp_path) == read(tmp_path, *lines)
 
 
 def test_text_becomes_what_the_router_makes_of_it(tmp_path: Path) -> None:

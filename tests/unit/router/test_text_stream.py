@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tokenizers import Tokenizer as NativeTokenizer
 
 from router.text.text_stream import StopMatcher, TextRules, TextStream
 from router.text.tokenizer import Detokenizer, Tokenizer
-from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
+from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 
 
 @functools.cache
@@ -162,11 +163,12 @@ def test_special_tokens_have_no_text() -> None:
     assert "".join(piece.text for piece in pieces) == "hello"
 
 
-def test_prompts_are_never_cut_or_padded() -> None:
+def test_prompts_are_never_cut_or_padded(tmp_path: Path) -> None:
     native = byte_level_tokenizer()
     native.enable_truncation(2)
     native.enable_padding(length=50)
-    assert len(Tokenizer(native).encode("qqqqq", add_special_tokens=True)) == 5
+    native.save(str(write_checkpoint(tmp_path) / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path, frozenset()).encode("qqqqq", add_special_tokens=True)) == 5
 
 
 def stopped_by_hand(text: str, stops: list[str], *, keep: bool) -> tuple[str, bool]:

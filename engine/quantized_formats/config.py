@@ -159,7 +159,8 @@ def _awq(raw: RawConfig) -> Quantization:
 
 
 def _gptq(raw: RawConfig) -> Quantization:
-    kind = _require(raw, "checkpoint_format", "gptq", "gptq_v2", default="gptq")
+    version = "checkpoint_format" if raw.get("checkpoint_format") is not None else "format"  # GPTQModel's later name
+    kind = _require(raw, version, "gptq", "gptq_v2", default="gptq")
     _require(raw, "pack_dtype", "int32", default="int32")
     if raw.get("is_marlin_format"):
         raise ConfigurationError("is_marlin_format is not supported: serve the checkpoint that it was made from")
@@ -178,7 +179,8 @@ def _gptq(raw: RawConfig) -> Quantization:
     # GPTQModel: patterns of modules, "-:" for those that are not quantised, the others with their own facts.
     for pattern, facts in (raw.get("dynamic") or {}).items():
         own = None if pattern.startswith("-:") else storage({**raw, **facts})
-        groups.append(ModuleGroup((f"re:{pattern.removeprefix('-:').removeprefix('+:')}",), own))
+        targets = _targets([f"re:{pattern.removeprefix('-:').removeprefix('+:')}"], "dynamic")
+        groups.append(ModuleGroup(targets, own))
     return Quantization(str(kind), tuple(groups))
 
 
@@ -199,14 +201,26 @@ def _compressed_tensors(raw: RawConfig) -> Quantization:
     groups, formats = [], set()
     for facts in raw["config_groups"].values():
         if facts.get("weights") is None:
-            groups.append(ModuleGroup(tuple(facts["targets"]), None))
+            groups.append(ModuleGroup(_targets(facts["targets"]), None))
             continue
         source = facts if facts.get("format") else raw
         formats.add(name := _require(source, "format", *_COMPRESSED_FORMATS))
         storage = replace(_weights(facts["weights"], name), int8_rows=_is_int8(facts.get("input_activations")))
-        groups.append(ModuleGroup(tuple(facts["targets"]), storage))
+        groups.append(ModuleGroup(_targets(facts["targets"]), storage))
     method = f"compressed-tensors {' and '.join(sorted(formats))}"
-    return Quantization(method, tuple(groups), tuple(raw.get("ignore") or ()))
+    return Quantization(method, tuple(groups), _targets(raw.get("ignore") or [], "ignore"))
+
+
+def _targets(targets: object, member: str = "targets") -> tuple[str, ...]:
+    """Names of modules, and patterns of names. Raises ConfigurationError."""
+    if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
+        raise ConfigurationError(f"{member} must be a list of strings, got {targets!r:.100}")
+    for target in targets:
+        try:
+            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigurationError(f"{member}: {target!r:.100} is no regular expression: {error}") from error
+    return tuple(targets)
 
 
 def _weights(weights: RawConfig, name: str) -> MatrixStorage:

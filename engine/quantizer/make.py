@@ -176,7 +176,8 @@ def quantize_checkpoint(
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
     """Modules that are matrices to other readers and are not quantised: the output matrix, and routers of experts."""
-    kept = [checkpoint.config.tensors.lm_head]
+    # transformers' module of the output matrix is lm_head, whatever the tensor's name.
+    kept = [checkpoint.config.tensors.lm_head, "lm_head"]
     for spec in checkpoint.specs:
         is_router = spec.name.endswith((".router", ".shared_gate"))
         if is_router or (spec.is_matrix and not _is_quantized(spec)):

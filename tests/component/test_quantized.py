@@ -296,6 +296,12 @@ def grouped(form: str, **changes: object) -> dict[str, Any]:
     return config
 
 
+def targeting(*targets: object) -> dict[str, Any]:
+    config = changed("w4a16")
+    config["config_groups"]["group_0"]["targets"] = list(targets)
+    return config
+
+
 @pytest.mark.parametrize(
     ("form", "config", "words"),
     [
@@ -319,6 +325,16 @@ def grouped(form: str, **changes: object) -> dict[str, Any]:
         ),
         ("w4a16", changed("w4a16", format="marlin-24"), "format 'marlin-24' is not supported"),
         ("w4a16", changed("w4a16", ignore=["re:.*q_proj"]), r"config\.json says that .*q_proj is not"),
+        ("w4a16", changed("w4a16", ignore=["re:*q_proj"]), r"ignore: 're:\*q_proj' is no regular expression: nothing"),
+        ("w4a16", changed("w4a16", ignore=[None]), r"ignore must be a list of strings, got \[None\]"),
+        ("w4a16", changed("w4a16", ignore="lm_head"), "ignore must be a list of strings, got 'lm_head'"),
+        ("w4a16", targeting("re:*q_proj"), r"targets: 're:\*q_proj' is no regular expression: nothing"),
+        ("w4a16", targeting(None), r"targets must be a list of strings, got \[None\]"),
+        (
+            "gptq",
+            changed("gptq", dynamic={"-:*q_proj": {}}),
+            r"dynamic: 're:\*q_proj' is no regular expression: nothing",
+        ),
         ("w4a16", changed("w4a16", transform_config={"a": 1}), "transform_config is not supported"),
         ("w4a16", changed("w4a16", sparsity_config={"format": "sparse-24-bitmask"}), "format 'sparse-24-bitmask'"),
         ("w4a16", changed("w4a16", config_groups=7), "the description of the quantisation is broken"),
@@ -397,6 +413,25 @@ def test_gptq_tells_modules_apart_and_has_a_file_of_its_own(tmp_path: Path) -> N
     assert (down.num_bits, down.block_inputs) == (8, 64)
     assert up.has_group_index
     assert quantization.storage_of("layers.0.gate") is None
+
+
+@pytest.mark.parametrize(
+    ("names", "minus_one"),
+    [
+        ({}, True),
+        ({"format": "gptq_v2"}, False),
+        ({"format": "gptq_v2", "checkpoint_format": None}, False),
+        ({"format": "gptq", "checkpoint_format": "gptq_v2"}, False),
+    ],
+)
+def test_the_version_of_gptq_has_two_names(tmp_path: Path, names: dict[str, Any], *, minus_one: bool) -> None:
+    facts = {"quant_method": "gptq", "bits": 4, "group_size": 128, **names}
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": facts}))
+    quantization = read_quantization(tmp_path)
+    assert quantization is not None
+    storage = quantization.storage_of("layers.0.q")
+    assert storage is not None
+    assert storage.zeros_minus_one is minus_one
 
 
 def test_modules_that_are_not_quantised_stay(quantized: Quantized, tmp_path: Path) -> None:

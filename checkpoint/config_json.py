@@ -22,6 +22,8 @@ POSITION_KEYS = (
     "model_max_length",
 )
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
+"""Members of rotary positions that another scaling leaves as they are."""
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -143,8 +145,15 @@ def refuse(raw: RawConfig, **unsupported: bool | str) -> None:
 
 
 def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The entry of config.json for rotary positions, under its new name or its old one."""
-    return section(config, "rope_parameters", "rope_scaling")
+    """The entry of config.json for rotary positions. As in transformers, `rope_scaling`, which users add, goes before
+    `rope_parameters`; of those with separate angles it changes the ones of full attention.
+    """
+    parameters, scaling = section(config, "rope_parameters"), section(config, "rope_scaling")
+    if not scaling:
+        return parameters
+    own = section(parameters, "full_attention") or parameters
+    scaling = {**{key: own[key] for key in KEPT_ROPE_KEYS if key in own}, **scaling}
+    return scaling if own is parameters else {**parameters, "full_attention": scaling}
 
 
 def rope_stretch(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, positions: int) -> tuple[int, float]:

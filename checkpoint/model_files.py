@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from checkpoint.config_json import (
+    KEPT_ROPE_KEYS,
     POSITION_KEYS,
     VOCAB_KEYS,
     read_bytes,
@@ -25,7 +26,6 @@ from checkpoint.config_json import (
 from mesh.domain.errors import ConfigurationError
 
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
-_PRESERVED_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 ALL_IN_ONE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
@@ -76,7 +76,7 @@ class RopeOverride:
         stored = rope_section(config)
         nested = section(stored, "full_attention") if "full_attention" in stored else None
         current = stored if nested is None else nested
-        scaling = {key: current[key] for key in _PRESERVED_ROPE_KEYS if key in current} | self._parsed()
+        scaling = {key: current[key] for key in KEPT_ROPE_KEYS if key in current} | self._parsed()
         changed = {key: value for key, value in config.items() if key != "rope_scaling"}
         if "original_max_position_embeddings" in scaling:
             changed.pop("original_max_position_embeddings", None)

@@ -89,17 +89,18 @@ def _read_sharded(model_dir: Path, index_path: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise ConfigurationError(f"{index_path} is not a safetensors index: weight_map must map tensors to file names")
-    tensors: dict[str, StoredTensor] = {}
+    files: dict[str, dict[str, StoredTensor]] = {}
     for file_name, name in sorted({file_name: name for name, file_name in weight_map.items()}.items()):
         if Path(file_name).name != file_name:
             raise ConfigurationError(f"{index_path} names a file outside its folder: {file_name!r}")
         if not (model_dir / file_name).is_file():
             raise ConfigurationError(f"{model_dir / file_name} is missing: it has tensor {name}, {INDEX_FILE} says")
-        tensors.update(read_header(model_dir / file_name))
+        files[file_name] = read_header(model_dir / file_name)
     for name, file_name in weight_map.items():
-        if name not in tensors:
+        if name not in files[file_name]:
             raise ConfigurationError(f"{model_dir / file_name}: tensor {name} is in the index but not in the file")
-    return tensors
+    unlisted = {name: tensor for tensors in files.values() for name, tensor in tensors.items()}
+    return unlisted | {name: files[file_name][name] for name, file_name in weight_map.items()}
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:

@@ -57,6 +57,8 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
+    attn_factor: float = field(default=1.0, repr=False)
+    """YaRN: multiplies the attention factor where config.json does not state that, as in vLLM."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -98,6 +100,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
         truncate=flag(scaling, "truncate", default=True),
         short_factor=numbers(scaling, "short_factor"),
         long_factor=numbers(scaling, "long_factor"),
+        attn_factor=number(scaling, "attn_factor", default=1.0),
     )
 
 
@@ -346,12 +349,17 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         norm_eps=number(raw, *_NORM_EPS, default=1e-6),
-        activation=str(first_of(raw, _ACTIVATION, "silu")),
+        activation=_activation(raw),
         rope=parse_rope(raw, max_positions, head_dim),
         windows=(None,) * num_layers,
         tied=flag(raw, "tie_word_embeddings", default=False),
         dtype=weights_dtype(raw),
     )
+
+
+def _activation(raw: RawConfig) -> str:
+    name = str(first_of(raw, _ACTIVATION, "silu"))
+    return "silu" if name == "swish" else name
 
 
 def weights_dtype(raw: RawConfig) -> str:

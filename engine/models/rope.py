@@ -136,8 +136,10 @@ def _attention_factor(config: RopeConfig) -> float:
             math.sqrt(1 + math.log(config.factor) / math.log(config.original_positions)) if config.factor > 1 else 1.0
         )
     if config.mscale and config.mscale_all_dim:
-        return _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
-    return _mscale(config.factor, 1.0)
+        inferred = _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+    else:
+        inferred = _mscale(config.factor, 1.0)
+    return inferred * config.attn_factor
 
 
 def _mscale(factor: float, weight: float) -> float:

@@ -1,6 +1,7 @@
 """What config.json says in published checkpoints, also in spellings that transformers no longer writes."""
 
 import json
+from math import log
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from safetensors.torch import save_file
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
+from engine.models.rope import ropes_of
+from engine.resolve import facts_of
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
@@ -89,6 +92,51 @@ def test_old_spellings_of_rotary_facts(read: Any) -> None:
     assert (gemma3.rope.kind, gemma3.rope.theta) == ("linear", 1e6)
     assert (gemma3.window_rope.kind, gemma3.window_rope.theta) == ("default", 1e4)
     assert gemma3.windows == (7, None, 7, None)
+
+
+def test_a_scaling_beside_rope_parameters_goes_first(read: Any) -> None:
+    """Users add it to a config.json of transformers 5, as Qwen's model cards say. Base and rotated share stay."""
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    stored = {"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.5}
+    rope = read("PhiForCausalLM", **SIZES, rope_parameters=stored, rope_scaling=scaling).rope
+    assert (rope.kind, rope.factor, rope.original_positions, rope.theta, rope.dim) == ("yarn", 4.0, 512, 1e6, 8)
+    assert (
+        read("PhiForCausalLM", **SIZES, rope_parameters=stored, rope_scaling=scaling | {"rope_theta": 5e6}).rope.theta
+        == 5e6
+    )
+    nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    linear = {"rope_type": "linear", "factor": 8.0}
+    gemma3 = read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested, rope_scaling=linear)
+    assert (gemma3.rope.kind, gemma3.rope.factor, gemma3.rope.theta) == ("linear", 8.0, 1e6)
+    assert (gemma3.window_rope.kind, gemma3.window_rope.theta) == ("default", 1e4)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ({}, 0.1 * log(4) + 1),
+        ({"attn_factor": 0.5}, 0.5 * (0.1 * log(4) + 1)),
+        ({"attn_factor": 0.5, "mscale": 2.0, "mscale_all_dim": 1.0}, 0.5 * (0.2 * log(4) + 1) / (0.1 * log(4) + 1)),
+        ({"attn_factor": 0.5, "attention_factor": 1.25}, 1.25),
+    ],
+)
+def test_attn_factor_multiplies_what_is_inferred(read: Any, more: dict[str, float], expected: float) -> None:
+    """As in vLLM; DeepSeek-R1-0528-Qwen3-8B has it."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, **more}
+    config = read("Qwen3ForCausalLM", **SIZES, rope_scaling=scaling)
+    (rope,) = ropes_of(config, torch.device("cpu"), torch.float32)
+    cos, _ = rope.cos_sin(torch.tensor([0]), torch.tensor([1]))
+    torch.testing.assert_close(cos, torch.full_like(cos, expected))
+    assert ("attn_factor=0.5" in facts_of(config)) == ("attn_factor" in more)
+
+
+def test_swish_is_silu(read: Any) -> None:
+    assert read("LlamaForCausalLM", **SIZES, hidden_act="swish").activation == "silu"
+
+
+def test_ministral_says_which_layers_have_a_window(read: Any) -> None:
+    types = ["full_attention", "sliding_attention"] * 2
+    assert read("MistralForCausalLM", **SIZES, sliding_window=7, layer_types=types).windows == (None, 7, None, 7)
 
 
 def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from checkpoint.tensors import read_header
+from checkpoint.tensors import open_checkpoint, read_header
 from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
@@ -162,6 +162,15 @@ def test_types_of_weights(model_dir: Path, dtype: torch.dtype) -> None:
     assert torch.equal(
         loaded.take_linear("layers.0.down").weight, stored["model.layers.0.mlp.down_proj.weight"].float()
     )
+
+
+def test_a_tensor_in_two_shards_is_that_of_the_index(tmp_path: Path) -> None:
+    for number, name in enumerate(("a", "b")):
+        save_file({"w": torch.full((2,), float(number)), name: torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    for named in ("a", "b"):
+        weight_map = {"w": f"{named}.safetensors", "a": "a.safetensors", "b": "b.safetensors"}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+        assert open_checkpoint(tmp_path)["w"].path.name == f"{named}.safetensors"
 
 
 def test_broken_shards(tmp_path: Path) -> None:

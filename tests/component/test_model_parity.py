@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,15 @@ def test_windows_and_biases_of_qwen_mixtures(
     stated = json.loads(path.read_text())
     path.write_text(json.dumps({key: value for key, value in stated.items() if key not in unstated}))
     check_parity(tmp_path, load_model_runner(settings(tmp_path)))
+
+
+def test_windows_of_ministral(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """transformers takes Mistral with layer_types for Ministral."""
+    copy = Path(shutil.copytree(checkpoint("mistral"), tmp_path / "copy"))
+    raw = json.loads((copy / "config.json").read_text())
+    types = ["full_attention", "sliding_attention", "full_attention"]
+    (copy / "config.json").write_text(json.dumps(raw | {"layer_types": types}))
+    check_parity(copy, load_model_runner(settings(copy)))
 
 
 def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -78,6 +78,19 @@ def test_the_same_as_transformers_with_the_same_config(
     repaired("M5", "rope_scaling and rope_theta set when serving: log-probs as transformers' with the same config")
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["yarn", "linear"])
+def test_the_same_as_transformers_with_rope_scaling_beside_rope_parameters(
+    checkpoint: Checkpoint, tmp_path: Path, family: str, name: str
+) -> None:
+    copy = Path(shutil.copytree(checkpoint(family), tmp_path / "copy"))
+    raw = json.loads((copy / "config.json").read_text())
+    scaling, _ = OVERRIDES[name]
+    scaling = {"rope_type": scaling.get("type"), **scaling}
+    (copy / "config.json").write_text(json.dumps(raw | {"rope_scaling": scaling}))
+    check_parity(copy, load_model_runner(settings(copy)))
+
+
 @pytest.mark.parametrize("family", ["gemma3", "phi", "gpt-neox", "glm", "llama-llama3"])
 @pytest.mark.parametrize("name", ["linear", "theta"])
 def test_other_families(checkpoint: Checkpoint, tmp_path: Path, family: str, name: str) -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, section
+from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, rope_section, section
 from engine.models.model_config import ModelConfig, TensorNames, layer_windows, parse_rope, sliding_window
 from mesh.domain.errors import ConfigurationError
 
@@ -45,7 +45,7 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Gemma 3, text only: norms of queries and keys; layers with a window have separate rotary frequencies."""
     sizes = (plain.max_position_embeddings, plain.head_dim)
-    ropes = section(raw, "rope_parameters")
+    ropes = rope_section(raw)
     full: RawConfig = {"rope_theta": 1_000_000.0, **raw}
     local: RawConfig = {"rope_theta": number(raw, "rope_local_base_freq", default=10_000.0)}
     if "full_attention" in ropes:

@@ -20,8 +20,8 @@ def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def mistral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Mistral, with the same window in all layers, or none."""
-    return replace(plain, windows=(sliding_window(raw, 4096),) * plain.num_layers)
+    """Mistral, with the same window in all layers, or none; Ministral says which layers have it."""
+    return replace(plain, windows=layer_windows(raw, plain.num_layers, sliding_window(raw, 4096)))
 
 
 def qwen_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:

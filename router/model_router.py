@@ -8,6 +8,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import structlog
+
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from router.admission.forecast import Forecast
@@ -27,6 +29,8 @@ from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
 from router.workers.mesh_view import MeshView
+
+log = structlog.get_logger(__name__)
 
 
 class ModelRouter:
@@ -50,7 +54,14 @@ class ModelRouter:
         on_gap: Callable[[float], None],
     ) -> None:
         """`settings.model` is a folder. Raises ConfigurationError if it is broken or the limits do not fit it."""
-        self.model = ServedModel.load(settings.served_name, Path(settings.model), settings.rope_override())
+        self.model = ServedModel.load(
+            settings.served_name,
+            Path(settings.model),
+            settings.rope_override(),
+            with_sampling_defaults=settings.generation_config == "auto",
+        )
+        if defaults := self.model.sampling_defaults:
+            log.info("HTTP requests sample as generation_config.json says", model=self.model.name, defaults=defaults)
         self.limiter = limiter
         clock = asyncio.get_running_loop().time
         self.in_flight = InFlightTable(clock)

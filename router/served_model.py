@@ -7,12 +7,13 @@ never wait for long ones.
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from checkpoint.generation_config import read_sampling_defaults
 from checkpoint.grammar import GrammarCompiler
 from checkpoint.model_files import NO_ROPE_OVERRIDE, ModelFacts, RopeOverride, read_model_facts
 from mesh.domain.errors import ConfigurationError, InvalidRequest, LayoutMismatch
@@ -50,6 +51,8 @@ class ServedModel:
     facts: ModelFacts
     tokenizer: Tokenizer
     chat_template: ChatTemplate | None
+    sampling_defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Recommended values of SamplingParams by name, of which clients are told."""
 
     @property
     def decoder_prompt(self) -> tuple[int, ...]:
@@ -70,12 +73,15 @@ class ServedModel:
             )
 
     @classmethod
-    def load(cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> "ServedModel":
+    def load(
+        cls, name: str, model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE, *, with_sampling_defaults: bool = False
+    ) -> "ServedModel":
         """Raises ConfigurationError with the name of the broken file."""
         facts = read_model_facts(model_dir, rope)
         tokenizer = Tokenizer.load(model_dir, facts.eos_token_ids)
         facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids)
-        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir))
+        defaults = read_sampling_defaults(model_dir) if with_sampling_defaults else {}
+        return cls(name, facts, tokenizer, ChatTemplate.load(model_dir), defaults)
 
 
 class ModelText:

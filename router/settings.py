@@ -69,6 +69,11 @@ class RouterSettings(ModelSettings):
         "maximum prompt and generated tokens; default: the capacity of the model and the decode workers",
         env=("MAX_TOTAL_TOKENS",),
     )
+    generation_config: str = setting(
+        "auto",
+        "sampling of HTTP requests that leave it to the server: auto takes what the model's generation_config.json "
+        "recommends, none does not",
+    )
     disable_grammar_support: bool = setting(
         False, "refuse structured output: JSON schemas, regular expressions, grammars", env=("DISABLE_GRAMMAR_SUPPORT",)
     )
@@ -125,6 +130,8 @@ class RouterSettings(ModelSettings):
         for name in _NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.generation_config not in ("auto", "none"):
+            raise ConfigurationError(f"generation_config must be auto or none, got {self.generation_config!r}")
         if self.max_input_length is not None and self.max_total_tokens is not None:
             require_input_below_total(self.max_input_length, self.max_total_tokens)
         self.load_public_tls()

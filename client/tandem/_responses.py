@@ -24,6 +24,7 @@ from tandem.models import (
     FinishReason,
     Model,
     Result,
+    SamplingDefaults,
     Timing,
     Token,
     TokenEvent,
@@ -235,6 +236,9 @@ def models(messages: Iterable[generation_pb2.Model]) -> tuple[Model, ...]:
             max_concurrent_requests=message.max_concurrent_requests,
             ready=message.ready,
             adapters=tuple(message.adapters),
+            sampling_defaults=SamplingDefaults(
+                **{field.name: value for field, value in message.sampling_defaults.ListFields()}
+            ),
         )
         for message in messages
     )

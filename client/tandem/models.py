@@ -197,10 +197,23 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Sampling that a model's generation_config.json recommends; None where it says nothing. `generate` and `stream` do
+    not apply it.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A served model and its limits. `ready` means that it has workers. `has_reasoning` means that its chat template
     supports reasoning between <think> and </think>. `max_concurrent_requests` is 0 if the router does not report it.
-    `adapters` are the names of its LoRA adapters.
+    `adapters` are the names of its LoRA adapters. `sampling_defaults` is empty if the router does not report it.
     """
 
     name: str
@@ -215,6 +228,7 @@ class Model:
     max_concurrent_requests: int = 0
     has_reasoning: bool = False
     adapters: tuple[str, ...] = ()
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
 
 
 def confidence(tokens: Sequence[Token]) -> float | None:

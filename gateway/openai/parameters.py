@@ -1,12 +1,16 @@
 """OpenAI requests to arguments of the SDK."""
 
 import json
+from dataclasses import asdict
+from typing import TypeVar
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.schema import Json, structure_arguments
-from tandem import GenerateArguments, InvalidRequest, TokenizeArguments
+from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
+
+B = TypeVar("B", bound=SamplingBody)
 
 _DEFAULT_TEMPERATURE = 1.0
 _DAY_S = 24 * 3600.0
@@ -20,6 +24,12 @@ _EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 def model_of(name: str) -> str | None:
     """Return the model's name for the SDK: None, the default model, for placeholder names."""
     return None if name in _NO_NAMES else name
+
+
+def with_model_defaults(body: B, model: Model | None) -> B:
+    """Return the body with what its client leaves out and the model recommends, as vLLM has it."""
+    recommended = {} if model is None else asdict(model.sampling_defaults)
+    return body.model_copy(update={name: value for name, value in recommended.items() if getattr(body, name) is None})
 
 
 def completion_arguments(body: CompletionBody, max_prompts: int) -> list[GenerateArguments]:

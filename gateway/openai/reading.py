@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from gateway.exchange import Exchange
 from gateway.openai.call_reader import CallArguments, Piece, Text
-from gateway.openai.parameters import chat_arguments
+from gateway.openai.parameters import chat_arguments, with_model_defaults
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
@@ -46,7 +46,7 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
     tool_use = parse_tool_use(body, CALL_FORMATS.get(exchange.tool_call_format(body.model)))
-    arguments = chat_arguments(body, tool_use)
+    arguments = chat_arguments(with_model_defaults(body, exchange.model(body.model)), tool_use)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
     return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))

@@ -32,6 +32,8 @@ async def create_response(exchange: Exchange) -> Response:
     field_names = ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody)
     with field_names.translating_errors():
         arguments, reading = await plan_chat(exchange, chat)
+        applied = {name: arguments.get(name) for name in ("temperature", "top_p") if getattr(body, name) is None}
+        body = body.model_copy(update=applied)  # the response says what the server has chosen
         renderer = ResponseEvents(body, body.model or exchange.served_name, reading, field_names)
         feed = exchange.feed([arguments])
         if body.stream:

@@ -214,6 +214,7 @@ def _model_to_proto(info: ModelInfo) -> generation_pb2.Model:
         is_encoder_decoder=bool(model.decoder_prompt),
         max_concurrent_requests=info.max_concurrent_requests,
         adapters=info.adapters,
+        sampling_defaults=generation_pb2.SamplingDefaults(**model.sampling_defaults),
     )
 
 

@@ -52,6 +52,7 @@ class Script:
     has_reasoning: bool = False
     in_reasoning: bool = False
     adapters: tuple[str, ...] = ()
+    sampling_defaults: pb.SamplingDefaults | None = None
     more_models: tuple[pb.Model, ...] = ()
     requests: list[pb.GenerateRequest] = field(default_factory=list)
     metadata: list[dict[str, str | bytes]] = field(default_factory=list)
@@ -126,6 +127,7 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
             has_reasoning=self._script.has_reasoning,
             ready=True,
             adapters=self._script.adapters,
+            sampling_defaults=self._script.sampling_defaults,
         )
 
 

@@ -242,7 +242,7 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests", "adapters")
+    __slots__ = ("name", "max_input_tokens", "max_total_tokens", "vocab_size", "eos_token_ids", "has_chat_template", "ready", "tool_call_format", "has_reasoning", "is_encoder_decoder", "max_concurrent_requests", "adapters", "sampling_defaults")
     NAME_FIELD_NUMBER: _ClassVar[int]
     MAX_INPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -255,6 +255,7 @@ class Model(_message.Message):
     IS_ENCODER_DECODER_FIELD_NUMBER: _ClassVar[int]
     MAX_CONCURRENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_DEFAULTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     max_input_tokens: int
     max_total_tokens: int
@@ -267,4 +268,19 @@ class Model(_message.Message):
     is_encoder_decoder: bool
     max_concurrent_requests: int
     adapters: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ...) -> None: ...
+    sampling_defaults: SamplingDefaults
+    def __init__(self, name: _Optional[str] = ..., max_input_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_chat_template: _Optional[bool] = ..., ready: _Optional[bool] = ..., tool_call_format: _Optional[str] = ..., has_reasoning: _Optional[bool] = ..., is_encoder_decoder: _Optional[bool] = ..., max_concurrent_requests: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., sampling_defaults: _Optional[_Union[SamplingDefaults, _Mapping]] = ...) -> None: ...
+
+class SamplingDefaults(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ...) -> None: ...

@@ -1,16 +1,21 @@
 """What a client gets when nothing goes wrong."""
 
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from mesh.domain.errors import ConfigurationError
 from mesh.domain.worker import Adapter
+from router.settings import RouterSettings
 from router.text.tokenizer import Tokenizer
+from tandem import SamplingDefaults
+from tandem._responses import models
 from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc, sampling_pb2
 from tandem.v1.cache_pb2 import KEEP_PRIORITY_HIGH, CacheHints
 from tests.defects import Repaired
-from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer
+from tests.fakes.router_model import BOS_ID, EOS_ID, byte_level_tokenizer, write_checkpoint
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.conftest import Mesh, Result, make_request
 
@@ -256,6 +261,31 @@ async def test_models(make_mesh: Any) -> None:
     await mesh.decode()
     (model,) = (await mesh.stub.ListModels(generation_pb2.ListModelsRequest())).models
     assert (model.ready, model.max_total_tokens) == (True, 256)
+
+
+@pytest.mark.parametrize(("setting", "told"), [("auto", {"temperature": 0.6, "top_k": 20}), ("none", {})])
+async def test_clients_are_told_what_generation_config_recommends(
+    tmp_path: Path, setting: str, told: dict[str, float]
+) -> None:
+    """And decide themselves: a request without a temperature stays greedy."""
+    folder = write_checkpoint(tmp_path)
+    (folder / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6, "top_k": 20}')
+    mesh = Mesh(folder, models=f"tiny={folder}", generation_config=setting)
+    await mesh.start()
+    try:
+        message = (await mesh.stub.GetModel(generation_pb2.GetModelRequest())).model
+        (model,) = models([message])
+        assert model.sampling_defaults == SamplingDefaults(**told)  # type: ignore[arg-type]
+        decode = await mesh.decode()
+        assert (await mesh.generate(token_ids=PROMPT, max_new_tokens=2)).ids() == expected_tokens(PROMPT, 2)
+        assert decode.started.items[-1].sequence.sampling.temperature == 0.0
+    finally:
+        await mesh.stop()
+
+
+def test_generation_config_is_auto_or_none() -> None:
+    with pytest.raises(ConfigurationError, match="generation_config must be auto or none, got 'vllm'"):
+        RouterSettings(model="m", generation_config="vllm")
 
 
 async def test_workers_are_listed(make_mesh: Any) -> None:

@@ -1,0 +1,31 @@
+"""Reads the sampling that a model's generation_config.json recommends. Standard library only."""
+
+from pathlib import Path
+from typing import Any
+
+from checkpoint.config_json import read_json
+from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.request import SamplingParams
+
+_KEYS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+_MAX = (1 << 32) - 1
+_HINT = "correct it, or set generation_config to none"
+
+
+def read_sampling_defaults(model_dir: Path) -> dict[str, Any]:
+    """Return the sampling that generation_config.json recommends. As in vLLM, its `do_sample` does not matter. Raises
+    ConfigurationError for values that no request may have.
+    """
+    path = model_dir / "generation_config.json"
+    raw = read_json(path, optional=True)
+    given = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
+    for key, value in given.items():
+        if type(value) not in (int, float) or abs(value) > _MAX or (key == "top_k" and not isinstance(value, int)):
+            raise ConfigurationError(f"{path}: {key} must be a number, got {value!r:.100}; {_HINT}")
+    if "top_k" in given:
+        given["top_k"] = max(0, given["top_k"])  # -1 is off, too
+    try:
+        SamplingParams(**given).validate(vocab_size=1)
+    except InvalidRequest as error:
+        raise ConfigurationError(f"{path}: {error}; {_HINT}") from error
+    return given

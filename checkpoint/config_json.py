@@ -22,8 +22,7 @@ POSITION_KEYS = (
     "model_max_length",
 )
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
-KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
-"""Members of rotary positions that another scaling leaves as they are."""
+_KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
 def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
@@ -151,9 +150,15 @@ def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
     parameters, scaling = section(config, "rope_parameters"), section(config, "rope_scaling")
     if not scaling:
         return parameters
-    own = section(parameters, "full_attention") or parameters
-    scaling = {**{key: own[key] for key in KEPT_ROPE_KEYS if key in own}, **scaling}
-    return scaling if own is parameters else {**parameters, "full_attention": scaling}
+    if own := section(parameters, "full_attention"):
+        return {**parameters, "full_attention": {**kept_rope(own), **scaling}}
+    kept = {key: value for key, value in kept_rope(parameters).items() if config.get(key) is None}
+    return {**kept, **scaling}
+
+
+def kept_rope(rope: Mapping[str, Any]) -> dict[str, Any]:
+    """The members of rotary positions that another scaling leaves as they are."""
+    return {key: rope[key] for key in _KEPT_ROPE_KEYS if key in rope}
 
 
 def rope_stretch(config: Mapping[str, Any], scaling: Mapping[str, Any], kind: str, positions: int) -> tuple[int, float]:

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from checkpoint.config_json import (
-    KEPT_ROPE_KEYS,
     POSITION_KEYS,
     VOCAB_KEYS,
+    kept_rope,
     read_bytes,
     read_json,
     rope_section,
@@ -76,7 +76,7 @@ class RopeOverride:
         stored = rope_section(config)
         nested = section(stored, "full_attention") if "full_attention" in stored else None
         current = stored if nested is None else nested
-        scaling = {key: current[key] for key in KEPT_ROPE_KEYS if key in current} | self._parsed()
+        scaling = kept_rope(current) | self._parsed()
         changed = {key: value for key, value in config.items() if key != "rope_scaling"}
         if "original_max_position_embeddings" in scaling:
             changed.pop("original_max_position_embeddings", None)

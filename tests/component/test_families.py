@@ -104,6 +104,8 @@ def test_a_scaling_beside_rope_parameters_goes_first(read: Any) -> None:
         read("PhiForCausalLM", **SIZES, rope_parameters=stored, rope_scaling=scaling | {"rope_theta": 5e6}).rope.theta
         == 5e6
     )
+    beside = read("PhiForCausalLM", **SIZES, rope_parameters=stored, rope_scaling=scaling, rope_theta=2e6).rope
+    assert (beside.theta, beside.dim) == (2e6, 8)
     nested = {"full_attention": {"rope_type": "default", "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
     linear = {"rope_type": "linear", "factor": 8.0}
     gemma3 = read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested, rope_scaling=linear)

@@ -78,16 +78,17 @@ def test_the_same_as_transformers_with_the_same_config(
     repaired("M5", "rope_scaling and rope_theta set when serving: log-probs as transformers' with the same config")
 
 
+@pytest.mark.parametrize("beside", [{}, {"rope_theta": 50_000.0}], ids=["", "theta"])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 @pytest.mark.parametrize("name", ["yarn", "linear"])
 def test_the_same_as_transformers_with_rope_scaling_beside_rope_parameters(
-    checkpoint: Checkpoint, tmp_path: Path, family: str, name: str
+    checkpoint: Checkpoint, tmp_path: Path, family: str, name: str, beside: dict[str, float]
 ) -> None:
     copy = Path(shutil.copytree(checkpoint(family), tmp_path / "copy"))
     raw = json.loads((copy / "config.json").read_text())
     scaling, _ = OVERRIDES[name]
     scaling = {"rope_type": scaling.get("type"), **scaling}
-    (copy / "config.json").write_text(json.dumps(raw | {"rope_scaling": scaling}))
+    (copy / "config.json").write_text(json.dumps(raw | {"rope_scaling": scaling} | beside))
     check_parity(copy, load_model_runner(settings(copy)))
 
 

@@ -108,9 +108,11 @@ class RouterSettings(ModelSettings):
     switch_after_s: float = setting(30.0, "how long advice stands before switch_roles follows it")
     switch_pause_s: float = setting(120.0, "how long no worker has come or gone before switch_roles makes a switch")
     expect_prefill: int = setting(
-        0, "prefill workers, over all models, to wait for before announcing ready; the first SERVING waits for one"
+        0,
+        "number of prefill workers, over all models, to wait for before announcing ready; with 1 and more, the first "
+        "SERVING waits for one",
     )
-    expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
+    expect_decode: int = setting(1, "number of decode workers, over all models, to wait for before announcing ready")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import ENV_PREFIX, check_settings_file, refuse_misspelt, setting, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, flag_name, refuse_misspelt, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
@@ -51,6 +51,8 @@ _COMPUTED_SETTINGS = frozenset(
 _KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
 # Pace belongs to tandem_cli.load_test.paced, http to examples/http, and up_parent is mesh.process.PARENT_ENV.
 _OTHER_NAMES = {"config", "pace", "http", "up_parent"}
+_FLAGS_ONLY = ("set", "serving_properties")
+"""Options of `tandem up` that are no settings: neither variables nor lines of a settings file set them."""
 _RAY_CLIENT = re.compile(r"ray://[^/\s]+:\d+")
 
 DEFAULT_HTTP_PORT = 8080
@@ -180,21 +182,20 @@ class HandlerChoice:
     handler: str = setting("", "your own model.py")
 
 
-def passed_on() -> dict[str, tuple[str, Field[object]]]:
-    """Settings of services that are also flags of `tandem up`: name to (roles that have it, dataclass field)."""
+def passed_on() -> dict[str, dict[str, Field[object]]]:
+    """Settings of services that are also flags of `tandem up`: by name, the field in each role that has it."""
     excluded = _COMPUTED_SETTINGS | {field.name for field in fields(UpSettings)}
-    settings_by_name: dict[str, tuple[str, Field[object]]] = {}
+    settings_by_name: dict[str, dict[str, Field[object]]] = {}
     for role, (_, settings_class) in ROLES.items():
         for field in fields(settings_class):
             if field.name not in excluded and not field.metadata["secret"]:
-                roles = settings_by_name[field.name][0] + "," if field.name in settings_by_name else ""
-                settings_by_name[field.name] = (roles + role, field)
+                settings_by_name.setdefault(field.name, {})[role] = field
     return settings_by_name
 
 
 def roles_of() -> dict[str, list[str]]:
     """The roles that have each setting of `passed_on()`, by name."""
-    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
+    return {name: list(field_by_role) for name, field_by_role in passed_on().items()}
 
 
 def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -223,9 +224,9 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
     precedence. Raises ConfigurationError.
     """
     values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
-    roles_by_setting = passed_on()
+    roles_by_setting = roles_of()
     for name, value in settings.items():
-        for role in roles_by_setting[name][0].split(","):
+        for role in roles_by_setting[name]:
             values[role][name] = value
     for override in overrides:
         path, is_pair, value = override.partition("=")
@@ -233,10 +234,8 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
         name = key.replace("-", "_")
         if not is_pair or role not in ROLES:
             raise ConfigurationError(f"--set needs ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
-        if role not in roles_by_setting.get(name, ("",))[0].split(","):
-            role_settings = [
-                field_name for field_name, (roles, _) in roles_by_setting.items() if role in roles.split(",")
-            ]
+        if role not in roles_by_setting.get(name, ()):
+            role_settings = [each for each, roles in roles_by_setting.items() if role in roles]
             raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
         values[role][name] = value
     return values
@@ -295,6 +294,8 @@ def _is_unknown(variable: str, known_names: Collection[str]) -> bool:
 
 def _warning(variable: str, known_names: Collection[str]) -> str:
     name = variable.removeprefix(ENV_PREFIX).lower()
+    if name in _FLAGS_ONLY:
+        return f"{variable} has no effect: {flag_name(name)} is a flag only"
     knob = knob_of(name)
     own = [target.partition(".")[2] for target in knob.targets] if knob else []
     hint = f"; here it is {ENV_PREFIX}{own[0].upper()}" if own else suggestion(name, known_names)

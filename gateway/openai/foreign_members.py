@@ -1,7 +1,7 @@
 """Members of requests that vLLM, SGLang, llama.cpp and OpenAI know beside those of `requests.py`.
 
 None is ignored in silence: it is another name of a member, has no effect on an answer, or is refused with a sentence
-unless its value asks for nothing. docs/http.md has the same table.
+unless its value asks for nothing. docs/members.md has the same table.
 """
 
 from collections.abc import Collection, Mapping

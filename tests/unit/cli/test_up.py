@@ -213,6 +213,9 @@ def test_variables_that_nobody_reads_are_warned_about() -> None:
     assert check_names(None, {"TANDEM_MAX_NUM_SEQS": "8"}) == [
         "TANDEM_MAX_NUM_SEQS is not known and has no effect; here it is TANDEM_MAX_ROLLING_BATCH_SIZE"
     ]
+    assert check_names(None, {"TANDEM_SERVING_PROPERTIES": "p"}) == [
+        "TANDEM_SERVING_PROPERTIES has no effect: --serving-properties is a flag only"
+    ]
 
 
 def test_no_two_settings_look_like_typing_errors_of_each_other() -> None:

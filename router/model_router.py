@@ -16,7 +16,6 @@ from router.admission.limiter import ConcurrencyLimiter
 from router.admission.placement import NoPlacement
 from router.admission.queue import PlacementQueue
 from router.advice import DEFAULT_TTFT_TARGET_S, Adviser, RoleLoad, Sample
-from router.attempt import PrefillCaller
 from router.dispatch import Dispatcher
 from router.journal import Journal
 from router.served_model import ModelText, ServedModel
@@ -27,6 +26,7 @@ from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
 from router.workers.mesh_view import MeshView
+from router.workers.prefill_client import PrefillCaller
 
 
 class ModelRouter:

@@ -20,11 +20,11 @@ from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.limiter import LocalLimiter
-from router.attempt import KVDestination, PrefillEvent
 from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
+from router.workers.prefill_client import KVDestination, PrefillEvent
 from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile

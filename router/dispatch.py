@@ -118,9 +118,9 @@ class FailureHistory:
 
 
 class ReplayBudget:
-    """A token bucket for replays without progress, shared by all requests. `clock` returns monotonic seconds.
+    """A token bucket for replays without progress, shared by all requests of a model.
 
-    `burst` is the capacity of the bucket, `per_s` its refill rate.
+    `clock` returns monotonic seconds. `burst` is the capacity of the bucket, `per_s` its refill rate.
     """
 
     def __init__(self, clock: Callable[[], float], *, burst: int, per_s: float) -> None:

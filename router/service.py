@@ -98,8 +98,8 @@ class ModelService:
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating. Raises errors that keep the request from starting; the answer raises later ones."""
         if params.client_request_id:  # bound here so that all log lines of the call and its choices carry it
-            shown = params.client_request_id[:_MAX_LOGGED_CHARS]
-            structlog.contextvars.bind_contextvars(client_request_id=shown)
+            label = params.client_request_id[:_MAX_LOGGED_CHARS]
+            structlog.contextvars.bind_contextvars(client_request_id=label)
         if self._stopping:
             raise NoWorkers(_STOPPING)
         self._num_open += 1

@@ -216,12 +216,12 @@ class ModelService:
     def _validate(self, params: GenerateParams, prompt: EncodedPrompt, queue_entry: QueueEntry) -> ValidRequest:
         limits = self._limits()
         self._check_ids(prompt, limits)
-        spellings = self._text.encoder.spellings(params.sampling.bad_words)
         sampling = complete_sampling(
-            replace(params.sampling, bad_word_ids=(*params.sampling.bad_word_ids, *spellings)),
+            params.sampling,
             num_prompt_tokens=len(prompt.ids),
             vocab_size=self.model.facts.vocab_size,
             limits=limits,
+            spellings=self._text.encoder.spellings(params.sampling.bad_words),
         )
         ids = tuple(prompt.ids)
         valid = ValidRequest(

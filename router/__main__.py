@@ -21,10 +21,10 @@ from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
+from router.model_directory import ModelDirectory
 from router.model_router import ModelRouter, require_served
 from router.readiness import SERVICES, Readiness
 from router.role_switching import RoleSwitcher, SwitchLimits
-from router.service import ModelServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
 from router.traffic import Traffic, parse_traffic
@@ -91,7 +91,7 @@ class RouterProcess:
         ]
 
         services = [model_router.service for model_router in self.model_routers]
-        self._services = ModelServices(services, self.journal, self.traffic)
+        self._services = ModelDirectory(services, self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],

@@ -20,7 +20,7 @@ from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
-from router.served_model import PromptEncoder
+from router.text.model_text import PromptEncoder
 from router.validation import ValidRequest
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.

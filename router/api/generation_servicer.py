@@ -17,8 +17,8 @@ from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
+from router.model_directory import ModelDirectory
 from router.served_model import ModelInfo
-from router.service import ModelServices
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -40,7 +40,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: ModelServices, callers: CallerDirectory) -> None:
+    def __init__(self, models: ModelDirectory, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 

@@ -39,7 +39,7 @@ class InFlight:
 
     `num_blocks`: decode blocks that its sequences hold; `num_unreported_blocks`: the part that the worker's last report
     cannot include. `prefill_tokens`: prompt tokens sent and not yet computed; `short_prefill_tokens`: the part that
-    belongs to short prompts (see `is_short`).
+    belongs to short prompts (see `longest_short`).
     """
 
     num_seqs: int = 0
@@ -324,11 +324,6 @@ def longest_short(max_batch_tokens: _Tokens) -> _Tokens:
     the worker computes it beside a long prompt.
     """
     return max_batch_tokens // 2
-
-
-def is_short(num_tokens: int, info: WorkerInfo) -> bool:
-    """True if a prompt is short for a worker: see `longest_short`."""
-    return num_tokens <= longest_short(info.max_batch_tokens)
 
 
 def is_short_in(snapshot: MeshSnapshot) -> Callable[[PlacementQuery], bool]:

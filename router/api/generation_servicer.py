@@ -147,22 +147,22 @@ def _chat_from_proto(chat: generation_pb2.Chat) -> ChatPrompt:
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
     """Convert in place and set rare fields only if present: this runs for every token (see wire.write_output)."""
-    chunk = delta.chunk
+    events = delta.events
     message = generation_pb2.GenerateResponse()
     if delta.echo:
         message.echo = delta.echo
     if delta.prompt is not None:
         _write_prompt(delta.prompt, message.prompt)
-    if chunk is None:
+    if events is None:
         return message
-    message.index = chunk.index
-    _write_tokens(chunk.tokens, message.tokens)
-    if chunk.finish_reason is not None:
-        message.finish_reason = wire.finish_to_proto(chunk.finish_reason)
-    if chunk.usage is not None:
-        message.usage.CopyFrom(_usage_to_proto(chunk.usage))
-    if chunk.timing is not None:
-        message.timing.CopyFrom(timing_to_proto(chunk.timing))
+    message.index = events.index
+    _write_tokens(events.tokens, message.tokens)
+    if events.finish_reason is not None:
+        message.finish_reason = wire.finish_to_proto(events.finish_reason)
+    if events.usage is not None:
+        message.usage.CopyFrom(_usage_to_proto(events.usage))
+    if events.timing is not None:
+        message.timing.CopyFrom(timing_to_proto(events.timing))
     return message
 
 

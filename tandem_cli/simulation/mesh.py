@@ -168,8 +168,8 @@ class SimulatedMesh:
         while True:
             await asyncio.sleep(_POLL_S)
             with_transfers = bool(self._prefills.workers)
-            healthy = [view.num_healthy(role, with_transfers=with_transfers) for role in WorkerRole]
-            if healthy == [len(self.of_role(role)) for role in WorkerRole]:
+            num_serving = [view.num_serving(role, with_transfers=with_transfers) for role in WorkerRole]
+            if num_serving == [len(self.of_role(role)) for role in WorkerRole]:
                 return
 
     async def retire(self, worker: ModelledWorker, grace_s: float) -> None:

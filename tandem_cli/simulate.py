@@ -31,7 +31,7 @@ from tandem_cli.simulation.figures import Figures, by_hour, figures
 from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
-from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.simulation.scaling_rules import ScaleLimits
 from tandem_cli.terminal import wide_console
 
 if TYPE_CHECKING:

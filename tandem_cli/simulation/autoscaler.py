@@ -9,7 +9,7 @@ from mesh.domain.worker import WorkerRole
 from router.advice import Action
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
-from tandem_cli.simulation.scaling import PERIOD_S, Replicas, ScaleLimits, Triggers
+from tandem_cli.simulation.scaling_rules import PERIOD_S, Replicas, ScaleLimits, Triggers
 from tandem_cli.simulation.workers import ModelledWorker
 
 Count = dict[WorkerRole, int]

@@ -11,6 +11,7 @@ import grpc
 from mesh import wire
 from mesh.cache_hints import hints_from_proto
 from mesh.domain.errors import InvalidRequest
+from mesh.durations import duration_from_proto
 from mesh.rpc.credentials import Metadata
 from mesh.rpc.server import end_blocked_call
 from mesh.tracing import HEADERS
@@ -111,7 +112,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
-        ttft_target_s=wire.duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
+        ttft_target_s=duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
         adapter=request.adapter,
         cache_hints=hints_from_proto(request.cache_hints),
     )

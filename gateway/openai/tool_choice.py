@@ -24,6 +24,14 @@ _MAX_FORCED_CALLS = 16
 _COMBINING = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 )
+# Keywords whose members are named by the client, and keywords whose values are no schemas.
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies"}
+)
+_VALUES = frozenset({"enum", "const"})
+_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment"})
+# Keywords in whose schemas properties are forbidden, too.
+_CLOSED = frozenset({"properties", "$defs", "definitions", "items", "prefixItems"})
 
 
 class Function(Body):
@@ -115,7 +123,10 @@ def _calls_schema(use: ToolUse) -> Json:
     calls: list[Json] = []
     for number, function in enumerate(use.functions):
         home = f"#/$defs/{number}"
-        definitions[str(number)] = _moved(_closed(function.parameters or {"type": "object", "properties": {}}), home)
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        base = str(parameters.get("$id", "")).rstrip("#")
+        # With an `$id`, references in it would be to it and not to the whole.
+        definitions[str(number)] = _placed({key: parameters[key] for key in parameters if key != "$id"}, base, home)
         calls.append(
             {
                 "type": "object",
@@ -130,37 +141,29 @@ def _calls_schema(use: ToolUse) -> Json:
     return {**call, "$defs": definitions}
 
 
-def _closed(schema: object) -> object:
-    """Forbid properties that the schema does not name, unless it says otherwise: a weak model would add some for ever.
+def _placed(schema: object, base: str, home: str, *, is_open: bool = False) -> object:
+    """The schema, or a part of it, as it says the same at `home`: without annotations, which only take room, and with
+    its references to itself, by its `base` or without one, rewritten.
 
-    Branches of a combination stay open, because each may name properties of the others.
+    Properties that it does not name are forbidden, unless it says otherwise or `is_open`: a weak model would add some
+    for ever. Branches of a combination stay open, because each may name properties of the others.
     """
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_placed(item, base, home, is_open=is_open) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        key: {name: _closed(item) for name, item in value.items()}
-        if key in ("properties", "$defs", "definitions") and isinstance(value, dict)
-        else _closed(value)
-        if key in ("items", "prefixItems")
-        else value
-        for key, value in schema.items()
-    }
-    if isinstance(closed.get("properties"), dict) and not _COMBINING & closed.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _moved(schema: object, home: str) -> object:
-    """Rewrite the schema's references to itself for its new position at `home`."""
-    if isinstance(schema, list):
-        return [_moved(item, home) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: home + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, home)
-        for key, value in schema.items()
-    }
+    placed: Json = {}
+    for key, value in schema.items():
+        is_part_open = is_open or key not in _CLOSED
+        if key in _BY_NAME and isinstance(value, dict):
+            placed[key] = {name: _placed(part, base, home, is_open=is_part_open) for name, part in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            own = value.removeprefix(base) or "#"
+            placed[key] = home + own[1:] if own == "#" or own.startswith("#/") else value
+        elif key in _VALUES:
+            placed[key] = value
+        elif key not in _ANNOTATIONS:
+            placed[key] = _placed(value, base, home, is_open=is_part_open)
+    if not is_open and isinstance(placed.get("properties"), dict) and not _COMBINING & placed.keys():
+        placed["additionalProperties"] = False
+    return placed

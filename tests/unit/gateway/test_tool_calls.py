@@ -223,6 +223,69 @@ def test_schemas_forbid_properties_they_do_not_name(repaired: Repaired) -> None:
     repaired("F11", "a forced call's arguments have no properties but those its function names")
 
 
+def forced(parameters: dict[str, Any], num_functions: int = 1) -> dict[str, Any]:
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+        for number in range(num_functions)
+    ]
+    return forced_schema(parse_tool_use(ChatBody(messages=[], tools=tools, tool_choice="required"), HERMES))
+
+
+def test_descriptions_take_no_room_in_forced_calls() -> None:
+    """A schema may have 65,536 characters."""
+    described = {
+        f"parameter_{number}": {
+            "type": "string",
+            "title": f"Parameter {number}",
+            "description": "What it is good for. " * 16,
+            "default": "a",
+            "examples": ["a", "b"],
+            "$comment": "x",
+            "enum": ["a", "b", "c"],
+        }
+        for number in range(12)
+    }
+    assert len(json.dumps(forced({"type": "object", "properties": described}, 14))) < 20_000
+
+
+def test_only_annotations_are_left_out_of_forced_calls() -> None:
+    word = {"type": "string"}
+    kept = {
+        "type": "object",
+        "properties": {"title": word, "description": {"enum": [{"title": "a"}]}, "default": {"const": {"$ref": "#"}}},
+        "dependentRequired": {"title": ["description"]},
+        "additionalProperties": False,
+    }
+    described = {**kept, "title": "A", "properties": {**kept["properties"], "title": {**word, "title": "Title"}}}
+    branches = {"anyOf": [{"description": "b", "properties": {"a": {"title": "c", "type": "string"}}}]}
+    assert forced(described)["$defs"]["0"] == kept
+    assert forced(branches)["$defs"]["0"] == {"anyOf": [{"properties": {"a": word}}]}
+
+
+@pytest.mark.parametrize(
+    ("identity", "base"),
+    [
+        ({}, ""),
+        ({"$id": "https://example.org/f.json"}, ""),
+        ({"$id": "https://example.org/f.json#"}, "https://example.org/f.json"),
+        ({"$id": "urn:f"}, "urn:f"),
+    ],
+)
+def test_references_of_forced_calls(identity: dict[str, str], base: str) -> None:
+    """Those by an anchor stay as they are: they hold in the whole schema."""
+    node = {"next": {"$ref": f"{base}#"}, "size": {"$ref": f"{base}#/$defs/size"}, "unit": {"$ref": "#unit"}}
+    definitions = {"size": {"type": "integer"}, "unit": {"$anchor": "unit", "const": 1}}
+    schema = forced({**identity, "properties": node, "$defs": definitions})
+    assert [each["$ref"] for each in schema["$defs"]["0"]["properties"].values()] == [
+        *("#/$defs/0", "#/$defs/0/$defs/size", "#unit")
+    ]
+    validator = jsonschema.Draft202012Validator(schema)
+    call = {"name": "f0", "arguments": {"next": {"size": 1, "unit": 1}}}
+    assert validator.is_valid([call])
+    for wrong in ({"size": "1"}, {"unit": 2}, {"other": 1}):
+        assert not validator.is_valid([{**call, "arguments": {"next": wrong}}])
+
+
 MARKS = [
     "<tool_call>",
     "</tool_call>",

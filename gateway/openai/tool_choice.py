@@ -1,5 +1,6 @@
 """`tools` and `tool_choice` of a chat: which functions the model may or must call, and the schema that forces it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,6 +21,8 @@ CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType({**TOOL_FORMATS, **TAG
 
 # A bound for models that would never end the list.
 _MAX_FORCED_CALLS = 16
+# As in answers whose only structure is a schema: white space between JSON tokens is one blank or none.
+_COMPACT = {"x-guidance": {"whitespace_pattern": " ?"}}
 # Keywords by which a schema itself, or another schema, determines the allowed properties.
 _COMBINING = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
@@ -89,7 +92,19 @@ class ToolUse:
         """Return the structured-output argument that forces a call, or nothing."""
         if not self.is_forced:
             return GenerateArguments()
-        return GenerateArguments(json_schema=_calls_schema(self))
+        return GenerateArguments(json_schema=_calls_schema(self, is_list=self.is_parallel))
+
+    def calls_or_answer(self, schema: Json) -> str | None:
+        """Return a grammar, in Lark's notation, for calls as the model writes them, or else JSON that fits the schema.
+        None if the model's format cannot be written in one.
+        """
+        if not isinstance(self.style, ToolFormat) or self.style.around is None:
+            return None
+        first, between, last = (f"{json.dumps(mark)} " if mark else "" for mark in self.style.around)
+        more = f"({between}call){{0,{_MAX_FORCED_CALLS - 1}}} " if self.is_parallel else ""
+        call = _in_lark({**_calls_schema(self, is_list=False), **_COMPACT})
+        answer = _in_lark(_placed({**schema, **_COMPACT}, "", "#", is_open=True))
+        return f"start: answer | {first}call {more}{last}\nanswer: {answer}\ncall: {call}\n"
 
 
 def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
@@ -116,7 +131,12 @@ def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
     return ToolUse(chosen[:1], style, is_forced=True, is_parallel=False)
 
 
-def _calls_schema(use: ToolUse) -> Json:
+def _in_lark(schema: object) -> str:
+    """The schema as a grammar embeds it. A `%json` in it would look like another schema."""
+    return "%json " + json.dumps(schema, separators=(",", ":")).replace("%", r"\u0025")
+
+
+def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
     """Return the JSON schema of one call, or of a list of calls. Each function's parameters are under $defs."""
     key = (use.style or FORCED_FORMAT).arguments_key
     definitions: Json = {}
@@ -136,7 +156,7 @@ def _calls_schema(use: ToolUse) -> Json:
             }
         )
     call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if use.is_parallel:
+    if is_list:
         call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MAX_FORCED_CALLS}
     return {**call, "$defs": definitions}
 

@@ -26,6 +26,8 @@ class ToolFormat:
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
     `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments. `has_control_marks`:
     in some checkpoints the markers are control tokens, without which calls behind other text would be text.
+    `around`: how a model writes calls, as a grammar can name it: the texts before the first, between two, and behind
+    the last; None if there are control tokens among them.
     """
 
     start: str
@@ -36,14 +38,20 @@ class ToolFormat:
     has_control_marks: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
+    around: tuple[str, str, str] | None = None
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "hermes": ToolFormat("<tool_call>", "</tool_call>", has_control_marks=True),
-        "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
+        "hermes": ToolFormat(
+            "<tool_call>",
+            "</tool_call>",
+            has_control_marks=True,
+            around=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+        ),
+        "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters", around=("", "; ", "")),
         "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, has_control_marks=True, num_id_chars=9),
-        "phi4_mini_json": ToolFormat("functools", bare=True),
+        "phi4_mini_json": ToolFormat("functools", bare=True, around=("functools[", ", ", "]")),
         "granite": ToolFormat("<|tool_call|>", bare=True),
     }
 )

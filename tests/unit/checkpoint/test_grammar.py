@@ -327,6 +327,25 @@ number ::= "1 " | "2 "
 """
 
 
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+
+
+def test_white_space_that_may_be_what_follows(compiler: GrammarCompiler) -> None:
+    """As docs/structured-output.md has it: llama.cpp's own example, and its white space as a rule that recurs."""
+    equations = "a=1\n(b_2) *3 =4\n\n"
+    assert not accepts(compiler, lark(ARITHMETIC), equations)
+    recurring = lark(ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?"))
+    assert accepts(compiler, recurring, equations)
+    assert not accepts(compiler, recurring, equations.rstrip("\n"))
+
+
 def test_the_notation_of_vllms_users(compiler: GrammarCompiler, repaired: Repaired) -> None:
     statement = "SELECT col_1  from table_2  where col_2 = 1 "
     assert accepts(compiler, lark(VLLM_GRAMMAR), statement)

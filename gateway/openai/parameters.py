@@ -53,11 +53,28 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
             raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
-        arguments |= tool_use.structure()
-    elif tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
+        return arguments | tool_use.structure()
+    if tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
         arguments["skip_special_tokens"] = False
         arguments["include_eos"] = False  # which a client would not see without the others
+    schema = _schema_of_answer(body)
+    grammar = None if tool_use is None or schema is None else tool_use.calls_or_answer(schema)
+    if grammar is not None:
+        arguments = arguments | GenerateArguments(json_schema=None, json_object=None, grammar=grammar)
     return arguments
+
+
+def _schema_of_answer(body: ChatBody) -> Json | None:
+    """The schema of an answer that must be JSON; None for other answers, and for text that is no schema."""
+    structure = structure_arguments(body)
+    if structure.get("json_object"):
+        return {"type": "object"}
+    schema = structure.get("json_schema")
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
 
 
 def _sampling(body: SamplingBody) -> GenerateArguments:

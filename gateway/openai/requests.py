@@ -266,7 +266,8 @@ def _names_of_structure(body: SamplingBody) -> dict[str, str]:
     if body.structured_outputs is not None:
         return dict.fromkeys(guided, "structured_outputs")
     if body.response_format is not None:
-        return dict.fromkeys(("json_schema", "json_object"), "response_format")
+        names = dict.fromkeys(("json_schema", "json_object"), "response_format")
+        return names | {"grammar": "response_format with tools"}  # of both, if the model may call some
     if isinstance(body, ChatBody) and body.tools and body.tool_choice not in (None, "auto", "none"):
         return {"json_schema": "tools"}
     return {kind: name for kind, name in guided.items() if getattr(body, name) is not None}

@@ -26,6 +26,7 @@ NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format with tools": "text.format with tools",
 }
 """Members that have another name in the chat."""
 

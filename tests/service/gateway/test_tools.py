@@ -56,6 +56,44 @@ async def test_calls_and_their_results(gateway: RunningGateway) -> None:
     assert json.loads(chat.messages[2].extra_json) == {"tool_call_id": call.id}
 
 
+async def test_an_answer_with_a_schema_may_be_a_call(gateway: RunningGateway) -> None:
+    """Over all three APIs that know tools; messages name what the client sent."""
+    gateway.script.story = f"<tool_call>\n{CALL}\n</tool_call>"
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    function = TOOLS[0]["function"]
+    for path, body in [
+        (
+            "/v1/chat/completions",
+            {
+                "tools": TOOLS,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "hi",
+                "tools": [{"type": "function", **function}],
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}},
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 99,
+                "tools": [{"name": "weather", "input_schema": function["parameters"]}],
+                "output_config": {"format": {"type": "json_schema", "schema": schema}},
+            },
+        ),
+    ]:
+        answer = await gateway.post(path, {"messages": MESSAGES, **body} if "input" not in body else body)
+        assert answer.status_code == 200, answer.text
+        assert "Zürich" in answer.text
+        grammar = gateway.script.requests[-1].sampling.structure.grammar
+        assert grammar.startswith("start: answer | ")
+        assert '"answer":{"type":"string"}' in grammar
+
+
 @pytest.mark.parametrize("n", [1, 2])
 async def test_streams(gateway: RunningGateway, n: int) -> None:
     """Read as applications do: parts of a call are put together by its index."""

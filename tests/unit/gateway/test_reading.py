@@ -130,7 +130,8 @@ def test_items_of_one_turn_are_one_message() -> None:
 
 def read(begins_within: bool, pieces: list[str]) -> tuple[str | None, str | None]:
     deltas = make_deltas(None, ReasoningReader(begins_within=begins_within))
-    message = build_message([*(delta for piece in pieces for delta in deltas.push(piece)), *deltas.finish()])
+    parts = [delta for piece in pieces for delta in deltas.push(piece)]
+    message = build_message([*parts, *deltas.finish(FinishReason.LENGTH)])
     return message.get("reasoning_content"), message["content"]
 
 

@@ -20,7 +20,7 @@ from dataclasses import replace
 
 import structlog
 
-from mesh.domain.errors import InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.errors import InvalidRequest, ModelNotFound, NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
@@ -267,7 +267,7 @@ class ModelService:
             await self._dispatcher.run(choice, timeline, valid.queue_entry.deadline_s)
         except BaseException as failure:
             if choice.finish_reason is None:
-                error = type(failure).__name__
+                error = choice.ended_by or type(failure).__name__
             raise
         finally:
             self._count_end()
@@ -305,19 +305,16 @@ class ModelServices:
 
     def __init__(self, services: Sequence[ModelService], journal: Journal, traffic: Traffic) -> None:
         self._by_name = {service.model.name: service for service in services}
-        self._journal = journal
+        self.counting_refusals = journal.counting_refusals
         self._traffic = traffic
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
         name = self._public_name(params.model)
-        try:
+        with self.counting_refusals():
             params = self._with_revision(params, name)
             service = self.find(params.model)
             answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
-        except MeshError as error:
-            self._journal.refused(type(error).__name__)
-            raise
         if params.revision:
             self._traffic.began(name, params.revision)
         return answer

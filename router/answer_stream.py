@@ -1,6 +1,6 @@
 """The answer to one request: its choices run side by side, and the reader gets their tokens merged.
 
-    Choice.accept ─▶ _notify ─▶ AnswerStream.chunks() ─▶ Answer.deltas() ─▶ messages to the client
+    Choice.accept ─▶ _notify ─▶ AnswerStream.events() ─▶ Answer.deltas() ─▶ messages to the client
 
 A choice only signals that it has something ready; the reader takes everything at once, so tokens that are ready
 together share a message. With `best_of` the choices are ranked and returned once all have ended. The stream ends after
@@ -20,7 +20,7 @@ from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
 from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
-from router.served_model import PromptEncoder
+from router.text.model_text import PromptEncoder
 from router.validation import ValidRequest
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
@@ -46,7 +46,7 @@ class ChoiceRun:
 
 
 class AnswerStream:
-    """Runs the choices. Read `chunks()` to the end, or call `close()`.
+    """Runs the choices. Read `events()` to the end, or call `close()`.
 
     Each permit is released when its choice has ended. With `num_best`, only that many choices are returned, each whole,
     the best with index 0.
@@ -76,14 +76,14 @@ class AnswerStream:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
-    async def chunks(self) -> AsyncGenerator[ChoiceEvents, None]:
-        """Yield chunks as they become ready. Raises the error that the stream ends with."""
+    async def events(self) -> AsyncGenerator[ChoiceEvents, None]:
+        """Yield the events of a choice as they become ready. Raises the error that the stream ends with."""
         try:
             while self._num_open or self._ready or self._error is not None:
                 await self._wait_ready()
-                for chunk in self._take_ready():
+                for events in self._take_ready():
                     self._reading_since_s = self._loop.time()
-                    yield chunk
+                    yield events
                     self._reading_since_s = None
                 if self._error is not None:
                     raise self._error
@@ -91,7 +91,7 @@ class AnswerStream:
             self.close()
 
     def note_read(self) -> None:
-        """The client has read one of the messages that a chunk was split into."""
+        """The client has read one of the messages with parts of the prompt, which go before the first events."""
         self._reading_since_s = self._loop.time()
 
     def fail(self, error: BaseException) -> None:
@@ -137,8 +137,8 @@ class AnswerStream:
 
     def _take_ready(self) -> list[ChoiceEvents]:
         choices, self._ready = self._ready, {}
-        chunks = [chunk for choice in choices if (chunk := choice.take()) is not None]
-        return chunks if self._num_best is None else [replace(chunk, index=i) for i, chunk in enumerate(chunks)]
+        ready = [events for choice in choices if (events := choice.take()) is not None]
+        return ready if self._num_best is None else [replace(events, index=i) for i, events in enumerate(ready)]
 
     def _choice_ended(self, run: ChoiceRun, task: "asyncio.Task[None]") -> None:
         run.permit.release()
@@ -199,10 +199,10 @@ class PromptInfo:
 class Delta(NamedTuple):
     """One message to the client. `echo` precedes the choice's first token.
 
-    A delta without a chunk carries a part of the prompt's tokens, and more deltas follow.
+    A delta without events carries a part of the prompt's tokens, and more deltas follow.
     """
 
-    chunk: ChoiceEvents | None
+    events: ChoiceEvents | None
     prompt: PromptInfo | None = None
     echo: str = ""
 
@@ -235,10 +235,10 @@ class Answer:
         waiting: list[ChoiceEvents] = []
         prompt_sent = False
         echoed: set[int] = set()
-        async with aclosing(self._stream.chunks()) as chunks:
-            async for chunk in chunks:
-                waiting.append(chunk)
-                if not prompt_sent and not self._knows_prompt(chunk):
+        async with aclosing(self._stream.events()) as stream:
+            async for events in stream:
+                waiting.append(events)
+                if not prompt_sent and not self._knows_prompt(events):
                     continue
                 prompt: PromptInfo | None = None
                 if not prompt_sent:
@@ -256,9 +256,9 @@ class Answer:
                     prompt = None
                 waiting.clear()
 
-    def _knows_prompt(self, chunk: ChoiceEvents) -> bool:
+    def _knows_prompt(self, events: ChoiceEvents) -> bool:
         """The prompt's log-probs come with the first tokens of the first choice; other choices wait for them."""
-        return not self._valid.params.prompt_logprobs or chunk.index == 0
+        return not self._valid.params.prompt_logprobs or events.index == 0
 
     async def _prompt_parts(self) -> AsyncIterator[PromptInfo]:
         """Yield at least one part; a part takes a few milliseconds to build and to convert."""

@@ -302,7 +302,7 @@ class Choice:
         self.cached_tokens = max(num_tokens, self.cached_tokens or 0)
 
     def take(self) -> ChoiceEvents | None:
-        """Return the unread events, or None without any. The last chunk has the finish reason."""
+        """Return the unread events, or None without any. The last ones have the finish reason."""
         if not self._pending and self.finish_reason is None:
             return None
         tokens, self._pending = self._pending, []

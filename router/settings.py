@@ -81,7 +81,7 @@ class RouterSettings(ModelSettings):
     max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")
     max_worker_losses: int = setting(4, "consecutive worker losses without progress before a request fails")
     max_replays_per_s: float = setting(
-        20.0, "rate of consecutive replays without progress, over all requests; further replays wait"
+        20.0, "rate of consecutive replays without progress, over all requests of a model; further replays wait"
     )
     trip_after: int = setting(3, "consecutive failures after which a worker gets no requests until a canary succeeds")
     canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that tests a worker, may take")

@@ -179,10 +179,20 @@ def check_prompt_logprobs(params: GenerateParams, num_prompt_tokens: int) -> Non
 
 
 def complete_sampling(
-    sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, limits: Limits
+    sampling: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    vocab_size: int,
+    limits: Limits,
+    spellings: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Return checked parameters with a seed and max_new_tokens. Raises InvalidRequest."""
-    sampling.validate(vocab_size)
+    """Return parameters with a seed, max_new_tokens and the spellings of their bad words. Raises InvalidRequest.
+
+    `sampling` has passed SamplingParams.validate, so only what is added is checked here.
+    """
+    if spellings:
+        sampling = replace(sampling, bad_word_ids=(*sampling.bad_word_ids, *spellings))
+        sampling.validate_bad_words(vocab_size)
     max_new = sampling.max_new_tokens
     if max_new is None:
         max_new = limits.default_new_tokens(num_prompt_tokens)
@@ -193,5 +203,5 @@ def complete_sampling(
         )
     seed = random.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
     completed = replace(sampling, max_new_tokens=max_new, seed=seed)
-    completed.validate(vocab_size)
+    completed.validate_lengths()
     return completed

@@ -24,8 +24,8 @@ ROLES: Mapping[str, tuple[str, type]] = {
 SWITCHABLE = "switchable_worker"
 """Module of workers with both roles of workers."""
 
-# Settings that `tandem up` computes itself, and does not accept as flags.
-_COMPUTED_SETTINGS = frozenset(
+# Settings of services that `tandem up` sets itself, and does not accept as flags.
+_SET_BY_UP = frozenset(
     {
         "worker_id",
         "registry_address",
@@ -218,7 +218,7 @@ class HandlerChoice:
 
 def passed_on() -> dict[str, dict[str, Field[object]]]:
     """Settings of services that are also flags of `tandem up`: by name, the field in each role that has it."""
-    excluded = _COMPUTED_SETTINGS | {field.name for field in fields(UpSettings)}
+    excluded = _SET_BY_UP | {field.name for field in fields(UpSettings)}
     settings_by_name: dict[str, dict[str, Field[object]]] = {}
     for role, (_, settings_class) in ROLES.items():
         for field in fields(settings_class):

@@ -11,14 +11,15 @@ import grpc
 from mesh import wire
 from mesh.cache_hints import hints_from_proto
 from mesh.domain.errors import InvalidRequest
+from mesh.durations import duration_from_proto
 from mesh.rpc.credentials import Metadata
 from mesh.rpc.server import end_blocked_call
 from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
+from router.model_directory import ModelDirectory
 from router.served_model import ModelInfo
-from router.service import ModelServices
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -40,7 +41,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: ModelServices, callers: CallerDirectory) -> None:
+    def __init__(self, models: ModelDirectory, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 
@@ -111,7 +112,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
-        ttft_target_s=wire.duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
+        ttft_target_s=duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
         adapter=request.adapter,
         cache_hints=hints_from_proto(request.cache_hints),
     )
@@ -147,22 +148,22 @@ def _chat_from_proto(chat: generation_pb2.Chat) -> ChatPrompt:
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
     """Convert in place and set rare fields only if present: this runs for every token (see wire.write_output)."""
-    chunk = delta.chunk
+    events = delta.events
     message = generation_pb2.GenerateResponse()
     if delta.echo:
         message.echo = delta.echo
     if delta.prompt is not None:
         _write_prompt(delta.prompt, message.prompt)
-    if chunk is None:
+    if events is None:
         return message
-    message.index = chunk.index
-    _write_tokens(chunk.tokens, message.tokens)
-    if chunk.finish_reason is not None:
-        message.finish_reason = wire.finish_to_proto(chunk.finish_reason)
-    if chunk.usage is not None:
-        message.usage.CopyFrom(_usage_to_proto(chunk.usage))
-    if chunk.timing is not None:
-        message.timing.CopyFrom(timing_to_proto(chunk.timing))
+    message.index = events.index
+    _write_tokens(events.tokens, message.tokens)
+    if events.finish_reason is not None:
+        message.finish_reason = wire.finish_to_proto(events.finish_reason)
+    if events.usage is not None:
+        message.usage.CopyFrom(_usage_to_proto(events.usage))
+    if events.timing is not None:
+        message.timing.CopyFrom(timing_to_proto(events.timing))
     return message
 
 

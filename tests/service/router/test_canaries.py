@@ -10,10 +10,10 @@ from mesh.domain import errors
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
 from mesh.rpc.credentials import Credentials
-from router.attempt import KVDestination, PrefillClient
 from router.workers.canary import NAMESPACE
 from router.workers.connections import Caller
 from router.workers.health import Trust
+from router.workers.prefill_client import KVDestination, PrefillClient
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired
 from tests.evidence import Evidence

@@ -96,7 +96,7 @@ async def test_prompts_are_not_hashed_where_no_name_stands_for_several_models(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[object] = []
-    monkeypatch.setattr("router.service.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b"")
+    monkeypatch.setattr("router.model_directory.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b"")
     async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
         await add(mesh, "v1")
         await answering(mesh, 1, model="v1")
@@ -141,7 +141,7 @@ async def test_prompts_are_handed_over_within_a_revision_only(model_dir: Path) -
         for name, router in zip(("v1", "v2"), mesh.router.model_routers, strict=True):
             await add(mesh, name)
             prefills[name] = await mesh.add(FakePrefillWorker, f"{name}-prefill-0", model=name)
-            await mesh.until(lambda router=router: router.mesh.num_healthy(prefills["v1"].role) == 1)
+            await mesh.until(lambda router=router: router.mesh.num_serving(prefills["v1"].role) == 1)
             await mesh.until(lambda router=router: not router.mesh.snapshot().local_only)
         counts = await answering(mesh, 40)
         for name, prefill in prefills.items():

@@ -42,8 +42,8 @@ def output(first_index: int, ids: list[int], finish: FinishReason | None = None,
 
 
 def events_of(choice: Choice) -> list[TokenEvent]:
-    chunk = choice.take()
-    return [] if chunk is None else chunk.tokens
+    events = choice.take()
+    return [] if events is None else events.tokens
 
 
 @functools.cache
@@ -166,12 +166,12 @@ def test_held_back_text_goes_out_with_the_last_token() -> None:
     choice.accept(output(0, [z_id]))
     assert [event.text for event in events_of(choice)] == [""]
     choice.accept(output(1, [EOS_ID], FinishReason.EOS_TOKEN))
-    chunk = choice.take()
-    assert chunk is not None
-    assert [(event.text, event.special) for event in chunk.tokens] == [("z", True)]
-    assert chunk.finish_reason is FinishReason.EOS_TOKEN
-    assert chunk.usage is not None
-    assert chunk.usage.completion_tokens == 2
+    events = choice.take()
+    assert events is not None
+    assert [(event.text, event.special) for event in events.tokens] == [("z", True)]
+    assert events.finish_reason is FinishReason.EOS_TOKEN
+    assert events.usage is not None
+    assert events.usage.completion_tokens == 2
 
 
 def test_a_stop_token_has_no_text() -> None:
@@ -210,11 +210,11 @@ def test_the_end_of_sequence_token_may_be_told_from_what_the_client_named(
     )
     choice.accept(output(0, [z_id]))
     choice.accept(output(1, [EOS_ID], reason))
-    chunk = choice.take()
-    assert chunk is not None
-    assert "".join(event.text for event in chunk.tokens) == shown
-    assert [(event.id, event.logprob, len(event.top)) for event in chunk.tokens] == [(z_id, -1, 1), (EOS_ID, -1, 1)]
-    assert (chunk.finish_reason, chunk.usage and chunk.usage.completion_tokens) == (reason, 2)
+    events = choice.take()
+    assert events is not None
+    assert "".join(event.text for event in events.tokens) == shown
+    assert [(event.id, event.logprob, len(event.top)) for event in events.tokens] == [(z_id, -1, 1), (EOS_ID, -1, 1)]
+    assert (events.finish_reason, events.usage and events.usage.completion_tokens) == (reason, 2)
 
 
 def test_after_the_end_nothing_counts() -> None:

@@ -100,6 +100,7 @@ class RouterProcess:
             on_ready=lambda: announce("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._proving: list[asyncio.Task[None]] = []
         self._has_changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -119,17 +120,16 @@ class RouterProcess:
         self._following = run_for_life(self._follow_mesh())
         await self.coordination.start()
         await self.public.start(SERVICES)
-        of_models = (model_router.run() for model_router in self.model_routers)
-        runs = (self._readiness.run(), self.history.run(self.reading), *of_models, *self._role_switching())
+        runs = (self._readiness.run(), self.history.run(self.reading), *self._role_switching())
         self._tasks = [run_for_life(run) for run in runs]
+        self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _cancel(self._tasks)
         self._readiness.end()
         await self._services.drain(grace_s)
+        await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()
@@ -191,6 +191,12 @@ class RouterProcess:
             self._readiness.wake()
             await asyncio.sleep(0)  # canaries and readiness look at all workers, too
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _downloading(fraction: float) -> None:

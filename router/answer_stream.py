@@ -98,6 +98,8 @@ class AnswerStream:
         """End the stream with an error, if it has none yet. The client is watched until it has read the error."""
         if self._error is None:
             self._error = error
+            for choice in self._choices:
+                choice.ended_by = type(error).__name__
         self._cancel_choices()
         self._wake()
 

@@ -207,6 +207,8 @@ class Choice:
         self.timing: Timing | None = None
         """Set once the last token is here."""
         self.on_change: Callable[[], None] = lambda: None
+        self.ended_by = ""
+        """Name of the error with which the router has ended its stream, if it has."""
         self.traceparent = ""
         """Parent of the workers' spans; "" without tracing."""
         self._valid = valid

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mesh.domain.errors import InvalidRequest, MeshError, ModelNotFound
+from mesh.domain.errors import InvalidRequest, ModelNotFound
 from router.answer_stream import Answer
 from router.journal import Journal
 from router.served_model import ModelInfo
@@ -21,19 +21,16 @@ class ModelDirectory:
 
     def __init__(self, services: Sequence[ModelService], journal: Journal, traffic: Traffic) -> None:
         self._by_name = {service.model.name: service for service in services}
-        self._journal = journal
+        self.counting_refusals = journal.counting_refusals
         self._traffic = traffic
 
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
         name = self._public_name(params.model)
-        try:
+        with self.counting_refusals():
             params = self._with_revision(params, name)
             service = self.find(params.model)
             answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
-        except MeshError as error:
-            self._journal.refused(type(error).__name__)
-            raise
         if params.revision:
             self._traffic.began(name, params.revision)
         return answer

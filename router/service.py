@@ -266,7 +266,7 @@ class ModelService:
             await self._dispatcher.run(choice, timeline, valid.queue_entry.deadline_s)
         except BaseException as failure:
             if choice.finish_reason is None:
-                error = type(failure).__name__
+                error = choice.ended_by or type(failure).__name__
             raise
         finally:
             self._count_end()

@@ -47,6 +47,31 @@ _SET_BY_UP = frozenset(
     }
 )
 
+_OF_MODEL = {"model": "model", "name": "name", "revision": "revision", "host": "", "port": "", "cpu_list": ""}
+_OF_WORKERS = {
+    **_OF_MODEL,
+    "worker_id": "",
+    "registry_address": "",
+    "num_threads": "threads_per_worker",
+    "model_loading_timeout": "model_loading_timeout",
+    "core_table": "",
+    "lent_cores": "",
+}
+REPLACED: Mapping[str, Mapping[str, str]] = {
+    "router": {
+        **_OF_MODEL,
+        "host": "host",
+        "port": "port",
+        "registry_port": "",
+        "expect_prefill": "prefill",
+        "expect_decode": "decode",
+    },
+    "prefill_worker": _OF_WORKERS,
+    "decode_worker": _OF_WORKERS,
+    "gateway": {"host": "http_host", "port": "http_port", "router": ""},
+}
+"""Settings that each service always gets from `tandem up`, and the setting of `tandem up` to use instead, or ""."""
+
 # Kubernetes sets these for every service in a namespace: a service named tandem adds TANDEM_PORT_80_TCP and others.
 _KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
 # Pace belongs to tandem_cli.load_test.paced, http to examples/http, and up_parent is mesh.process.PARENT_ENV.
@@ -171,8 +196,17 @@ class UpSettings:
         return LOADING_TIMEOUT_S if self.model_loading_timeout is None else self.model_loading_timeout
 
     @property
+    def router_ports(self) -> range:
+        return ports_from(self.port, self.routers)
+
+    @property
     def num_prefill(self) -> int:
         return 0 if self.colocated else self.prefill
+
+
+def ports_from(first: int, count: int) -> range:
+    """Consecutive ports; none if the system chooses them."""
+    return range(first, first + count) if first else range(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -275,15 +309,40 @@ def all_names() -> dict[str, list[str]]:
 
 def check_names(config: str | None, environ: Mapping[str, str]) -> list[str]:
     """Return warnings about unknown variables with the prefix TANDEM_. Raises ConfigurationError for unknown keys of
-    the settings file, and for a variable that misspells a setting of `tandem up` or of a service, started or not.
+    the settings file, for a variable that misspells a setting of `tandem up` or of a service, started or not, and for
+    keys and variables that have no effect because `tandem up` sets what they name.
     """
     names = all_names()
     config = config or environ.get(f"{ENV_PREFIX}CONFIG")
     if config:
-        check_settings_file(config, names)
+        _refuse_replaced(config, check_settings_file(config, names))
     refuse_misspelt(environ, {name for component in ("up", *dict(ROLES.values())) for name in names[component]})
+    for name, own in _replaced_everywhere().items():
+        if (variable := f"{ENV_PREFIX}{name.upper()}") in environ:
+            raise ConfigurationError(f"{variable} has no effect: {_instead(own)}")
     known_names = {name for component_names in names.values() for name in component_names} | _OTHER_NAMES
     return [_warning(variable, known_names) for variable in environ if _is_unknown(variable, known_names)]
+
+
+def _refuse_replaced(path: str, keys: Mapping[str, Collection[str]]) -> None:
+    """`keys`: those of the settings file, by component, and those for all under ""."""
+    for component, replaced in (*REPLACED.items(), ("", _replaced_everywhere())):
+        for key in keys[component]:
+            if key in replaced:
+                table = f" in [{component}]" if component else ""
+                raise ConfigurationError(
+                    f"the settings file {path} has {key}{table}, which has no effect: {_instead(replaced[key])}"
+                )
+
+
+def _replaced_everywhere() -> dict[str, str]:
+    """The settings that neither a service nor `tandem up` itself reads."""
+    own = {field.name for field in fields(UpSettings)}
+    return {name: instead for each in REPLACED.values() for name, instead in each.items() if name not in own}
+
+
+def _instead(own: str) -> str:
+    return f"`tandem up` has {flag_name(own)} for that, or {own} in [up]" if own else "`tandem up` sets it itself"
 
 
 def _is_unknown(variable: str, known_names: Collection[str]) -> bool:

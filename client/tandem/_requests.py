@@ -152,7 +152,16 @@ def switch_role_request(worker_id: str, role: str) -> mesh_pb2.SwitchRoleRequest
 
 
 def set_traffic_request(name: str, shares: Mapping[str, float]) -> mesh_pb2.SetTrafficRequest:
-    return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
+    try:
+        return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"shares: {error}") from error
+
+
+def history_request(span_s: float | None) -> mesh_pb2.GetHistoryRequest:
+    request = mesh_pb2.GetHistoryRequest()
+    _set_seconds(request, "span", span_s, shown_name="span_s")
+    return request
 
 
 def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str, Any]:
@@ -286,14 +295,14 @@ def _keep_priority(name: str | None) -> int | None:
     return cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
 
 
-def _set_seconds(message: Message, name: str, seconds: float | None) -> None:
-    """Set a Duration; None leaves it absent."""
+def _set_seconds(message: Message, name: str, seconds: float | None, *, shown_name: str | None = None) -> None:
+    """Set a Duration; None leaves it absent. As `_set` otherwise."""
     if seconds is None:
         return
     try:
         getattr(message, name).FromMicroseconds(round(seconds * 1_000_000))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name}: {error}") from error
+        raise InvalidRequest(f"{shown_name or name}: {error}") from error
 
 
 def _extend(field: Any, values: Any, name: str) -> None:

@@ -49,9 +49,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         metadata = context.invocation_metadata()
-        params = replace(
-            _params_from_proto(request, self._callers.tenant_of(metadata)), trace_headers=_trace_headers(metadata)
-        )
+        tenant = self._callers.tenant_of(metadata)
+        with self._models.counting_refusals():
+            params = replace(_params_from_proto(request, tenant), trace_headers=_trace_headers(metadata))
         answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
         context.add_done_callback(lambda _: answer.close())

@@ -94,6 +94,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         """List all known workers, recent incidents, and recent and running requests."""
         self._callers.tenant_of(context.invocation_metadata()).require_operator()
         models, journal = self._models, self._journal
+        traffic = {name: shares for name, shares in self._traffic.table.shares.items() if shares}
         return mesh_pb2.ListWorkersResponse(
             workers=[worker for model in models for worker in self._workers(model)],
             queued_requests=sum(model.queue.num_queued for model in models),
@@ -106,8 +107,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
             advice=[_advice(advice, model.model.name) for model in models for advice in model.adviser.advice],
-            traffic=starmap(_traffic, self._traffic.table.shares.items()),
-            routed=(_routed(name, self._traffic.routed(name)) for name in self._traffic.table.shares),
+            traffic=starmap(_traffic, traffic.items()),
+            routed=(_routed(name, self._traffic.routed(name)) for name in traffic),
         )
 
     async def GetHistory(

@@ -228,3 +228,4 @@ async def test_failing_from_outside() -> None:
     with pytest.raises(NoWorkers):
         await reading
     await driver.stream.ended
+    assert [choice.ended_by for choice in driver.choices] == ["NoWorkers"]

@@ -212,9 +212,9 @@ class PromptEncoder:
                 spellings[behind] = None
         return tuple(spellings)
 
-    def text_of(self, token_id: int) -> str:
-        """Return the text of one token on its own."""
-        return self._model.tokenizer.text_of(token_id)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
 
     def close(self) -> None:
         for thread in (self._rendering, self._short, self._long):

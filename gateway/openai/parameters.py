@@ -37,6 +37,7 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None
+    shared["own_bytes"] = body.logprobs is not None
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"prompt: 1 to {max_prompts} prompts may be in one request, got {len(prompts)}")
@@ -50,6 +51,7 @@ def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateA
     arguments = GenerateArguments(**_sampling(body), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
+    arguments["own_bytes"] = body.logprobs
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
             raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")

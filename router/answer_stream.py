@@ -19,8 +19,9 @@ from typing import NamedTuple
 from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
-from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
+from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken, unless_in
 from router.text.model_text import PromptEncoder
+from router.text.tokenizer import TextToken
 from router.validation import ValidRequest
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
@@ -272,7 +273,7 @@ class Answer:
         size, logprobs = max(1, _MAX_PART_EVENTS // (1 + params.top_logprobs)), self._choice.prompt_logprobs
         start = 0
         while part := [
-            TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special)
+            TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special, self._own_bytes(piece))
             for piece, entry in islice(entries, size)
         ]:
             yield PromptInfo(request_id, len(ids), part, in_reasoning, params.revision)
@@ -281,4 +282,10 @@ class Answer:
             start += size
 
     def _top(self, entry: PromptLogprob) -> tuple[TopToken, ...]:
-        return tuple(TopToken(top.id, self._encoder.text_of(top.id), top.logprob) for top in entry.top)
+        tokenizer, with_bytes = self._encoder.tokenizer, self._valid.params.own_bytes
+        return tuple(TopToken.of(top, tokenizer, with_bytes=with_bytes) for top in entry.top)
+
+    def _own_bytes(self, piece: TextToken) -> bytes | None:
+        if piece.special or not self._valid.params.own_bytes:
+            return None
+        return unless_in(piece.text, self._encoder.tokenizer.bytes_of(piece.id, piece.text))

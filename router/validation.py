@@ -47,7 +47,8 @@ class GenerateParams:
 
     `best_of`: generate this many choices and return the best `num_choices` at the end. `ttft_target_s`: a first token
     later than this is worthless to the client. `adapter`: the name of a LoRA adapter, empty for the base model.
-    `include_eos`: None means as `include_stop`. `cache_hints`: what the client says about the KV afterwards.
+    `include_eos`: None means as `include_stop`. `own_bytes`: tokens have their bytes beside the text that they add.
+    `cache_hints`: what the client says about the KV afterwards.
     `revision`: the model that the router has chosen for a name that stands for several (traffic.py); empty otherwise.
     """
 
@@ -63,6 +64,7 @@ class GenerateParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_eos: bool | None = None
+    own_bytes: bool = False
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS

@@ -35,6 +35,7 @@ _OUTPUT = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_eos",
+    "own_bytes",
 )
 STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
@@ -68,7 +69,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     in seconds per attempt: the server raises Overloaded as soon as it predicts that it will miss it. `priority` must
     not exceed the priority of your API key. At most one of json_schema (an object or its JSON text), json_object,
     regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text. `adapter` is the name of a LoRA
-    adapter of the model; its name as `model` means the same.
+    adapter of the model; its name as `model` means the same. `own_bytes` asks for Token.own_bytes.
 
     `session_id`, `keep_priority` and `time_to_live` (seconds) tell workers how long the KV of this request is worth
     keeping for later prompts that begin alike. They change no answer.
@@ -104,6 +105,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     skip_special_tokens: bool | None
     spaces_between_special_tokens: bool | None
     include_eos: bool | None
+    own_bytes: bool | None
     n: int | None
     best_of: int | None
     client_request_id: str | None

@@ -98,7 +98,10 @@ class AsyncClient:
         """Generate an answer and yield one event per token. Leaving the loop, or `aclose()`, cancels the call."""
         request = generate_request(arguments)
         make_repeatable(request)
-        reader = EventReader(request.num_choices if request.HasField("num_choices") else 1)
+        reader = EventReader(
+            request.num_choices if request.HasField("num_choices") else 1,
+            has_details=bool(request.output.top_logprobs) or request.output.own_bytes,
+        )
         deadline = self._deadline(arguments.get("timeout"))
         stream = ResumableStream(
             self._connection,

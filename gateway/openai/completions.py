@@ -36,7 +36,8 @@ async def answer_completion(exchange: Exchange, body: CompletionBody, framing: F
     num_choices = body.n or 1
     envelope = Envelope.new("text_completion", "cmpl", body.model or exchange.served_name)
     with field_names.translating_errors():
-        feed = exchange.feed(completion_arguments(body, exchange.settings.max_client_batch_size), num_choices)
+        max_prompts = exchange.settings.max_client_batch_size
+        feed = exchange.feed(completion_arguments(body, exchange.model(body.model), max_prompts), num_choices)
         if body.stream:
             return await Streamer(framing, exchange).respond(feed, CompletionChunks(body, envelope, field_names))
         return JSONResponse(completion_json(await collect(feed, num_choices), body, envelope))

@@ -46,7 +46,7 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
     tool_use = parse_tool_use(body, CALL_FORMATS.get(exchange.tool_call_format(body.model)))
-    arguments = chat_arguments(body, tool_use)
+    arguments = chat_arguments(body, exchange.model(body.model), tool_use)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
     return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))

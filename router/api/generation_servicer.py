@@ -109,6 +109,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
             output.spaces_between_special_tokens if output.HasField("spaces_between_special_tokens") else True
         ),
         include_eos=output.include_eos if output.HasField("include_eos") else None,
+        own_bytes=output.own_bytes,
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
@@ -184,12 +185,17 @@ def _write_tokens(tokens: Iterable[TokenEvent], messages: Any) -> None:
             message.logprob = token.logprob
         if token.special:
             message.special = True
+        if token.own_bytes is not None:
+            message.own_bytes = token.own_bytes
         if token.top:
             message.top.extend(_top_to_proto(token.top))
 
 
 def _top_to_proto(top: Iterable[TopToken]) -> list[generation_pb2.TopToken]:
-    return [generation_pb2.TopToken(id=entry.id, text=entry.text, logprob=entry.logprob) for entry in top]
+    return [
+        generation_pb2.TopToken(id=entry.id, text=entry.text, logprob=entry.logprob, own_bytes=entry.own_bytes)
+        for entry in top
+    ]
 
 
 def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:

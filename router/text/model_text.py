@@ -20,7 +20,7 @@ from router.served_model import ServedModel
 from router.text.chat import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from router.text.fair_slots import FairSlots
 from router.text.template_process import TemplateProcess
-from router.text.tokenizer import TextToken
+from router.text.tokenizer import TextToken, Tokenizer
 
 T = TypeVar("T")
 # Encoding texts up to this length is cheaper than handing them to a thread, and short enough for the event loop.
@@ -165,9 +165,9 @@ class PromptEncoder:
                 spellings[behind] = None
         return tuple(spellings)
 
-    def text_of(self, token_id: int) -> str:
-        """Return the text of one token on its own."""
-        return self._model.tokenizer.text_of(token_id)
+    @property
+    def tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
 
     def close(self) -> None:
         for thread in (self._rendering, self._short, self._long):

@@ -174,6 +174,39 @@ def test_held_back_text_goes_out_with_the_last_token() -> None:
     assert events.usage.completion_tokens == 2
 
 
+def test_tokens_have_their_own_bytes_if_they_are_requested(repaired: Repaired) -> None:
+    """Where their text is that of others, or a part of a character."""
+    ids = tokenizer().encode("zé", add_special_tokens=False)
+    for wanted, own_bytes in ((False, [None] * 4), (True, [b"z", b"\xc3", b"\xa9", b""])):
+        choice = make_choice(stop=("zéz",), own_bytes=wanted)
+        choice.accept(output(0, [*ids, EOS_ID], FinishReason.EOS_TOKEN))
+        events = events_of(choice)
+        assert [event.text for event in events] == ["", "", "", "zé"]
+        assert [event.own_bytes for event in events] == own_bytes
+        assert [top.own_bytes for event in events for top in event.top] == [None, *own_bytes[1:3], None]
+    repaired("F15", "events have the token's bytes beside the text")
+
+
+@given(st.text(alphabet="aé😀 STOP", max_size=30), st.booleans())
+@settings(max_examples=100)
+def test_own_bytes_are_those_of_the_text(text: str, ends_with_eos: bool) -> None:
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    choice = make_choice(stop=("STOP",), max_new_tokens=100, own_bytes=True)
+    reason = FinishReason.EOS_TOKEN if ends_with_eos else FinishReason.LENGTH
+    choice.accept(output(0, [*ids, EOS_ID] if ends_with_eos else ids, reason))
+    own = [event.text.encode() if event.own_bytes is None else event.own_bytes for event in events_of(choice)]
+    assert b"".join(own).decode() == (text if "STOP" not in text else tokenizer().decode(choice.token_ids))
+
+
+def test_own_bytes_of_tokens_of_whole_characters_keep_their_space() -> None:
+    valid = ValidRequest(
+        "r", (1, 3), SamplingParams(stop=("blue sky@",), seed=7), GenerateParams(ChatPrompt(_TURNS), own_bytes=True)
+    )
+    choice = Choice(0, valid, with_space_marks())
+    choice.accept(output(0, [2, 1], FinishReason.LENGTH))
+    assert [(event.text, event.own_bytes) for event in events_of(choice)] == [("", b"blue"), ("blue sky", b" sky")]
+
+
 def test_a_stop_token_has_no_text() -> None:
     choice = make_choice()
     (a_id, b_id) = tokenizer().encode("zq", add_special_tokens=False)

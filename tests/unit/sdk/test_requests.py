@@ -37,6 +37,7 @@ def test_every_argument_reaches_its_field() -> None:
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "include_eos": False,
+            "own_bytes": True,
             "top_logprobs": 5,
             "prompt_logprobs": True,
             "echo": True,
@@ -73,6 +74,7 @@ def test_every_argument_reaches_its_field() -> None:
         assert not getattr(request.output, name)
     assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)
     assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
+    assert request.output.own_bytes
     hints = request.cache_hints
     assert (hints.session_id, hints.time_to_live.ToMilliseconds()) == ("agent-7", 90_000)
     assert hints.keep_priority == cache_pb2.KEEP_PRIORITY_HIGH

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import gbnf_to_lark, is_lark_syntax
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from checkpoint.model_files import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
@@ -28,11 +28,20 @@ T = TypeVar("T")
 _JSON_WHITESPACE = " ?"
 # A rule of GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`. Lark's rules have a single colon.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
+_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#[^\n]*|[\w-]+', re.DOTALL)
+_GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([][])|.)", re.DOTALL)
 # An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
 _NUL = r"\x00-\x00"
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("enum", "const", "default", "examples")
+# Keywords that assert nothing with these values, which schema generators write and llguidance refuses.
+_ASSERT_NOTHING: dict[str, tuple[object, ...]] = {
+    "propertyNames": (True, {}, {"type": "string"}),
+    "uniqueItems": (False,),
+}
+# Those that llguidance enforces. JSON Schema takes any other as an annotation.
+_FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 # llguidance may refuse a schema that has these and, in the same object or another one, a pattern for all names.
 _NO_OTHER_PATTERN = frozenset({"patternProperties", "minProperties", "maxProperties"})
 # The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
@@ -137,6 +146,7 @@ def _sound_schema(source: str) -> str:
         schema = json.loads(source)
         keywords: set[str] = set()
         sound = _changed(schema, partial(_with_sound_patterns, keywords))
+        sound = _changed(sound, _without_annotations)
         if not keywords & _NO_OTHER_PATTERN:
             sound = _changed(sound, _with_plain_names)
     except RecursionError:  # deeper than the compiler takes
@@ -184,6 +194,16 @@ def _with_sound_patterns(keywords: set[str], schema: dict[str, Any]) -> dict[str
     return schema
 
 
+def _without_annotations(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without keywords that llguidance refuses though they assert nothing."""
+    return {
+        key: value
+        for key, value in schema.items()
+        if value not in _ASSERT_NOTHING.get(key, ())
+        and not (key == "format" and isinstance(value, str) and value not in _FORMATS)
+    }
+
+
 def _with_plain_names(schema: dict[str, Any]) -> dict[str, Any]:
     """llguidance lets an additional name of an open object be spelt with escapes, and so be one of its properties:
     `"\\u0061"` for `"a"`. A name that matches a pattern is spelt without, and all names match the empty one.
@@ -204,12 +224,33 @@ def _sound_pattern(pattern: str) -> str:
 
 def _lark(source: str) -> str:
     """Convert GBNF to Lark; return Lark unchanged. Raises ValueError."""
-    if is_lark_syntax(source) or not _GBNF_RULE.search(source):
+    if not _GBNF_RULE.search(source):
         return source
     try:
-        return gbnf_to_lark(source)
+        return gbnf_to_lark(_GBNF_TOKEN.sub(_for_converter, source))
     except Exception as error:  # the converter raises bare Exception for missing rules
         raise ValueError(f"read as GBNF, because its rules have `::=`: {error}") from error
+
+
+def _for_converter(token: re.Match[str]) -> str:
+    """The converter calls the rule `root` `start`, so no other rule may have that name."""
+    text = token[0]
+    if text[0] in '"[':
+        return _GBNF_ESCAPE.sub(_escape_for_converter, text)
+    return f"gbnf_{text}" if text.lower() == "start" else text
+
+
+def _escape_for_converter(escape: re.Match[str]) -> str:
+    """The character itself for \\u and \\U, of which the converter drops the leading zeros, and \\x for ASCII and for
+    the brackets, which it leaves escaped in texts, too.
+    """
+    digits, bracket = escape[1] or escape[2], escape[3]
+    if not digits and not bracket:
+        return escape[0]
+    char = bracket or chr(int(digits, 16))
+    if "\ud800" <= char <= "\udfff":
+        raise ValueError(f"{escape[0]} is half of a character")
+    return rf"\x{ord(char):02x}" if char.isascii() else char
 
 
 def _escape(text: str) -> str:

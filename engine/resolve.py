@@ -167,14 +167,14 @@ def rounded_to(settings: RunnerSettings, config: AnyConfig) -> str:
 
 def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
     """True if the compiled decoder can run the model, with KV in fp32 if its dtype is "auto"."""
-    return _why_eager(settings, config) is None
+    return _why_eager_unresolved(settings, config) is None
 
 
 def _why_not_packed(settings: RunnerSettings, config: AnyConfig, quantize: str) -> str | None:
     """The reason why matrices in int4 or fp8 cannot be multiplied as such, or None."""
     if quantize == "fp8" and read_partition(settings.model_dir) is None and not _has_fp8(settings, config):
         return "the matrices of the checkpoint are not in fp8 with a scale for each output"
-    return _why_eager(replace(settings, quantize=quantize), config)
+    return _why_eager_unresolved(replace(settings, quantize=quantize), config)
 
 
 def _has_fp8(settings: RunnerSettings, config: AnyConfig) -> bool:
@@ -183,8 +183,8 @@ def _has_fp8(settings: RunnerSettings, config: AnyConfig) -> bool:
     return has_fp8(settings.model_dir, parameter_specs(config))
 
 
-def _why_eager(settings: RunnerSettings, config: AnyConfig) -> str | None:
-    """See `why_eager`, with KV in fp32 if its dtype is "auto"."""
+def _why_eager_unresolved(settings: RunnerSettings, config: AnyConfig) -> str | None:
+    """See `why_eager`: for settings that are not resolved yet, with KV in fp32 if its dtype is "auto"."""
     if isinstance(config, EncoderDecoderConfig):
         return "an encoder-decoder model"
     dtype = "float32" if settings.kv_dtype == "auto" else settings.kv_dtype

@@ -58,7 +58,7 @@ class Drawn(NamedTuple):
 class Sampler:
     """Samples the next token of each sequence. Not thread-safe.
 
-    `masks` enforce the structure of sequences that have one; call `masks.begin` before `sample`. `encoded_prompts`: see
+    `masks` enforce the structure of sequences that have one; call `masks.begin` before `draw`. `encoded_prompts`: see
     Penalties. `copies` and `rows` are those for the device of the logits, by default the CPU's.
     """
 
@@ -75,13 +75,8 @@ class Sampler:
         self._copies = copies or SharedMemory()
         self._rows = rows or HostRows()
 
-    def sample(self, logits: Tensor, sequences: Sequence[SequenceState]) -> list[SampledToken]:
-        """One token per row of fp32 logits [num_seqs, vocab_size], which are not modified."""
-        drawn = self.draw(logits, sequences)
-        return drawn.read(self._copies.to_host(drawn.tensors))
-
     def draw(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Drawn:
-        """As `sample`, but leave the tokens on the device."""
+        """One token per row of fp32 logits [num_seqs, vocab_size], which are not modified; it stays on the device."""
         changes = self._penalties.arrays(sequences, logits.shape[1])
         draws = _Draws(sequences, logits.shape[1])
         num_top = [sequence.request.top_logprobs for sequence in sequences]

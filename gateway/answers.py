@@ -9,10 +9,11 @@ here running streams may finish within `grace_s`.
 """
 
 import asyncio
+import codecs
 import json
 import math
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import structlog
@@ -24,7 +25,7 @@ from gateway.errors import Problem, is_ours
 from gateway.exchange import Exchange
 from gateway.feed import Feed
 from gateway.schema import Json
-from tandem import Choice, FinishReason, Timing, Token, TokenEvent, Usage
+from tandem import Choice, FinishReason, Timing, Token, TokenEvent, TopToken, Usage
 
 log = structlog.get_logger(__name__)
 
@@ -113,6 +114,31 @@ def _complete_choice(index: int, partial: _PartialChoice) -> Choice:
         raise tandem.InternalError(_UNFINISHED)
     text, tokens = "".join(partial.texts), tuple(partial.tokens)
     return Choice(index, text, tokens, partial.finish_reason, partial.usage, partial.timing)
+
+
+def bytes_of(token: Token | TopToken) -> bytes:
+    """Return a token's own bytes, which may begin or end within a character; by default those of its text."""
+    return token.text.encode() if token.own_bytes is None else token.own_bytes
+
+
+class OwnTexts:
+    """Gives the tokens of one choice the texts that they add to it whatever becomes of stop strings, as TGI does: a
+    character is that of its last token.
+    """
+
+    def __init__(self) -> None:
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace").decode
+
+    def apply(self, token: Token, *, is_last: bool) -> Token:
+        if token.own_bytes is None:
+            return token
+        return replace(token, text=self._decode(token.own_bytes, is_last))
+
+    @classmethod
+    def of(cls, tokens: Sequence[Token]) -> list[Token]:
+        """Return all tokens of a choice with these texts."""
+        texts, num_tokens = cls(), len(tokens)
+        return [texts.apply(token, is_last=number == num_tokens) for number, token in enumerate(tokens, start=1)]
 
 
 class Renderer(Protocol):

@@ -23,8 +23,8 @@ from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocati
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, embeddings, get_model, list_models
+from gateway.openai.responses.endpoint import create_response
 from gateway.openai.tokens import detokenize
-from gateway.responses.endpoint import create_response
 from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 

@@ -170,11 +170,36 @@ class ResponseFormat(Body):
 
 
 class StructuredOutputs(Body):
+    """vLLM's member. Unlike elsewhere, unknown members are refused: they may be the structure. The last group has no
+    effect: there is one backend, and its JSON is compact.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
     json_content: Schema | None = Field(default=None, alias="json")
     regex: str | None = None
     choice: Many[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+
+    disable_fallback: bool = False
+    disable_any_whitespace: bool = False
+    disable_additional_properties: Literal[False] = False
+
+    def arguments(self) -> list[GenerateArguments]:
+        """Return the SDK arguments of its structures. Raises InvalidField for none: the answer would be free text."""
+        candidates = [
+            GenerateArguments(json_schema=self.json_content),
+            GenerateArguments(json_object=self.json_object or None),
+            GenerateArguments(regex=self.regex),
+            GenerateArguments(choice=self.choice),
+            GenerateArguments(grammar=self.grammar),
+        ]
+        requested = [arguments for arguments in candidates if None not in arguments.values()]
+        if not requested:
+            message = "structured_outputs must have json, regex, choice, grammar or json_object: it has no structure"
+            raise InvalidField(message, field="structured_outputs")
+        return requested
 
 
 class StructuredBody(Body):
@@ -193,17 +218,12 @@ class StructuredBody(Body):
 
 def structure_arguments(body: StructuredBody) -> GenerateArguments:
     """Return the one SDK argument that requests a structure, or none. Raises InvalidRequest for more than one."""
-    vllm = body.structured_outputs or StructuredOutputs()
     candidates = [
         *_response_format(body.response_format),
-        GenerateArguments(json_schema=vllm.json_content),
+        *(body.structured_outputs.arguments() if body.structured_outputs is not None else ()),
         GenerateArguments(json_schema=body.guided_json),
-        GenerateArguments(json_object=vllm.json_object or None),
-        GenerateArguments(regex=vllm.regex),
         GenerateArguments(regex=body.guided_regex),
-        GenerateArguments(choice=vllm.choice),
         GenerateArguments(choice=body.guided_choice),
-        GenerateArguments(grammar=vllm.grammar),
         GenerateArguments(grammar=body.guided_grammar),
     ]
     requested = [arguments for arguments in candidates if any(value is not None for value in arguments.values())]

@@ -24,10 +24,9 @@ from kvtransfer.chunks import ChunkRange
 from kvtransfer.transports.base import Payload, TransportOffer
 from mesh.domain.errors import InvalidRequest, TransferFailed
 from mesh.domain.kv import KVLayout, KVSpan, Span
+from mesh.durations import duration_from_proto, duration_to_proto
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.wire import (
-    duration_from_proto,
-    duration_to_proto,
     layout_from_proto,
     layout_to_proto,
     span_from_proto,

@@ -1,6 +1,7 @@
 """Conversion between CacheHints and their message; see mesh/wire.py for the rules."""
 
 from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
+from mesh.durations import duration_from_proto, duration_to_proto
 from tandem.v1 import cache_pb2
 
 _KEEP: dict[KeepPriority, cache_pb2.KeepPriority] = {
@@ -15,7 +16,7 @@ def hints_to_proto(hints: CacheHints) -> cache_pb2.CacheHints | None:
         return None
     message = cache_pb2.CacheHints(session_id=hints.session_id, keep_priority=_KEEP[hints.keep_priority])
     if hints.time_to_live_s is not None:
-        message.time_to_live.FromMicroseconds(round(hints.time_to_live_s * 1_000_000))
+        message.time_to_live.CopyFrom(duration_to_proto(hints.time_to_live_s))
     return message
 
 
@@ -24,7 +25,7 @@ def hints_from_proto(message: cache_pb2.CacheHints) -> CacheHints:
     hints = CacheHints(
         session_id=message.session_id,
         keep_priority=_KEEP_BACK.get(message.keep_priority, KeepPriority.NORMAL),
-        time_to_live_s=message.time_to_live.ToMicroseconds() / 1_000_000 if message.HasField("time_to_live") else None,
+        time_to_live_s=duration_from_proto(message.time_to_live) if message.HasField("time_to_live") else None,
     )
     hints.validate()
     return hints

@@ -304,16 +304,20 @@ def read_settings_file(path: str, component: str, names: Collection[str]) -> dic
     return values | _table(path, content, component, names)
 
 
-def check_settings_file(path: str, names: Mapping[str, Collection[str]]) -> None:
-    """Raise ConfigurationError for a key that no component has. `names` maps components to their settings."""
+def check_settings_file(path: str, names: Mapping[str, Collection[str]]) -> dict[str, Collection[str]]:
+    """Return the keys that the file has for each component, and for all under "". Raises ConfigurationError for a key
+    that no component has. `names` maps components to their settings.
+    """
     content = _parse(path)
     _check_tables(path, content)
-    for component, settings in names.items():
-        _table(path, content, component, settings)
+    keys: dict[str, Collection[str]] = {
+        component: _table(path, content, component, settings) for component, settings in names.items()
+    }
     all_names = {name for settings in names.values() for name in settings}
     for key, value in content.items():
         if key not in all_names and not _is_table(value, key):
             raise ConfigurationError(f"the settings file {path} has an unknown key {key}{suggestion(key, all_names)}")
+    return keys | {"": [key for key, value in content.items() if not _is_table(value, key)]}
 
 
 def _parse(path: str) -> dict[str, object]:

@@ -7,8 +7,6 @@ raises InvalidRequest.
 
 from collections.abc import Iterable, Sized
 
-from google.protobuf.duration_pb2 import Duration
-
 from mesh.cache_hints import hints_from_proto, hints_to_proto
 from mesh.domain import request as limits
 from mesh.domain.errors import InvalidRequest
@@ -16,6 +14,7 @@ from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.durations import duration_from_proto, duration_to_proto
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
 from tandem.v1 import sampling_pb2
 
@@ -377,14 +376,3 @@ def state_to_proto(state: WorkerState) -> worker_pb2.WorkerState:
 def state_from_proto(value: worker_pb2.WorkerState) -> WorkerState:
     """Return LOST for a state that this version does not know."""
     return _STATE_BACK.get(value, WorkerState.LOST)
-
-
-def duration_to_proto(seconds: float) -> Duration:
-    """Convert seconds, with a precision of one microsecond."""
-    duration = Duration()
-    duration.FromMicroseconds(round(seconds * 1_000_000))
-    return duration
-
-
-def duration_from_proto(message: Duration) -> float:
-    return message.ToMicroseconds() / 1_000_000

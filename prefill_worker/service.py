@@ -42,12 +42,9 @@ _FAILURE_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class KVDestination:
+class KVTarget:
     """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
     takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens.
-
-    This class, PrefillStarted and TransferFinished are the worker's view; the router has its own classes of the same
-    names (`router/attempt.py`), because neither imports the other.
     """
 
     address: str
@@ -59,7 +56,7 @@ class KVDestination:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillStarted:
+class PromptStarted:
     """Computation of the prompt began `elapsed_s` ago."""
 
     elapsed_s: float
@@ -73,7 +70,7 @@ class FirstToken:
 
 
 @dataclass(frozen=True, slots=True)
-class TransferFinished:
+class KVSent:
     """The decode worker has verified the KV, `duration_s` after the transfer was opened."""
 
     num_bytes: int
@@ -81,7 +78,7 @@ class TransferFinished:
     duration_s: float
 
 
-PrefillEvent = PrefillStarted | FirstToken | TransferFinished
+PromptEvent = PromptStarted | FirstToken | KVSent
 
 
 @dataclass(eq=False, slots=True)
@@ -91,7 +88,7 @@ class _Prompt:
     `context` is the context of the call, for logs."""
 
     sequence: SequenceState
-    destination: KVDestination
+    destination: KVTarget
     receivers: tuple[KVEndpoint, ...]
     started: asyncio.Future[None]
     first_token: asyncio.Future[SequenceOutput]
@@ -147,7 +144,7 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
+    async def prefill(self, request: SequenceSpec, destination: KVTarget) -> AsyncGenerator[PromptEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -168,7 +165,7 @@ class PrefillService:
             await self._engine.fetch_evicted(sequence)
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started
-            yield PrefillStarted(self._loop.time() - prompt.begun_s)
+            yield PromptStarted(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
             end_span(prompt.trace_span)
@@ -177,7 +174,7 @@ class PrefillService:
                 moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
-                yield TransferFinished(moved.num_bytes, moved.transport, duration_s)
+                yield KVSent(moved.num_bytes, moved.transport, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.

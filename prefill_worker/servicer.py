@@ -9,11 +9,11 @@ from mesh import wire
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
 from prefill_worker.service import (
     FirstToken,
-    KVDestination,
-    PrefillEvent,
+    KVSent,
+    KVTarget,
     PrefillService,
-    PrefillStarted,
-    TransferFinished,
+    PromptEvent,
+    PromptStarted,
 )
 
 
@@ -31,8 +31,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield message
 
 
-def _destination(message: prefill_pb2.KvDestination) -> KVDestination:
-    return KVDestination(
+def _destination(message: prefill_pb2.KvDestination) -> KVTarget:
+    return KVTarget(
         message.address,
         message.worker_id,
         message.incarnation,
@@ -42,7 +42,7 @@ def _destination(message: prefill_pb2.KvDestination) -> KVDestination:
     )
 
 
-def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
+def _messages(event: PromptEvent) -> Iterator[prefill_pb2.PrefillResponse]:
     """Yield one message, or several if a long prompt has many log-probs."""
     if isinstance(event, FirstToken):
         for part in event.output.in_parts():
@@ -51,8 +51,8 @@ def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
         yield _progress(event)
 
 
-def _progress(event: PrefillStarted | TransferFinished) -> prefill_pb2.PrefillResponse:
-    if isinstance(event, PrefillStarted):
+def _progress(event: PromptStarted | KVSent) -> prefill_pb2.PrefillResponse:
+    if isinstance(event, PromptStarted):
         return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     finished = prefill_pb2.TransferFinished(
         bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s

@@ -17,15 +17,14 @@ from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
 from router.api.operators import MeshServicer, Operations
-from router.attempt import PrefillClient
 from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
+from router.model_directory import ModelDirectory
 from router.model_router import ModelRouter, require_served
 from router.readiness import SERVICES, Readiness
 from router.role_switching import RoleSwitcher, SwitchLimits
-from router.service import ModelServices
 from router.settings import RouterSettings
 from router.tenants import NoKeys
 from router.traffic import Traffic, parse_traffic
@@ -33,6 +32,7 @@ from router.workers.connections import Caller, Channels, WorkerControl
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership, WorkerView
+from router.workers.prefill_client import PrefillClient
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -74,7 +74,7 @@ class RouterProcess:
 
         self._channels = Channels(self.membership, caller.credentials.tls)
         self._control = WorkerControl(self.membership, self._channels, caller, self._serving_beside)
-        self._links = DecodeLinks(self.membership, self._channels, caller, self._discard_snapshots)
+        self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
         prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
             ModelRouter(
@@ -84,14 +84,14 @@ class RouterProcess:
                 links=self._links,
                 prefill_client=prefill_client,
                 journal=self.journal,
-                on_change=self._discard_snapshots,
+                on_change=self._mesh_changed,
                 on_gap=self.metrics.gaps.add,
             )
             for model_settings in settings.each_model()
         ]
 
         services = [model_router.service for model_router in self.model_routers]
-        self._services = ModelServices(services, self.journal, self.traffic)
+        self._services = ModelDirectory(services, self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],
@@ -100,6 +100,7 @@ class RouterProcess:
             on_ready=lambda: announce("ready"),
         )
         self._tasks: list[asyncio.Task[None]] = []
+        self._proving: list[asyncio.Task[None]] = []
         self._has_changed = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
 
@@ -119,17 +120,16 @@ class RouterProcess:
         self._following = run_for_life(self._follow_mesh())
         await self.coordination.start()
         await self.public.start(SERVICES)
-        of_models = (model_router.run() for model_router in self.model_routers)
-        runs = (self._readiness.run(), self.history.run(self.reading), *of_models, *self._role_switching())
+        runs = (self._readiness.run(), self.history.run(self.reading), *self._role_switching())
         self._tasks = [run_for_life(run) for run in runs]
+        self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
 
     async def stop(self, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await _cancel(self._tasks)
         self._readiness.end()
         await self._services.drain(grace_s)
+        await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:
             model_router.close()
@@ -166,9 +166,9 @@ class RouterProcess:
     def _worker_changed(self, view: WorkerView) -> None:
         """The worker has joined, left or changed its state."""
         self.journal.note_worker(view)  # at once: it misses no state, however short
-        self._discard_snapshots()
+        self._mesh_changed()
 
-    def _discard_snapshots(self) -> None:
+    def _mesh_changed(self) -> None:
         """Discard what placement knows of workers, and follow the mesh soon. A worker has joined, left, changed its
         state, been proven or tripped; or a link has come up or broken."""
         for model_router in self.model_routers:
@@ -191,6 +191,12 @@ class RouterProcess:
             self._readiness.wake()
             await asyncio.sleep(0)  # canaries and readiness look at all workers, too
             await asyncio.sleep(min(_MAX_REST_S, _REST * (time.thread_time() - begun_s)))
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _downloading(fraction: float) -> None:

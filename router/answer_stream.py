@@ -1,6 +1,6 @@
 """The answer to one request: its choices run side by side, and the reader gets their tokens merged.
 
-    Choice.accept ─▶ _notify ─▶ AnswerStream.chunks() ─▶ Answer.deltas() ─▶ messages to the client
+    Choice.accept ─▶ _notify ─▶ AnswerStream.events() ─▶ Answer.deltas() ─▶ messages to the client
 
 A choice only signals that it has something ready; the reader takes everything at once, so tokens that are ready
 together share a message. With `best_of` the choices are ranked and returned once all have ended. The stream ends after
@@ -19,8 +19,9 @@ from typing import NamedTuple
 from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
-from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken
-from router.served_model import PromptEncoder
+from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken, unless_in
+from router.text.model_text import PromptEncoder
+from router.text.tokenizer import TextToken
 from router.validation import ValidRequest
 
 # Over all choices of a stream, alternatives included. An event takes about 200 bytes, so this is less than 1 MiB.
@@ -46,7 +47,7 @@ class ChoiceRun:
 
 
 class AnswerStream:
-    """Runs the choices. Read `chunks()` to the end, or call `close()`.
+    """Runs the choices. Read `events()` to the end, or call `close()`.
 
     Each permit is released when its choice has ended. With `num_best`, only that many choices are returned, each whole,
     the best with index 0.
@@ -76,14 +77,14 @@ class AnswerStream:
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
-    async def chunks(self) -> AsyncGenerator[ChoiceEvents, None]:
-        """Yield chunks as they become ready. Raises the error that the stream ends with."""
+    async def events(self) -> AsyncGenerator[ChoiceEvents, None]:
+        """Yield the events of a choice as they become ready. Raises the error that the stream ends with."""
         try:
             while self._num_open or self._ready or self._error is not None:
                 await self._wait_ready()
-                for chunk in self._take_ready():
+                for events in self._take_ready():
                     self._reading_since_s = self._loop.time()
-                    yield chunk
+                    yield events
                     self._reading_since_s = None
                 if self._error is not None:
                     raise self._error
@@ -91,13 +92,15 @@ class AnswerStream:
             self.close()
 
     def note_read(self) -> None:
-        """The client has read one of the messages that a chunk was split into."""
+        """The client has read one of the messages with parts of the prompt, which go before the first events."""
         self._reading_since_s = self._loop.time()
 
     def fail(self, error: BaseException) -> None:
         """End the stream with an error, if it has none yet. The client is watched until it has read the error."""
         if self._error is None:
             self._error = error
+            for choice in self._choices:
+                choice.ended_by = type(error).__name__
         self._cancel_choices()
         self._wake()
 
@@ -135,8 +138,8 @@ class AnswerStream:
 
     def _take_ready(self) -> list[ChoiceEvents]:
         choices, self._ready = self._ready, {}
-        chunks = [chunk for choice in choices if (chunk := choice.take()) is not None]
-        return chunks if self._num_best is None else [replace(chunk, index=i) for i, chunk in enumerate(chunks)]
+        ready = [events for choice in choices if (events := choice.take()) is not None]
+        return ready if self._num_best is None else [replace(events, index=i) for i, events in enumerate(ready)]
 
     def _choice_ended(self, run: ChoiceRun, task: "asyncio.Task[None]") -> None:
         run.permit.release()
@@ -197,10 +200,10 @@ class PromptInfo:
 class Delta(NamedTuple):
     """One message to the client. `echo` precedes the choice's first token.
 
-    A delta without a chunk carries a part of the prompt's tokens, and more deltas follow.
+    A delta without events carries a part of the prompt's tokens, and more deltas follow.
     """
 
-    chunk: ChoiceEvents | None
+    events: ChoiceEvents | None
     prompt: PromptInfo | None = None
     echo: str = ""
 
@@ -233,10 +236,10 @@ class Answer:
         waiting: list[ChoiceEvents] = []
         prompt_sent = False
         echoed: set[int] = set()
-        async with aclosing(self._stream.chunks()) as chunks:
-            async for chunk in chunks:
-                waiting.append(chunk)
-                if not prompt_sent and not self._knows_prompt(chunk):
+        async with aclosing(self._stream.events()) as stream:
+            async for events in stream:
+                waiting.append(events)
+                if not prompt_sent and not self._knows_prompt(events):
                     continue
                 prompt: PromptInfo | None = None
                 if not prompt_sent:
@@ -254,9 +257,9 @@ class Answer:
                     prompt = None
                 waiting.clear()
 
-    def _knows_prompt(self, chunk: ChoiceEvents) -> bool:
+    def _knows_prompt(self, events: ChoiceEvents) -> bool:
         """The prompt's log-probs come with the first tokens of the first choice; other choices wait for them."""
-        return not self._valid.params.prompt_logprobs or chunk.index == 0
+        return not self._valid.params.prompt_logprobs or events.index == 0
 
     async def _prompt_parts(self) -> AsyncIterator[PromptInfo]:
         """Yield at least one part; a part takes a few milliseconds to build and to convert."""
@@ -270,7 +273,7 @@ class Answer:
         size, logprobs = max(1, _MAX_PART_EVENTS // (1 + params.top_logprobs)), self._choice.prompt_logprobs
         start = 0
         while part := [
-            TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special)
+            TokenEvent(piece.id, piece.text, entry.logprob, self._top(entry), piece.special, self._own_bytes(piece))
             for piece, entry in islice(entries, size)
         ]:
             yield PromptInfo(request_id, len(ids), part, in_reasoning, params.revision)
@@ -279,4 +282,10 @@ class Answer:
             start += size
 
     def _top(self, entry: PromptLogprob) -> tuple[TopToken, ...]:
-        return tuple(TopToken(top.id, self._encoder.text_of(top.id), top.logprob) for top in entry.top)
+        tokenizer, with_bytes = self._encoder.tokenizer, self._valid.params.own_bytes
+        return tuple(TopToken.of(top, tokenizer, with_bytes=with_bytes) for top in entry.top)
+
+    def _own_bytes(self, piece: TextToken) -> bytes | None:
+        if piece.special or not self._valid.params.own_bytes:
+            return None
+        return unless_in(piece.text, self._encoder.tokenizer.bytes_of(piece.id, piece.text))

@@ -5,28 +5,20 @@ start on decode ─▶ reserved ─▶ prefill call ─▶ first token ─▶ tr
 fork: started together with another attempt, whose prompt it shares ─▶ tokens from decode ─▶ finished
 a failure ─▶ Replayable; in every case both workers are told to abort, and the reservation is released
 
-The decode worker is reached over its link (workers/decode_link.py). The call to the prefill worker, PrefillClient,
-lasts while that worker computes the prompt and sends its KV.
+The decode worker is reached over its link (workers/decode_link.py), the prefill worker by a call that lasts while it
+computes the prompt and sends its KV (workers/prefill_client.py).
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Protocol
 
-import grpc
 import structlog
 
-from mesh import wire
 from mesh.domain.errors import (
-    AttemptsFailed,
-    DeadlineExceeded,
-    InvalidRequest,
     MeshError,
-    ModelFailed,
     ReceiverLost,
-    Replayable,
     TransferCorrupt,
     TransferFailed,
     WorkerLost,
@@ -34,159 +26,13 @@ from mesh.domain.errors import (
 from mesh.domain.request import SequenceSpec, mint_id
 from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
-from mesh.rpc.status import ERROR_KEY
-from mesh.v1 import prefill_pb2, prefill_pb2_grpc
 from router.admission.in_flight import CapacityReservation
 from router.choice import Choice
 from router.timeline import Timeline
-from router.workers.connections import Caller, Channels, responses_of
 from router.workers.decode_link import Link
-from router.workers.membership import WorkerTable
+from router.workers.prefill_client import KVDestination, PrefillCaller, PrefillEvent, PrefillStarted
 
 log = structlog.get_logger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStarted:
-    """The prompt's first step began `elapsed_s` ago; the KV of its first layers exists by now.
-
-    This class, TransferFinished and KVDestination are the router's view; the prefill worker has its own classes of the
-    same names (`prefill_worker/service.py`), because neither imports the other.
-    """
-
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFinished:
-    """The decode worker has all KV.
-
-    `duration_s`: since the transfer was opened; None if the worker does not report it.
-    """
-
-    num_bytes: int
-    duration_s: float | None
-
-
-PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """The destination of a prompt's KV: blocks that a decode worker holds under `transfer_id`."""
-
-    decode: WorkerInfo
-    transfer_id: str
-    ready_tokens: int
-
-
-class PrefillCaller(Protocol):
-    """Calls prefill workers. Plug point: PrefillClient, and modelled workers
-    (tandem_cli/simulation/workers.py)."""
-
-    def run(
-        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
-    ) -> AsyncGenerator[PrefillEvent, None]:
-        """Yield the events of one prefill. Closing the generator cancels it.
-
-        Raises Replayable, InvalidRequest, ModelFailed, or DeadlineExceeded if the request's own deadline has passed.
-        """
-        ...
-
-
-class PrefillClient:
-    """Calls prefill workers; a call fails after `timeout_s`."""
-
-    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
-        self._table = table
-        self._channels = channels
-        self._caller = caller
-        self._timeout_s = timeout_s
-
-    async def run(
-        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
-    ) -> AsyncGenerator[PrefillEvent, None]:
-        stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
-        time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
-        call = stub.Prefill(
-            _message(request, destination),
-            timeout=min(self._timeout_s, time_left_s),
-            metadata=self._caller.metadata,
-        )
-        try:
-            async with aclosing(responses_of(call)) as responses:
-                async for response in responses:
-                    event = _event(response)
-                    if event is not None:
-                        yield event
-        except DeadlineExceeded as error:
-            if request.time_left_s is not None and request.time_left_s <= self._timeout_s:
-                raise
-            raise self._error_for_request(worker, error) from error
-        except MeshError as error:
-            raise self._error_for_request(worker, error) from error
-
-    def _error_for_request(self, worker: WorkerInfo, error: MeshError) -> MeshError:
-        """Return the error that the failed call means for the request."""
-        if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
-            return AttemptsFailed(f"a message about the prompt is too large: {error}")
-        if _is_unreachable(error):
-            self._table.lose(worker.worker_id, worker.incarnation)
-            return error
-        is_internal = isinstance(error, WorkerLost)
-        if isinstance(error, Replayable | InvalidRequest | ModelFailed) and not is_internal:
-            return error
-        log.warning("prefill failed", worker=worker.worker_id, error=str(error), kind=type(error).__name__)
-        # An error about settings or the timeout may be due to either end, and is not the client's fault: replay.
-        return error if is_internal else TransferFailed(f"the prefill worker ended the call: {error}")
-
-
-def _is_unreachable(error: MeshError) -> bool:
-    """True if the connection failed, or was closed because the worker is lost.
-
-    An error that the worker itself raised carries its name in the metadata.
-    """
-    cause = error.__cause__
-    if not isinstance(cause, grpc.aio.AioRpcError):
-        return isinstance(error, WorkerLost)
-    if cause.code() is not grpc.StatusCode.UNAVAILABLE:
-        return False
-    return ERROR_KEY not in dict(cause.trailing_metadata() or ())
-
-
-def _is_too_large(error: MeshError) -> bool:
-    """True if gRPC refused a message for its size; such an error carries no name in the metadata."""
-    cause = error.__cause__
-    return (
-        isinstance(cause, grpc.aio.AioRpcError)
-        and cause.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        and ERROR_KEY not in dict(cause.trailing_metadata() or ())
-    )
-
-
-def _message(request: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:
-    proto = prefill_pb2.KvDestination(
-        address=destination.decode.address,
-        worker_id=destination.decode.worker_id,
-        incarnation=destination.decode.incarnation,
-        transfer_id=destination.transfer_id,
-        ready_tokens=destination.ready_tokens,
-        ranks=wire.kv_endpoints_to_proto(destination.decode.kv_endpoints),
-    )
-    return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
-
-
-def _event(response: prefill_pb2.PrefillResponse) -> PrefillEvent | None:
-    kind = response.WhichOneof("event")
-    if kind == "first_token":
-        return wire.output_from_proto(response.first_token)
-    if kind == "started":
-        return PrefillStarted(response.started.elapsed_ms / 1000)
-    if kind == "finished":
-        finished = response.finished
-        duration_s = finished.duration_ms / 1000 if finished.HasField("duration_ms") else None
-        return TransferFinished(finished.bytes, duration_s)
-    return None
 
 
 @dataclass(frozen=True, slots=True)

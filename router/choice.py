@@ -3,7 +3,8 @@
     SequenceOutput ─▶ TokenOrder ─▶ token_ids ─▶ TextStream ─▶ pending TokenEvents ─▶ take() ─▶ ChoiceEvents
 
 Every token makes exactly one event, in order and at once; its text is empty while it is held back. Text that is
-released only at the end is added to the last token, so that the joined texts of all events are the result.
+released only at the end is added to the last token, so that the joined texts of all events are the result. A text may
+thus be that of other tokens: with `own_bytes`, an event has the bytes of the token itself beside it.
 
 Sibling choices of one prompt start together: the prompt is computed and sent once, and the choices share its KV.
 
@@ -157,16 +158,35 @@ class TopToken:
     id: int
     text: str
     logprob: float
+    own_bytes: bytes | None = None
+
+    @classmethod
+    def of(
+        cls, entry: TokenLogprob, tokenizer: Tokenizer, *, begins: bool = False, with_bytes: bool = False
+    ) -> "TopToken":
+        """`begins`: the token would begin a text. `with_bytes`: with its bytes, if they are not those of its text."""
+        text = tokenizer.text_of(entry.id, begins=begins)
+        own_bytes = unless_in(text, tokenizer.bytes_of(entry.id, text)) if with_bytes else None
+        return cls(entry.id, text, entry.logprob, own_bytes)
+
+
+def unless_in(text: str, own_bytes: bytes) -> bytes | None:
+    """Return a token's own bytes, or None if they are those of `text`, which is sent anyway."""
+    return None if own_bytes == text.encode() else own_bytes
 
 
 class TokenEvent(NamedTuple):
-    """A token with the text it adds: empty while text is held back, and by default for special tokens."""
+    """A token with the text it adds: empty while text is held back, and by default for special tokens.
+
+    `own_bytes`: the token's own, if they are requested and not those of `text`. Empty if it is left out of the text.
+    """
 
     id: int
     text: str
     logprob: float | None
     top: tuple[TopToken, ...]
     special: bool
+    own_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +227,8 @@ class Choice:
         self.timing: Timing | None = None
         """Set once the last token is here."""
         self.on_change: Callable[[], None] = lambda: None
+        self.ended_by = ""
+        """Name of the error with which the router has ended its stream, if it has."""
         self.traceparent = ""
         """Parent of the workers' spans; "" without tracing."""
         self._valid = valid
@@ -217,6 +239,7 @@ class Choice:
         self._tokenizer = tokenizer
         self._begins_text = _begins_text(valid)
         self._text = TextStream(tokenizer, _text_rules(valid), () if self._begins_text else valid.prompt_ids)
+        self._with_bytes = valid.params.own_bytes
         self._pending: list[TokenEvent] = []
         self._logprob_sum = 0.0
 
@@ -300,7 +323,7 @@ class Choice:
         self.cached_tokens = max(num_tokens, self.cached_tokens or 0)
 
     def take(self) -> ChoiceEvents | None:
-        """Return the unread events, or None without any. The last chunk has the finish reason."""
+        """Return the unread events, or None without any. The last ones have the finish reason."""
         if not self._pending and self.finish_reason is None:
             return None
         tokens, self._pending = self._pending, []
@@ -335,20 +358,28 @@ class Choice:
         self._logprob_sum += token.logprob
         special = token.id in self._tokenizer.special_ids
         text = "" if hide_text else self._text.push(token.id)
-        self._pending.append(TokenEvent(token.id, text, token.logprob, self._top(token.top), special))
+        event = TokenEvent(token.id, text, token.logprob, self._top(token.top), special)
+        if self._with_bytes and not hide_text:
+            added = self._text.added
+            own_bytes = added.encode() if special else self._tokenizer.bytes_of(token.id, added)
+            event = event._replace(own_bytes=unless_in(text, own_bytes))
+        self._pending.append(event)
 
     def _finish(self, reason: FinishReason) -> None:
         text = self._text.flush()
         if text and self._pending:  # the finish reason comes with the last token
             last = self._pending[-1]
-            self._pending[-1] = last._replace(text=last.text + text)
+            own_bytes = last.own_bytes
+            if self._with_bytes and own_bytes is None:
+                own_bytes = last.text.encode()
+            self._pending[-1] = last._replace(text=last.text + text, own_bytes=own_bytes)
         self.finish_reason = reason
 
     def _top(self, top: tuple[TokenLogprob, ...]) -> tuple[TopToken, ...]:
         if not top:
             return ()
-        text_of, begins = self._tokenizer.text_of, self._begins_text and len(self.token_ids) == 1
-        return tuple(TopToken(entry.id, text_of(entry.id, begins=begins), entry.logprob) for entry in top)
+        begins = self._begins_text and len(self.token_ids) == 1
+        return tuple(TopToken.of(entry, self._tokenizer, begins=begins, with_bytes=self._with_bytes) for entry in top)
 
 
 def _begins_text(valid: ValidRequest) -> bool:

@@ -38,7 +38,7 @@ from mesh.tasks import backoff_s
 from router.admission.in_flight import CapacityReservation
 from router.admission.placement import Placement, PlacementQuery, PrefixChain
 from router.admission.queue import PlacementQueue
-from router.attempt import Attempt, AttemptTimeouts, PrefillCaller
+from router.attempt import Attempt, AttemptTimeouts
 from router.choice import Choice, WaitingFork
 from router.journal import Journal
 from router.served_model import ServedModel
@@ -46,6 +46,7 @@ from router.settings import RouterSettings
 from router.timeline import Timeline
 from router.workers.decode_link import Link, Links
 from router.workers.health import TRANSFER_ERRORS, Trust, WorkerHealth
+from router.workers.prefill_client import PrefillCaller
 
 log = structlog.get_logger(__name__)
 
@@ -117,9 +118,9 @@ class FailureHistory:
 
 
 class ReplayBudget:
-    """A token bucket for replays without progress, shared by all requests. `clock` returns monotonic seconds.
+    """A token bucket for replays without progress, shared by all requests of a model.
 
-    `burst` is the capacity of the bucket, `per_s` its refill rate.
+    `clock` returns monotonic seconds. `burst` is the capacity of the bucket, `per_s` its refill rate.
     """
 
     def __init__(self, clock: Callable[[], float], *, burst: int, per_s: float) -> None:

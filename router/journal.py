@@ -7,7 +7,8 @@ when the choice has ended. OpenTelemetry sends spans from a thread of its own.
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from itertools import islice
@@ -16,7 +17,7 @@ from typing import Protocol
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from mesh.domain.errors import Replayable
+from mesh.domain.errors import MeshError, Replayable
 from mesh.domain.tokens import FinishReason
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.tracing import context_in, mark_failed, trace_id_of, traceparent_of
@@ -183,10 +184,15 @@ class Journal:
             reader.ended(trace)
         return trace
 
-    def refused(self, error: str) -> None:
-        """A request was refused with the error of this name before any choice started."""
-        for reader in self._readers:
-            reader.refused(error)
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """An error of the mesh within the block refuses a request before any choice has started."""
+        try:
+            yield
+        except MeshError as error:
+            for reader in self._readers:
+                reader.refused(type(error).__name__)
+            raise
 
     def _note(self, kind: IncidentKind, *, worker_id: str = "", request_id: str = "", cause: str = "") -> None:
         incident = Incident(self._clock(), kind, worker_id, request_id, cause)

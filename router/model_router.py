@@ -18,17 +18,18 @@ from router.admission.limiter import ConcurrencyLimiter
 from router.admission.placement import NoPlacement
 from router.admission.queue import PlacementQueue
 from router.advice import DEFAULT_TTFT_TARGET_S, Adviser, RoleLoad, Sample
-from router.attempt import PrefillCaller
 from router.dispatch import Dispatcher
 from router.journal import Journal
-from router.served_model import ModelText, ServedModel
+from router.served_model import ServedModel
 from router.service import ModelService
 from router.settings import RouterSettings
+from router.text.model_text import ModelText
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
 from router.workers.membership import WorkerTable, WorkerView
 from router.workers.mesh_view import MeshView
+from router.workers.prefill_client import PrefillCaller
 
 log = structlog.get_logger(__name__)
 

@@ -64,7 +64,7 @@ class Readiness:
 
     def _health(self) -> dict[str, bool]:
         """Return by service name whether it is serving now."""
-        has = {role: self._num_healthy(role) > 0 for role in WorkerRole}
+        has = {role: self._num_serving(role) > 0 for role in WorkerRole}
         needs_prefill = self._expect_prefill > 0 and not self._has_served
         serving = has[WorkerRole.DECODE] and (has[WorkerRole.PREFILL] or not needs_prefill)
         self._has_served |= serving
@@ -82,12 +82,12 @@ class Readiness:
             self._on_ready()
 
     def _is_complete(self) -> bool:
-        num_decode = self._num_healthy(WorkerRole.DECODE, with_transfers=self._expect_prefill > 0)
+        num_decode = self._num_serving(WorkerRole.DECODE, with_transfers=self._expect_prefill > 0)
         return (
-            self._num_healthy(WorkerRole.PREFILL) >= self._expect_prefill
+            self._num_serving(WorkerRole.PREFILL) >= self._expect_prefill
             and num_decode >= self._expect_decode
             and all(mesh.has_path for mesh in self._meshes if self._expect_decode)
         )
 
-    def _num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
-        return sum(mesh.num_healthy(role, with_transfers=with_transfers) for mesh in self._meshes)
+    def _num_serving(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        return sum(mesh.num_serving(role, with_transfers=with_transfers) for mesh in self._meshes)

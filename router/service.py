@@ -4,23 +4,23 @@ Life of a Generate call:
 
     check parameters, priority ─▶ permits (or Overloaded, at once) ─▶ structure, template, tokens, limits
         ─▶ one Dispatcher.run per choice
-        ─▶ chunks, merged: the first carries PromptInfo, a choice's last its finish reason and usage
+        ─▶ deltas, merged: the first carries PromptInfo, a choice's last its finish reason and usage
         ─▶ finished, failed or cancelled: attempts aborted, reservations and permits released
 
 A request holds one permit per choice, because each choice runs as a sequence of its own. Tokenize needs no permit: it
 has its own threads and its own cap. Tokenize and Generate share the template process, one rendering at a time.
 
-ModelServices finds a request's model by name.
+The service of a request is found in ModelDirectory, by the name of its model (model_directory.py).
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
 import structlog
 
-from mesh.domain.errors import InvalidRequest, MeshError, ModelNotFound, NoWorkers, Overloaded
+from mesh.domain.errors import NoWorkers, Overloaded
 from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
@@ -29,13 +29,13 @@ from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, 
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
-from router.served_model import EncodedPrompt, LimitPolicy, ModelInfo, ModelText
+from router.served_model import LimitPolicy, ModelInfo
 from router.settings import RouterSettings
 from router.tenants import ANONYMOUS, Tenant
 from router.text.chat import Prompt
+from router.text.model_text import EncodedPrompt, ModelText
 from router.text.tokenizer import TextToken
 from router.timeline import Timeline
-from router.traffic import Traffic, conversation_key
 from router.validation import (
     GenerateParams,
     Limits,
@@ -48,12 +48,11 @@ from router.validation import (
     complete_sampling,
     require_prompt,
 )
-from router.workers.mesh_view import MeshView, shown
+from router.workers.mesh_view import MeshView
 
 log = structlog.get_logger(__name__)
 
 _MAX_LOGGED_CHARS = 128
-_MAX_SHOWN_CHARS = 128
 _MAX_TOKENIZING = 16
 _STOPPING = "this router is stopping; try again"
 
@@ -98,8 +97,8 @@ class ModelService:
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating. Raises errors that keep the request from starting; the answer raises later ones."""
         if params.client_request_id:  # bound here so that all log lines of the call and its choices carry it
-            shown = params.client_request_id[:_MAX_LOGGED_CHARS]
-            structlog.contextvars.bind_contextvars(client_request_id=shown)
+            label = params.client_request_id[:_MAX_LOGGED_CHARS]
+            structlog.contextvars.bind_contextvars(client_request_id=label)
         if self._stopping:
             raise NoWorkers(_STOPPING)
         self._num_open += 1
@@ -216,12 +215,12 @@ class ModelService:
     def _validate(self, params: GenerateParams, prompt: EncodedPrompt, queue_entry: QueueEntry) -> ValidRequest:
         limits = self._limits()
         self._check_ids(prompt, limits)
-        spellings = self._text.encoder.spellings(params.sampling.bad_words)
         sampling = complete_sampling(
-            replace(params.sampling, bad_word_ids=(*params.sampling.bad_word_ids, *spellings)),
+            params.sampling,
             num_prompt_tokens=len(prompt.ids),
             vocab_size=self.model.facts.vocab_size,
             limits=limits,
+            spellings=self._text.encoder.spellings(params.sampling.bad_words),
         )
         ids = tuple(prompt.ids)
         valid = ValidRequest(
@@ -267,7 +266,7 @@ class ModelService:
             await self._dispatcher.run(choice, timeline, valid.queue_entry.deadline_s)
         except BaseException as failure:
             if choice.finish_reason is None:
-                error = type(failure).__name__
+                error = choice.ended_by or type(failure).__name__
             raise
         finally:
             self._count_end()
@@ -298,100 +297,3 @@ class ModelService:
         self._forecast.service.did(1)
         if not self._num_running:
             self._forecast.service.end()
-
-
-class ModelServices:
-    """All models of a router, by name. A request without a name means the only model."""
-
-    def __init__(self, services: Sequence[ModelService], journal: Journal, traffic: Traffic) -> None:
-        self._by_name = {service.model.name: service for service in services}
-        self._journal = journal
-        self._traffic = traffic
-
-    async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
-        """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
-        name = self._public_name(params.model)
-        try:
-            params = self._with_revision(params, name)
-            service = self.find(params.model)
-            answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
-        except MeshError as error:
-            self._journal.refused(type(error).__name__)
-            raise
-        if params.revision:
-            self._traffic.began(name, params.revision)
-        return answer
-
-    def _with_revision(self, params: GenerateParams, name: str) -> GenerateParams:
-        """Choose the model that answers, if `name` stands for several revisions."""
-        if not self._traffic.revisions(name):
-            return params  # without the hash of a prompt that may be long
-        model = self._traffic.choose(name, conversation_key(params.prompt, params.tenant.name))
-        return replace(params, model=model, revision=model)
-
-    def _public_name(self, name: str) -> str:
-        """The only name that clients need if they give none."""
-        names = self._traffic.public_names()
-        return names[0] if not name and len(names) == 1 else name
-
-    def describe(self, name: str) -> ModelInfo:
-        """A model with the limits that hold now. A name that stands for several is described by that with the largest
-        share. Raises the errors of `find`.
-        """
-        name = self._public_name(name)
-        revisions = [self._by_name[model].describe() for model in self._traffic.revisions(name)]
-        if not revisions:
-            return self.find(name).describe()
-        return replace(
-            revisions[0],
-            model=replace(revisions[0].model, name=name),
-            ready=any(revision.ready for revision in revisions),
-            max_concurrent_requests=sum(revision.max_concurrent_requests for revision in revisions),
-        )
-
-    def describe_all(self) -> list[ModelInfo]:
-        """All models, in the order of the settings, after the names that stand for several of them."""
-        names = [name for name in self._traffic.public_names() if name not in self._by_name]
-        return [self.describe(name) for name in (*names, *self._by_name)]
-
-    def find(self, name: str) -> ModelService:
-        """The service of a model, also by the name of one of its adapters, or by one that stands for several models.
-        Raises ModelNotFound; InvalidRequest if the name is empty and there are several models, or if several models
-        have such an adapter.
-        """
-        name = self._public_name(name)
-        for known in (name, *self._traffic.revisions(name)):
-            if known in self._by_name:
-                return self._by_name[known]
-        adapters = [(adapter, service) for service in self.all() for adapter in service.describe().adapters]
-        with_it = [service for adapter, service in adapters if adapter == name]
-        if len(with_it) > 1:
-            models = ", ".join(service.model.name for service in with_it)
-            raise InvalidRequest(f"model: {models} have an adapter {name!r}: name one of them, and the adapter")
-        if with_it:
-            return with_it[0]
-        served = shown([*self._by_name, *(adapter for adapter, _ in adapters)])
-        if name:
-            raise ModelNotFound(f"model {name[:_MAX_SHOWN_CHARS]!r} is not served here; served: {served}")
-        if len(self._by_name) > 1:
-            raise InvalidRequest(f"model: name one of those served here: {served}")
-        return next(iter(self._by_name.values()))
-
-    def all(self) -> list[ModelService]:
-        """All services, in the order of the settings."""
-        return list(self._by_name.values())
-
-    async def drain(self, grace_s: float) -> None:
-        """Drain all models at the same time; see ModelService.drain."""
-        await asyncio.gather(*(service.drain(grace_s) for service in self.all()))
-
-
-def _with_adapter(params: GenerateParams, model: str) -> GenerateParams:
-    """The parameters, whose adapter may stand in place of the model's name. Raises InvalidRequest for two adapters."""
-    if params.model in ("", model):
-        return params
-    if params.adapter not in ("", params.model):
-        raise InvalidRequest(
-            f"model {params.model[:_MAX_SHOWN_CHARS]!r} is an adapter, and adapter names another: give one of them"
-        )
-    return replace(params, adapter=params.model)

@@ -86,7 +86,7 @@ class RouterSettings(ModelSettings):
     max_attempts: int = setting(10, "consecutive attempts without a new token before a request fails")
     max_worker_losses: int = setting(4, "consecutive worker losses without progress before a request fails")
     max_replays_per_s: float = setting(
-        20.0, "rate of consecutive replays without progress, over all requests; further replays wait"
+        20.0, "rate of consecutive replays without progress, over all requests of a model; further replays wait"
     )
     trip_after: int = setting(3, "consecutive failures after which a worker gets no requests until a canary succeeds")
     canary_timeout_s: float = setting(10.0, "how long a canary, the tiny request that tests a worker, may take")
@@ -113,9 +113,11 @@ class RouterSettings(ModelSettings):
     switch_after_s: float = setting(30.0, "how long advice stands before switch_roles follows it")
     switch_pause_s: float = setting(120.0, "how long no worker has come or gone before switch_roles makes a switch")
     expect_prefill: int = setting(
-        0, "prefill workers, over all models, to wait for before announcing ready; the first SERVING waits for one"
+        0,
+        "number of prefill workers, over all models, to wait for before announcing ready; with 1 and more, the first "
+        "SERVING waits for one",
     )
-    expect_decode: int = setting(1, "decode workers to wait for before announcing ready")
+    expect_decode: int = setting(1, "number of decode workers, over all models, to wait for before announcing ready")
 
     def __post_init__(self) -> None:
         super().__post_init__()

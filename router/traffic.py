@@ -29,6 +29,7 @@ from router.text.chat import ChatPrompt, Prompt, TextPrompt
 log = structlog.get_logger(__name__)
 
 _MAX_NAME_CHARS = 128
+_NOT_IN_NAMES = "=:,;"  # they separate the parts of shares in words
 _HASH_BYTES = 8
 _RECENT_S, _RECENT_STEP_S = 300.0, 10.0
 
@@ -41,7 +42,7 @@ class TrafficTable:
     """All shares, by public name. `set_at`: microseconds since the epoch when an operator set those of a name; those of
     the other names are from the settings."""
 
-    shares: Mapping[str, Shares]
+    shares: Mapping[str, Shares]  # none for a name that an operator has removed
     set_at: Mapping[str, int] = field(default_factory=dict)
 
     def joined(self, other: "TrafficTable") -> "TrafficTable":
@@ -106,9 +107,11 @@ class Traffic:
                 raise ConfigurationError(f"traffic: {error}") from None
 
     def share_out(self, name: str, shares: Shares) -> None:
-        """Give the revisions of a name these shares from the next request on. Raises InvalidRequest."""
+        """Give the revisions of a name these shares from the next request on. A name of which all get 0 is removed.
+        Raises InvalidRequest."""
         kept = _above_zero(shares)
-        self._require_valid(name, kept)
+        if kept or not shares or not self.table.shares.get(name):
+            self._require_valid(name, kept)
         set_at = max(self.table.set_at.get(name, 0) + 1, time.time_ns() // 1000)
         self.adopt(TrafficTable({name: kept}, {name: set_at}))
 
@@ -117,7 +120,8 @@ class Traffic:
         joined = self.table.joined(table)
         for name, shares in joined.shares.items():
             if shares != self.table.shares.get(name):
-                log.warning("traffic is shared out", model=name, shares=dict(shares))
+                change = "traffic is shared out" if shares else "a name stands for no revisions any more"
+                log.warning(change, model=name, shares=dict(shares))
                 self._recent[name] = _Recent(self._clock())
         self.table = joined
 
@@ -173,6 +177,8 @@ class Traffic:
         served = ", ".join(self._models)
         if not name or len(name) > _MAX_NAME_CHARS or name in self._models:
             raise InvalidRequest(f"{shown} cannot stand for revisions: it must be a name that no model has ({served})")
+        if any(char in name for char in _NOT_IN_NAMES):
+            raise InvalidRequest(f"{shown} is no name for revisions: it has one of {' '.join(_NOT_IN_NAMES)}")
         if not shares:
             raise InvalidRequest(f"{shown} needs a revision with a share above 0, as in {self._models[0]}=100")
         for model, weight in shares.items():

@@ -47,7 +47,8 @@ class GenerateParams:
 
     `best_of`: generate this many choices and return the best `num_choices` at the end. `ttft_target_s`: a first token
     later than this is worthless to the client. `adapter`: the name of a LoRA adapter, empty for the base model.
-    `include_eos`: None means as `include_stop`. `cache_hints`: what the client says about the KV afterwards.
+    `include_eos`: None means as `include_stop`. `own_bytes`: tokens have their bytes beside the text that they add.
+    `cache_hints`: what the client says about the KV afterwards.
     `revision`: the model that the router has chosen for a name that stands for several (traffic.py); empty otherwise.
     """
 
@@ -63,6 +64,7 @@ class GenerateParams:
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     include_eos: bool | None = None
+    own_bytes: bool = False
     trace_headers: Mapping[str, str] = field(default_factory=dict)
     client_request_id: str = ""
     tenant: Tenant = ANONYMOUS
@@ -179,10 +181,20 @@ def check_prompt_logprobs(params: GenerateParams, num_prompt_tokens: int) -> Non
 
 
 def complete_sampling(
-    sampling: SamplingParams, *, num_prompt_tokens: int, vocab_size: int, limits: Limits
+    sampling: SamplingParams,
+    *,
+    num_prompt_tokens: int,
+    vocab_size: int,
+    limits: Limits,
+    spellings: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParams:
-    """Return checked parameters with a seed and max_new_tokens. Raises InvalidRequest."""
-    sampling.validate(vocab_size)
+    """Return parameters with a seed, max_new_tokens and the spellings of their bad words. Raises InvalidRequest.
+
+    `sampling` has passed SamplingParams.validate, so only what is added is checked here.
+    """
+    if spellings:
+        sampling = replace(sampling, bad_word_ids=(*sampling.bad_word_ids, *spellings))
+        sampling.validate_bad_words(vocab_size)
     max_new = sampling.max_new_tokens
     if max_new is None:
         max_new = limits.default_new_tokens(num_prompt_tokens)
@@ -193,5 +205,5 @@ def complete_sampling(
         )
     seed = random.randint(0, MAX_SEED) if sampling.seed is None else sampling.seed
     completed = replace(sampling, max_new_tokens=max_new, seed=seed)
-    completed.validate(vocab_size)
+    completed.validate_lengths()
     return completed

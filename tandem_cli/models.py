@@ -12,6 +12,7 @@ from tandem_cli.parser import Command, CommandParser
 from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
 _TIMEOUT_S = 10.0
+_NOT_IN_NAMES = frozenset("=:,;")
 
 
 def _add_models_arguments(parser: CommandParser) -> None:
@@ -38,18 +39,23 @@ def _list_models(args: argparse.Namespace) -> int:
 def _add_traffic_arguments(parser: CommandParser) -> None:
     about = "the name that clients ask for; without one, all shares are shown"
     parser.add_argument("name", nargs="?", default="", metavar="NAME", help=about)
-    about = "share of a served model, in proportion to the sum; models that are not named get none"
+    about = "share of a served model, in proportion to the sum; models that are not named get none; 0: end the name"
     parser.add_argument("shares", nargs="*", metavar="MODEL=SHARE", help=about)
     add_connection_arguments(parser)
 
 
 def _share_out(args: argparse.Namespace) -> int:
     """Set the shares of one name, then print those of all names. Raises TandemError."""
+    if _NOT_IN_NAMES & set(args.name):
+        raise tandem.InvalidRequest(f"the name comes first, as in tandem traffic chat v1=90 v2=10, got {args.name!r}")
     shares = dict(map(_share, args.shares))
     with open_client(args) as client:
         if shares:
             client.set_traffic(args.name, shares, timeout=_TIMEOUT_S)
         traffic = client.mesh(timeout=_TIMEOUT_S).traffic
+    if shares and not any(shares.values()):
+        print(strip_controls(f"{args.name} stands for no revisions any more"))
+        return 0
     if not args.name and not traffic:
         print("no name stands for revisions; give one with: tandem traffic NAME MODEL=SHARE ...", file=sys.stderr)
     if args.name and args.name not in traffic:

@@ -1,4 +1,4 @@
-"""The parser of every command: argparse, with errors of one line that say what was probably meant."""
+"""The parser of every command: argparse, with errors of one line that say what was probably meant; types of values."""
 
 import argparse
 import os
@@ -100,6 +100,22 @@ class CommandParser(argparse.ArgumentParser):
         if not flags and knob.note:
             return f", which would have no effect: {knob.note}"
         return f"; here it is {' and '.join(flags)}" if flags.keys() <= self._option_string_actions.keys() else ""
+
+
+def positive(text: str) -> float:
+    """The type of arguments that are numbers above 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
+    return value
+
+
+def count(text: str) -> int:
+    """The type of arguments that are whole numbers above 0."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
+    return value
 
 
 def shows_all(words: Sequence[str]) -> bool:

@@ -36,7 +36,7 @@ from tandem_cli.capacity.prediction import (
 )
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
 from tandem_cli.deployment import find_model
-from tandem_cli.parser import CommandParser
+from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console
 
@@ -55,27 +55,27 @@ def add_arguments(parser: CommandParser) -> None:
     parser.add_argument("model", nargs="?", default="tandem-small", help=MODEL_HELP)
     add_precision(parser)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
-    parser.add_argument("--tensor-parallel", type=_positive_int, metavar="N", help=about)
+    parser.add_argument("--tensor-parallel", type=count, metavar="N", help=about)
     about = "stages that divide the layers of a worker, each with as many ranks (1, or those of a partitioned model)"
-    parser.add_argument("--pipeline-parallel", type=_positive_int, metavar="N", help=about)
+    parser.add_argument("--pipeline-parallel", type=count, metavar="N", help=about)
     add_device(parser)
     _add_adapters(parser)
     load = parser.add_argument_group("load")
-    load.add_argument("--input-tokens", type=_positive_int, default=256, metavar="N", help="tokens of a prompt (256)")
-    load.add_argument("--output-tokens", type=_positive_int, default=64, metavar="N", help="tokens of an answer (64)")
+    load.add_argument("--input-tokens", type=count, default=256, metavar="N", help="tokens of a prompt (256)")
+    load.add_argument("--output-tokens", type=count, default=64, metavar="N", help="tokens of an answer (64)")
     about = "sequences per decode step (default: those of 1 8 32 128 that fit)"
-    load.add_argument("--batch", type=_positive_int, nargs="+", metavar="N", help=about)
+    load.add_argument("--batch", type=count, nargs="+", metavar="N", help=about)
     demand = load.add_mutually_exclusive_group()
-    demand.add_argument("--rate", type=_positive, default=1.0, metavar="R", help="requests per second (1)")
+    demand.add_argument("--rate", type=positive, default=1.0, metavar="R", help="requests per second (1)")
     demand.add_argument(
         "--users",
-        type=_positive_int,
+        type=count,
         metavar="N",
         help="instead of a rate: users who send their next request immediately",
     )
     load.add_argument(
         "--link-gbit-per-s",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=[10.0, 100.0],
         metavar="G",
@@ -85,7 +85,7 @@ def add_arguments(parser: CommandParser) -> None:
     measured.add_argument("--measure", action="store_true", help="measure the engine with this model on this machine")
     measured.add_argument("--measured", type=Path, metavar="FILE", help="show results that tandem bench --json wrote")
     parser.add_argument(
-        "--price-per-hour", type=_positive, metavar="P", help="price of the device, to compute prices of tokens"
+        "--price-per-hour", type=positive, metavar="P", help="price of the device, to compute prices of tokens"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
@@ -105,7 +105,7 @@ def _add_adapters(parser: argparse.ArgumentParser) -> None:
     about = "an adapter in PEFT's format, or a folder that has a folder of each; repeatable"
     adapters.add_argument("--adapter", action="append", default=[], metavar="NAME=FOLDER", help=about)
     about = "adapters in memory at once (all)"
-    adapters.add_argument("--max-loaded-adapters", type=_positive_int, default=0, metavar="N", help=about)
+    adapters.add_argument("--max-loaded-adapters", type=count, default=0, metavar="N", help=about)
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
@@ -115,15 +115,15 @@ def add_device(parser: argparse.ArgumentParser) -> None:
         "--device", metavar="NAME", help=f"here: this machine's CPU, measured (default); or {', '.join(DEVICES)}"
     )
     device.add_argument(
-        "--threads", type=_positive_int, metavar="N", help="threads on this machine (default: all allowed cores)"
+        "--threads", type=count, metavar="N", help="threads on this machine (default: all allowed cores)"
     )
     device.add_argument(
-        "--memory", type=_positive, metavar="GB", help="describe an unlisted device: memory in 1e9 bytes"
+        "--memory", type=positive, metavar="GB", help="describe an unlisted device: memory in 1e9 bytes"
     )
-    device.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="memory bandwidth of the unlisted device")
+    device.add_argument("--bandwidth", type=positive, metavar="GB/s", help="memory bandwidth of the unlisted device")
     device.add_argument(
         "--flops",
-        type=_positive,
+        type=positive,
         metavar="TFLOP/s",
         help="dense arithmetic of the unlisted device, at the type of the weights",
     )
@@ -357,22 +357,8 @@ def _num_threads(args: argparse.Namespace) -> int:
     return args.threads or len(os.sched_getaffinity(0))
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
-    return value
-
-
 def _share(text: str) -> float:
     value = float(text)
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"must be in (0, 1], got {text}")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
     return value

@@ -9,7 +9,7 @@ from rich.table import Table
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.kv import Span
 from tandem_cli.capacity.prediction import PlanResult
-from tandem_cli.terminal import FittingTable
+from tandem_cli.terminal import FittingTable, figures_table
 
 if TYPE_CHECKING:
     from tandem_cli.capacity.ranks import RankMemory
@@ -65,7 +65,7 @@ def _experts(model: PlanResult) -> str:
 
 def _memory(plan: PlanResult) -> Table:
     columns = ("weights", "rest and KV", "weights bytes", "KV bytes/token", "KV tokens")
-    table = _table(*columns, f"users of {plan['context_tokens']} tokens")
+    table = figures_table(*columns, f"users of {plan['context_tokens']} tokens")
     for row in plan["memory"]:
         fits = row["kv_tokens"] > 0
         table.add_row(
@@ -83,7 +83,7 @@ def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
     columns = ("layers", "KV heads", "weights bytes", "KV bytes/token", f"KV of {context_tokens} tokens")
     own_cores = [rank.cores for rank in ranks if rank.cores is not None]
     has_adapters = any(rank.adapter_bytes for rank in ranks)
-    table = _table("rank", *columns, *(["adapters bytes"] if has_adapters else []), "cores")
+    table = figures_table("rank", *columns, *(["adapters bytes"] if has_adapters else []), "cores")
 
     def add(name: str, spans: tuple[Span, ...], sizes: tuple[float, ...], cores: int | None) -> None:
         weights_bytes, kv_bytes, adapter_bytes = sizes
@@ -107,7 +107,7 @@ def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
 def _predictions(plan: PlanResult) -> Table:
     has_prices = plan["predictions"][0]["price_per_million"] is not None
     columns = ["pass", "FLOP/byte", "ms at best", "measured ms", "times longer", "tokens/s at best", "measured"]
-    table = _table(*columns, *(["price per million"] if has_prices else []))
+    table = figures_table(*columns, *(["price per million"] if has_prices else []))
     for row in plan["predictions"]:
         is_prefill = row["name"] == "prefill_ms"
         fits = row["fits"]
@@ -140,13 +140,6 @@ def _load(plan: PlanResult) -> str:
             f"1 : {need['decode_per_prefill']:.2f}; start at least {prefill} + {decode}"
         )
     return "\n".join(lines)
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column, name in enumerate(columns):
-        table.add_column(name, justify="left" if column == 0 else "right")
-    return table
 
 
 def _maybe(value: float | None, form: str) -> str:

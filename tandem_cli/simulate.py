@@ -23,7 +23,7 @@ from mesh.settings import flag_name, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, Slo, count_errors
-from tandem_cli.parser import CommandParser
+from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
@@ -31,7 +31,7 @@ from tandem_cli.simulation.figures import Figures, by_hour, figures
 from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
-from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.simulation.scaling_rules import ScaleLimits
 from tandem_cli.terminal import wide_console
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def add_arguments(parser: CommandParser) -> None:
     )
     about = f"time per output token after the first ({_SLO.tpot_ms:g})"
     goals.add_argument("--slo-tpot-ms", type=float, default=_SLO.tpot_ms, metavar="MS", help=about)
-    goals.add_argument("--price-per-hour", type=_positive, metavar="P", help="price of a worker's machine")
+    goals.add_argument("--price-per-hour", type=positive, metavar="P", help="price of a worker's machine")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
 
 
@@ -71,18 +71,18 @@ def _add_trace(parser: CommandParser) -> None:
     about = "JSON lines with arrival_s, input_tokens and max_tokens, as tandem bench --trace takes them"
     parser.add_argument("trace", nargs="?", type=Path, metavar="TRACE", help=about)
     drawn = group.add_mutually_exclusive_group()
-    drawn.add_argument("--rate", type=_positive, metavar="R", help="without a trace: Poisson arrivals, R per second")
+    drawn.add_argument("--rate", type=positive, metavar="R", help="without a trace: Poisson arrivals, R per second")
     about = "without a trace: a day with R requests per second in the mean, 1.6 R at 15:00, 0.4 R at 3:00"
-    drawn.add_argument("--day", type=_positive, metavar="R", help=about)
-    group.add_argument("--duration", type=_positive, default=600.0, metavar="S", help="seconds of --rate (600)")
-    group.add_argument("--input-tokens", type=_count, default=256, metavar="N", help="mean tokens of a prompt (256)")
-    group.add_argument("--output-tokens", type=_count, default=64, metavar="N", help="mean tokens of an answer (64)")
+    drawn.add_argument("--day", type=positive, metavar="R", help=about)
+    group.add_argument("--duration", type=positive, default=600.0, metavar="S", help="seconds of --rate (600)")
+    group.add_argument("--input-tokens", type=count, default=256, metavar="N", help="mean tokens of a prompt (256)")
+    group.add_argument("--output-tokens", type=count, default=64, metavar="N", help="mean tokens of an answer (64)")
     about = "spread of the lengths: sigma of their logarithms; 0: all are equal (0)"
     group.add_argument("--spread", type=_not_negative, default=0.0, metavar="S", help=about)
     about = (
         "prompts get up to X times as long, at 9:00 or the ends of --duration, and as short, answers the other way (1)"
     )
-    group.add_argument("--shift", type=_positive, default=1.0, metavar="X", help=about)
+    group.add_argument("--shift", type=positive, default=1.0, metavar="X", help=about)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of arrivals and lengths (0)")
     group.add_argument("--write-trace", type=Path, metavar="FILE", help="also write the requests, for tandem bench")
 
@@ -97,15 +97,15 @@ def _add_profile(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     add_precision(group)
     about = "bandwidth of the links that carry KV (10)"
-    group.add_argument("--link-gbit-per-s", type=_positive, default=10.0, metavar="G", help=about)
+    group.add_argument("--link-gbit-per-s", type=positive, default=10.0, metavar="G", help=about)
     add_device(parser)
 
 
 def _add_mesh(parser: CommandParser) -> None:
     group = parser.add_argument_group("mesh")
     group.add_argument("--prefill", type=_not_negative_count, metavar="N", help="prefill workers (1)")
-    group.add_argument("--decode", type=_count, metavar="N", help="decode workers (1)")
-    group.add_argument("--sweep", type=_count, metavar="N", help="N workers, divided between the roles in each way")
+    group.add_argument("--decode", type=count, metavar="N", help="decode workers (1)")
+    group.add_argument("--sweep", type=count, metavar="N", help="N workers, divided between the roles in each way")
     for field in fields(RouterSettings):
         if field.name in _ROUTER_SETTINGS:
             parser.add_setting(field, group=group)
@@ -116,13 +116,13 @@ def _add_mesh(parser: CommandParser) -> None:
     about = "scale both roles by the router's own advice instead"
     by.add_argument("--scale-by-advice", action="store_const", const="advice", dest="scale_rule", help=about)
     about = f"fewest workers of each role ({_LIMITS.min_workers}, or --max-workers if that is less)"
-    rule.add_argument("--min-workers", type=_count, metavar="N", help=about)
+    rule.add_argument("--min-workers", type=count, metavar="N", help=about)
     about = f"most workers of each role ({_LIMITS.max_workers})"
-    rule.add_argument("--max-workers", type=_count, default=_LIMITS.max_workers, metavar="N", help=about)
+    rule.add_argument("--max-workers", type=count, default=_LIMITS.max_workers, metavar="N", help=about)
     about = f"seconds from the wish for a worker until it serves ({_LIMITS.start_s:g})"
-    rule.add_argument("--worker-start", type=_positive, default=_LIMITS.start_s, metavar="S", help=about)
+    rule.add_argument("--worker-start", type=positive, default=_LIMITS.start_s, metavar="S", help=about)
     about = f"seconds that a worker may drain ({_LIMITS.drain_s:g})"
-    rule.add_argument("--worker-drain", type=_positive, default=_LIMITS.drain_s, metavar="S", help=about)
+    rule.add_argument("--worker-drain", type=positive, default=_LIMITS.drain_s, metavar="S", help=about)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -268,13 +268,6 @@ def _slo(args: argparse.Namespace) -> Slo:
     return replace(_SLO, ttft_ms=args.slo_ttft_ms, tpot_ms=args.slo_tpot_ms)
 
 
-def _positive(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be > 0, got {text}")
-    return value
-
-
 def _not_negative(text: str) -> float:
     value = float(text)
     if not 0 <= value < float("inf"):
@@ -282,12 +275,5 @@ def _not_negative(text: str) -> float:
     return value
 
 
-def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
-    return value
-
-
 def _not_negative_count(text: str) -> int:
-    return 0 if int(text) == 0 else _count(text)
+    return 0 if int(text) == 0 else count(text)

@@ -3,10 +3,9 @@
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
-from rich.table import Table
 
 from tandem_cli.simulation.figures import Figures
-from tandem_cli.terminal import FittingTable
+from tandem_cli.terminal import FittingTable, figures_table
 
 
 def show_figures(result: Figures, about: str, console: Console) -> None:
@@ -23,13 +22,13 @@ def show_figures(result: Figures, about: str, console: Console) -> None:
         f"{result['good_requests_per_s']:.4g} good requests/s ({100 * result['slo_share']:.1f} % of all); "
         f"{result['input_tokens_per_s']:,.0f} tokens/s in, {result['output_tokens_per_s']:,.0f} out\n"
     )
-    times = _table("ms", "p50", "p90", "p99")
+    times = figures_table("ms", "p50", "p90", "p99")
     for name in ("ttft", "tpot", "gap", "latency"):
         if f"{name}_p50_ms" in result:
             times.add_row(name, *(f"{result[f'{name}_p{percent}_ms']:,.1f}" for percent in (50, 90, 99)))
     console.print(FittingTable(times))
     console.print()
-    workers = _table("role", "workers", "busy", "KV in use", "worker hours")
+    workers = figures_table("role", "workers", "busy", "KV in use", "worker hours")
     for role in ("prefill", "decode"):
         shares = (f"{100 * result[f'{role}_{name}']:.1f} %" for name in ("busy", "kv"))
         workers.add_row(role, f"{result[f'{role}_workers']:.4g}", *shares, f"{result[f'{role}_worker_hours']:,.2f}")
@@ -49,7 +48,7 @@ def show_errors(errors: Mapping[str, int], console: Console) -> None:
 
 def show_hours(hours: Sequence[Figures], console: Console) -> None:
     """Print a row for each hour."""
-    table = _table("hour", "requests/s", "prefill", "decode", "good", "TTFT p50 ms", "p99 ms")
+    table = figures_table("hour", "requests/s", "prefill", "decode", "good", "TTFT p50 ms", "p99 ms")
     for hour in hours:
         workers = (_maybe(hour.get(f"{role}_workers")) for role in ("prefill", "decode"))
         times = (f"{hour[f'ttft_p{percent}_ms']:,.0f}" for percent in (50, 99))
@@ -64,7 +63,7 @@ def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Cons
     """Print a row for each split, and name the best."""
     console.print(f"{about}\n")
     columns = ("good", "good/s", "TTFT p50 ms", "p99 ms", "TPOT p50 ms", "gap p99 ms", "prefill busy", "decode busy")
-    table = _table("prefill : decode", *columns)
+    table = figures_table("prefill : decode", *columns)
     for row in rows:
         table.add_row(
             _split(row),
@@ -85,10 +84,3 @@ def _split(row: Figures) -> str:
 
 def _maybe(value: float | None) -> str:
     return "" if value is None else f"{value:.3g}"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column, name in enumerate(columns):
-        table.add_column(name, justify="left" if column == 0 else "right")
-    return table

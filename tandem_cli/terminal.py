@@ -85,6 +85,14 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=_FILE_COLUMNS)
 
 
+def figures_table(*columns: str) -> Table:
+    """A table without lines: names in the first column, figures in the others."""
+    table = Table(box=None, pad_edge=False)
+    for column, name in enumerate(columns):
+        table.add_column(name, justify="left" if column == 0 else "right")
+    return table
+
+
 @dataclass(frozen=True, slots=True)
 class FittingTable:
     """A table that loses nothing on a narrow terminal: if it is wider than the terminal, each row becomes a few lines

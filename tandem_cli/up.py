@@ -36,6 +36,7 @@ from tandem_cli.launcher import Launcher, LocalLauncher, Programs, with_checkout
 from tandem_cli.local_meshes import RunningMesh, registered
 from tandem_cli.low_code import LowCode, find_written, read_low_code, use_written
 from tandem_cli.parser import CommandParser
+from tandem_cli.ports import reach_directly, require_distinct_ports, with_http
 from tandem_cli.preparation import limited_download, with_decode_host, with_partition, with_switchable
 from tandem_cli.scaling import Scaling
 from tandem_cli.service_log import make_log_folder
@@ -83,7 +84,8 @@ def run(args: argparse.Namespace) -> int:
         display.line(line)
     for line in (*low_code.warnings, *unknown):
         display.line(line, "yellow")
-    settings = _with_http(_settings(args, low_code, display), display)
+    settings = with_http(_settings(args, low_code, display), display)
+    reach_directly(settings.host)
     trial_key = new_key()
     deployment = _prepare(args, settings, low_code, display)
     with tempfile.TemporaryDirectory(prefix="tandem-cores-") as folder:
@@ -195,20 +197,6 @@ def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> 
     return settings
 
 
-def _with_http(settings: UpSettings, display: Display) -> UpSettings:
-    """The settings with a port for HTTP, unless they have one, want none, or its port is taken."""
-    if settings.http_port is not None or settings.no_http:
-        return settings
-    try:
-        require_free(settings.http_host, DEFAULT_HTTP_PORT)
-    except ConfigurationError:
-        display.line(
-            f"no HTTP, because port {DEFAULT_HTTP_PORT} is taken: choose another with --http-port PORT, or 0", "yellow"
-        )
-        return settings
-    return replace(settings, http_port=DEFAULT_HTTP_PORT)
-
-
 def _model_beside(folder: Path, properties: str) -> str:
     """The folder of serving.properties, whose checkpoint LMI serves if no key names a model. Raises
     ConfigurationError.
@@ -283,8 +271,9 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
     for worker in deployment.workers("127.0.0.1:1"):
         deployment.resolve(worker, environ)
-    for number in range(deployment.settings.routers if deployment.settings.port else 1):
-        require_free(deployment.settings.host, deployment.settings.port + number)
+    require_distinct_ports(deployment, router.metrics_host)
+    for port in deployment.settings.router_ports or (0,):
+        require_free(deployment.settings.host, port)
     gateway = deployment.gateway(["127.0.0.1:1"], router)
     if gateway is not None:
         http: GatewaySettings = deployment.resolve(gateway, environ)

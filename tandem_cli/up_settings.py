@@ -7,7 +7,7 @@ from dataclasses import Field, dataclass, fields
 from decode_worker.settings import DecodeSettings
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import ENV_PREFIX, check_settings_file, refuse_misspelt, setting, suggestion
+from mesh.settings import ENV_PREFIX, check_settings_file, flag_name, refuse_misspelt, setting, suggestion
 from prefill_worker.settings import PrefillSettings
 from router.settings import RouterSettings
 from tandem_cli.connection import ConnectionSettings
@@ -24,8 +24,8 @@ ROLES: Mapping[str, tuple[str, type]] = {
 SWITCHABLE = "switchable_worker"
 """Module of workers with both roles of workers."""
 
-# Settings that `tandem up` computes itself, and does not accept as flags.
-_COMPUTED_SETTINGS = frozenset(
+# Settings of services that `tandem up` sets itself, and does not accept as flags.
+_SET_BY_UP = frozenset(
     {
         "worker_id",
         "registry_address",
@@ -47,10 +47,37 @@ _COMPUTED_SETTINGS = frozenset(
     }
 )
 
+_OF_MODEL = {"model": "model", "name": "name", "revision": "revision", "host": "", "port": "", "cpu_list": ""}
+_OF_WORKERS = {
+    **_OF_MODEL,
+    "worker_id": "",
+    "registry_address": "",
+    "num_threads": "threads_per_worker",
+    "model_loading_timeout": "model_loading_timeout",
+    "core_table": "",
+    "lent_cores": "",
+}
+REPLACED: Mapping[str, Mapping[str, str]] = {
+    "router": {
+        **_OF_MODEL,
+        "host": "host",
+        "port": "port",
+        "registry_port": "",
+        "expect_prefill": "prefill",
+        "expect_decode": "decode",
+    },
+    "prefill_worker": _OF_WORKERS,
+    "decode_worker": _OF_WORKERS,
+    "gateway": {"host": "http_host", "port": "http_port", "router": ""},
+}
+"""Settings that each service always gets from `tandem up`, and the setting of `tandem up` to use instead, or ""."""
+
 # Kubernetes sets these for every service in a namespace: a service named tandem adds TANDEM_PORT_80_TCP and others.
 _KUBERNETES = re.compile(r"TANDEM_(\w+_)?(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)")
 # Pace belongs to tandem_cli.load_test.paced, http to examples/http, and up_parent is mesh.process.PARENT_ENV.
 _OTHER_NAMES = {"config", "pace", "http", "up_parent"}
+_FLAGS_ONLY = ("set", "serving_properties")
+"""Options of `tandem up` that are no settings: neither variables nor lines of a settings file set them."""
 _RAY_CLIENT = re.compile(r"ray://[^/\s]+:\d+")
 
 DEFAULT_HTTP_PORT = 8080
@@ -169,8 +196,17 @@ class UpSettings:
         return LOADING_TIMEOUT_S if self.model_loading_timeout is None else self.model_loading_timeout
 
     @property
+    def router_ports(self) -> range:
+        return ports_from(self.port, self.routers)
+
+    @property
     def num_prefill(self) -> int:
         return 0 if self.colocated else self.prefill
+
+
+def ports_from(first: int, count: int) -> range:
+    """Consecutive ports; none if the system chooses them."""
+    return range(first, first + count) if first else range(0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,21 +216,20 @@ class HandlerChoice:
     handler: str = setting("", "your own model.py")
 
 
-def passed_on() -> dict[str, tuple[str, Field[object]]]:
-    """Settings of services that are also flags of `tandem up`: name to (roles that have it, dataclass field)."""
-    excluded = _COMPUTED_SETTINGS | {field.name for field in fields(UpSettings)}
-    settings_by_name: dict[str, tuple[str, Field[object]]] = {}
+def passed_on() -> dict[str, dict[str, Field[object]]]:
+    """Settings of services that are also flags of `tandem up`: by name, the field in each role that has it."""
+    excluded = _SET_BY_UP | {field.name for field in fields(UpSettings)}
+    settings_by_name: dict[str, dict[str, Field[object]]] = {}
     for role, (_, settings_class) in ROLES.items():
         for field in fields(settings_class):
             if field.name not in excluded and not field.metadata["secret"]:
-                roles = settings_by_name[field.name][0] + "," if field.name in settings_by_name else ""
-                settings_by_name[field.name] = (roles + role, field)
+                settings_by_name.setdefault(field.name, {})[role] = field
     return settings_by_name
 
 
 def roles_of() -> dict[str, list[str]]:
     """The roles that have each setting of `passed_on()`, by name."""
-    return {name: roles.split(",") for name, (roles, _) in passed_on().items()}
+    return {name: list(field_by_role) for name, field_by_role in passed_on().items()}
 
 
 def split_secrets(role: str, environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -223,9 +258,9 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
     precedence. Raises ConfigurationError.
     """
     values: dict[str, dict[str, str]] = {role: {} for role in ROLES}
-    roles_by_setting = passed_on()
+    roles_by_setting = roles_of()
     for name, value in settings.items():
-        for role in roles_by_setting[name][0].split(","):
+        for role in roles_by_setting[name]:
             values[role][name] = value
     for override in overrides:
         path, is_pair, value = override.partition("=")
@@ -233,10 +268,8 @@ def split_by_role(settings: Mapping[str, str], overrides: Sequence[str]) -> dict
         name = key.replace("-", "_")
         if not is_pair or role not in ROLES:
             raise ConfigurationError(f"--set needs ROLE.KEY=VALUE with a role of {', '.join(ROLES)}, got {override!r}")
-        if role not in roles_by_setting.get(name, ("",))[0].split(","):
-            role_settings = [
-                field_name for field_name, (roles, _) in roles_by_setting.items() if role in roles.split(",")
-            ]
+        if role not in roles_by_setting.get(name, ()):
+            role_settings = [each for each, roles in roles_by_setting.items() if role in roles]
             raise ConfigurationError(f"--set {override}: {role} has no setting {key}{suggestion(name, role_settings)}")
         values[role][name] = value
     return values
@@ -276,15 +309,40 @@ def all_names() -> dict[str, list[str]]:
 
 def check_names(config: str | None, environ: Mapping[str, str]) -> list[str]:
     """Return warnings about unknown variables with the prefix TANDEM_. Raises ConfigurationError for unknown keys of
-    the settings file, and for a variable that misspells a setting of `tandem up` or of a service, started or not.
+    the settings file, for a variable that misspells a setting of `tandem up` or of a service, started or not, and for
+    keys and variables that have no effect because `tandem up` sets what they name.
     """
     names = all_names()
     config = config or environ.get(f"{ENV_PREFIX}CONFIG")
     if config:
-        check_settings_file(config, names)
+        _refuse_replaced(config, check_settings_file(config, names))
     refuse_misspelt(environ, {name for component in ("up", *dict(ROLES.values())) for name in names[component]})
+    for name, own in _replaced_everywhere().items():
+        if (variable := f"{ENV_PREFIX}{name.upper()}") in environ:
+            raise ConfigurationError(f"{variable} has no effect: {_instead(own)}")
     known_names = {name for component_names in names.values() for name in component_names} | _OTHER_NAMES
     return [_warning(variable, known_names) for variable in environ if _is_unknown(variable, known_names)]
+
+
+def _refuse_replaced(path: str, keys: Mapping[str, Collection[str]]) -> None:
+    """`keys`: those of the settings file, by component, and those for all under ""."""
+    for component, replaced in (*REPLACED.items(), ("", _replaced_everywhere())):
+        for key in keys[component]:
+            if key in replaced:
+                table = f" in [{component}]" if component else ""
+                raise ConfigurationError(
+                    f"the settings file {path} has {key}{table}, which has no effect: {_instead(replaced[key])}"
+                )
+
+
+def _replaced_everywhere() -> dict[str, str]:
+    """The settings that neither a service nor `tandem up` itself reads."""
+    own = {field.name for field in fields(UpSettings)}
+    return {name: instead for each in REPLACED.values() for name, instead in each.items() if name not in own}
+
+
+def _instead(own: str) -> str:
+    return f"`tandem up` has {flag_name(own)} for that, or {own} in [up]" if own else "`tandem up` sets it itself"
 
 
 def _is_unknown(variable: str, known_names: Collection[str]) -> bool:
@@ -295,6 +353,8 @@ def _is_unknown(variable: str, known_names: Collection[str]) -> bool:
 
 def _warning(variable: str, known_names: Collection[str]) -> str:
     name = variable.removeprefix(ENV_PREFIX).lower()
+    if name in _FLAGS_ONLY:
+        return f"{variable} has no effect: {flag_name(name)} is a flag only"
     knob = knob_of(name)
     own = [target.partition(".")[2] for target in knob.targets] if knob else []
     hint = f"; here it is {ENV_PREFIX}{own[0].upper()}" if own else suggestion(name, known_names)

@@ -5,7 +5,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Group, RenderableType
 from rich.live import Live
@@ -31,14 +31,17 @@ _STATE_STYLES = {
     "stopped": "dim",
 }
 _SWITCH_POLL_S = 0.3
+_NO_ANSWER = (tandem.ConnectionFailed, tandem.Cancelled, tandem.DeadlineExceeded)
+"""Errors of a router that restarts."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshSnapshot:
-    """The mesh at one point in time, in seconds of the monotonic clock."""
+    """The mesh at one point in time, in seconds of the monotonic clock. With an `error` nothing newer is known."""
 
     at_s: float
     mesh: tandem.Mesh
+    error: str = ""
 
 
 def _add_workers_arguments(parser: CommandParser) -> None:
@@ -95,10 +98,12 @@ def render(now: MeshSnapshot, before: MeshSnapshot | None) -> Group:
             *((Text(strip_controls(", ".join(worker.adapters))),) if has_adapters else ()),
         )
     failing = [worker for worker in now.mesh.workers if worker.canary_error and not worker.serving]
-    canary_errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
+    errors = [Text(f"{worker.worker_id} gets no requests: {worker.canary_error}", "red") for worker in failing]
     advice = [Text(advice_text(advice), "yellow") for advice in now.mesh.advice]
+    if now.error:
+        errors.append(Text(f"no newer state: {strip_controls(now.error)}", "red"))
     counts = f"{now.mesh.active_requests} active, {now.mesh.queued_requests} queued"
-    parts: list[RenderableType] = [FittingTable(table), *canary_errors, *advice]
+    parts: list[RenderableType] = [FittingTable(table), *errors, *advice]
     if now.mesh.traffic:
         parts += [Text(), FittingTable(traffic_table(now.mesh)), Text()]
     return Group(*parts, Text(counts, "dim"))
@@ -136,15 +141,23 @@ def _speed(tokens_per_second: float | None) -> str:
 
 
 def _snapshots(client: tandem.Client, interval_s: float | None) -> Iterator[MeshSnapshot]:
-    """One, or one each `interval_s` for ever."""
-    yield MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+    """One, or one each `interval_s` for ever: while no router answers, the last one with the error."""
+    snapshot = MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+    yield snapshot
     while interval_s is not None:
         time.sleep(interval_s)
-        yield MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+        try:
+            snapshot = MeshSnapshot(time.monotonic(), client.mesh(timeout=_TIMEOUT_S))
+        except _NO_ANSWER as error:
+            snapshot = replace(snapshot, error=str(error))
+        yield snapshot
 
 
 def _show_json(snapshots: Iterator[MeshSnapshot]) -> None:
     for snapshot in snapshots:
+        if snapshot.error:
+            sys.stderr.write(f"tandem: {strip_controls(snapshot.error)}\n")
+            continue
         sys.stdout.write(escape_json_controls(json.dumps(asdict(snapshot.mesh), ensure_ascii=False)) + "\n")
         sys.stdout.flush()
 

@@ -16,6 +16,7 @@ import structlog
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch, MeshError, Unauthenticated
 from mesh.domain.worker import CacheEvent, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.durations import duration_from_proto
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.status import FirstStatus, error_from_rpc
@@ -151,7 +152,7 @@ class RegistryAgent:
         if first is grpc.aio.EOF:
             return
         log.info("registered", worker=self.info.worker_id)
-        interval_s = wire.duration_from_proto(first.registered.heartbeat_interval)
+        interval_s = duration_from_proto(first.registered.heartbeat_interval)
         heartbeats = asyncio.create_task(self._beat(call, interval_s))
         try:
             while (message := await call.read()) is not grpc.aio.EOF:

@@ -13,7 +13,15 @@ from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition_manifest import read_partition
 from checkpoint.settings import ModelSettings
 from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
-from engine.settings import ATTENTION_BACKENDS, DTYPES, KV_DTYPES, LAYERS_PER_GROUP, QUANTIZATIONS, require_known
+from engine.settings import (
+    ATTENTION_BACKENDS,
+    DTYPES,
+    KV_DTYPES,
+    LAYERS_PER_GROUP,
+    OF_CHECKPOINTS,
+    QUANTIZATIONS,
+    require_known,
+)
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port, is_loopback, is_unspecified, parse_cores
 from mesh.domain.kv import Degrees
@@ -111,8 +119,8 @@ class WorkerSettings(ModelSettings):
     )
     quantize: str = setting(
         "none",
-        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)} (CPU only); none: int8 for a W8A8 checkpoint, "
-        "int4 for one in 4 bits",
+        f"arithmetic of linear layers: {', '.join(QUANTIZATIONS)}, or {OF_CHECKPOINTS} for a checkpoint in it (CPU "
+        f"only); none: int8 for a W8A8 checkpoint, int4 for one in 4 bits, {OF_CHECKPOINTS} for one in that",
         env=("QUANTIZE",),
     )
     tensor_parallel: str = setting(

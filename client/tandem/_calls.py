@@ -25,6 +25,9 @@ RETRY_AFTER_KEY = "retry-after-ms"
 _NO_CONNECTION = "failed to connect"
 # Messages of gRPC for a connection that was established and lost. Proxies have other messages.
 _BROKEN_SIGNS = ("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY")
+# Of a stream that something between router and client has reset, often with a status code of another meaning. A router
+# says how a call ends.
+_RESET_SIGNS = ("RST_STREAM", "Stream removed")
 _TLS_SIGNS = ("Socket closed", "Tls handshake failed", "Hostname Verification")
 _REASONS = {
     "address lookup failed": "its host name is not known",
@@ -84,11 +87,19 @@ ELSEWHERE = (ConnectionFailed, NoWorkers, Cancelled)
 RETRYABLE = (*ELSEWHERE, Overloaded)
 
 
+def is_from_closing(error: TandemError) -> bool:
+    """Whether the client was closed under the call: no router can help."""
+    return isinstance(error, Cancelled) and error.by_client
+
+
 def error_from_rpc(rpc_error: grpc.aio.AioRpcError, address: str) -> TandemError:
     """Convert the error of a call to `address`."""
     trailing = {str(key): str(value) for key, value in rpc_error.trailing_metadata() or ()}
     details = rpc_error.details() or rpc_error.code().name
     cls = ERROR_BY_NAME.get(trailing.get(ERROR_KEY, "")) or ERROR_BY_CODE.get(rpc_error.code())
+    was_reset = ERROR_KEY not in trailing and any(sign in details for sign in _RESET_SIGNS)
+    if was_reset and cls is not exceptions.DeadlineExceeded:
+        return ConnectionFailed(f"the stream to {address} was reset: {details}", broke=True)
     if cls is Overloaded:
         # gRPC reports what is above its size limits with the same code, for which a retry does not help.
         if ERROR_KEY not in trailing and "larger than max" in details:
@@ -149,7 +160,7 @@ class RetryPolicy:
 
     def delay_s(self, error: TandemError, num_retries: int, remaining_s: float) -> float | None:
         """Seconds to wait before the next attempt; None to raise `error` instead."""
-        if num_retries >= self.max_retries or not isinstance(error, RETRYABLE):
+        if num_retries >= self.max_retries or not isinstance(error, RETRYABLE) or is_from_closing(error):
             return None
         backoff_s = min(self.max_backoff_s, self.initial_backoff_s * 2 ** min(num_retries, _MAX_DOUBLINGS))
         jitter = random.uniform(0.5, 1.0)

@@ -18,7 +18,7 @@ import grpc
 from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, retrying
+from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, is_from_closing, retrying
 from tandem._routers import ChannelFactory, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
@@ -59,7 +59,7 @@ class Connection:
         return connection
 
     async def close(self) -> None:
-        """Close the channels, which cancels running calls. May be called twice."""
+        """Close the channels, which ends running calls with Cancelled. May be called twice."""
         for router in self._routers:
             await router.close()
 
@@ -123,6 +123,8 @@ class Connection:
                 try:
                     return await attempt(router, deadline.remaining_s())
                 except ELSEWHERE as failure:
+                    if is_from_closing(failure):
+                        raise
                     self._routers.avoid(router)
                     error = failure
                     if isinstance(failure, ConnectionFailed) and failure.broke:

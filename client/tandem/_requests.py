@@ -35,6 +35,7 @@ _OUTPUT = (
     "skip_special_tokens",
     "spaces_between_special_tokens",
     "include_eos",
+    "own_bytes",
 )
 STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
 _INPUTS = ("prompt", "token_ids", "messages")
@@ -68,7 +69,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     in seconds per attempt: the server raises Overloaded as soon as it predicts that it will miss it. `priority` must
     not exceed the priority of your API key. At most one of json_schema (an object or its JSON text), json_object,
     regex, choice (texts) and grammar (Lark or GBNF) constrains the generated text. `adapter` is the name of a LoRA
-    adapter of the model; its name as `model` means the same.
+    adapter of the model; its name as `model` means the same. `own_bytes` asks for Token.own_bytes.
 
     `session_id`, `keep_priority` and `time_to_live` (seconds) tell workers how long the KV of this request is worth
     keeping for later prompts that begin alike. They change no answer.
@@ -104,6 +105,7 @@ class GenerateArguments(TokenizeArguments, total=False):
     skip_special_tokens: bool | None
     spaces_between_special_tokens: bool | None
     include_eos: bool | None
+    own_bytes: bool | None
     n: int | None
     best_of: int | None
     client_request_id: str | None
@@ -152,7 +154,16 @@ def switch_role_request(worker_id: str, role: str) -> mesh_pb2.SwitchRoleRequest
 
 
 def set_traffic_request(name: str, shares: Mapping[str, float]) -> mesh_pb2.SetTrafficRequest:
-    return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
+    try:
+        return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"shares: {error}") from error
+
+
+def history_request(span_s: float | None) -> mesh_pb2.GetHistoryRequest:
+    request = mesh_pb2.GetHistoryRequest()
+    _set_seconds(request, "span", span_s, shown_name="span_s")
+    return request
 
 
 def _without_none(arguments: Mapping[str, object], signature: type) -> dict[str, Any]:
@@ -286,14 +297,14 @@ def _keep_priority(name: str | None) -> int | None:
     return cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
 
 
-def _set_seconds(message: Message, name: str, seconds: float | None) -> None:
-    """Set a Duration; None leaves it absent."""
+def _set_seconds(message: Message, name: str, seconds: float | None, *, shown_name: str | None = None) -> None:
+    """Set a Duration; None leaves it absent. As `_set` otherwise."""
     if seconds is None:
         return
     try:
         getattr(message, name).FromMicroseconds(round(seconds * 1_000_000))
     except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{name}: {error}") from error
+        raise InvalidRequest(f"{shown_name or name}: {error}") from error
 
 
 def _extend(field: Any, values: Any, name: str) -> None:

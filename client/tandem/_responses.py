@@ -73,10 +73,12 @@ class EventReader:
     """Converts the messages of one Generate call to events, one event per token.
 
     After `repeat()` the messages start again from the first. Tokens that were delivered before produce no events.
+    `has_details` is False if neither alternatives nor own bytes of tokens were requested, which saves looking for them.
     """
 
-    def __init__(self, num_choices: int) -> None:
+    def __init__(self, num_choices: int, *, has_details: bool = True) -> None:
         self._num_choices = num_choices
+        self._token = token if has_details else _plain_token
         self._request_id = ""
         self._prompt_tokens: tuple[Token, ...] = ()
         self._num_prompt_tokens = 0
@@ -99,13 +101,15 @@ class EventReader:
         choice = self._progress[index]
         if message.HasField("prompt") and not self._has_events:
             self._request_id = message.prompt.request_id
-            self._prompt_tokens += tuple(map(token, message.prompt.tokens))  # a long prompt comes in several messages
+            self._prompt_tokens += tuple(
+                map(self._token, message.prompt.tokens)
+            )  # a long prompt comes in several messages
             self._num_prompt_tokens = message.prompt.num_tokens
             self._in_reasoning = message.prompt.in_reasoning
             self._model = message.prompt.model
         if message.echo and not choice.ids:
             self._echo[index] = message.echo
-        tokens: list[Token | None] = [token(new_token) for new_token in self._new_tokens(message, choice)]
+        tokens: list[Token | None] = [*map(self._token, self._new_tokens(message, choice))]
         if choice.has_ended:
             return []
         if message.finish_reason and not tokens:
@@ -201,8 +205,19 @@ class ResultBuilder:
 def token(message: generation_pb2.Token) -> Token:
     logprob = message.logprob if message.HasField("logprob") else None
     alternatives = message.top
-    top = tuple(TopToken(entry.id, entry.text, entry.logprob) for entry in alternatives) if alternatives else ()
-    return Token(message.id, message.text, logprob, message.special, top)
+    top = tuple(map(_top_token, alternatives)) if alternatives else ()
+    own_bytes = message.own_bytes if message.HasField("own_bytes") else None
+    return Token(message.id, message.text, logprob, message.special, top, own_bytes)
+
+
+def _plain_token(message: generation_pb2.Token) -> Token:
+    logprob = message.logprob if message.HasField("logprob") else None
+    return Token(message.id, message.text, logprob, message.special)
+
+
+def _top_token(message: generation_pb2.TopToken) -> TopToken:
+    own_bytes = message.own_bytes if message.HasField("own_bytes") else None
+    return TopToken(message.id, message.text, message.logprob, own_bytes)
 
 
 def usage(message: generation_pb2.Usage) -> Usage:

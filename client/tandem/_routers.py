@@ -6,6 +6,7 @@ router without such a failure, so that a restarted router does not receive the c
 """
 
 import asyncio
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 ChannelFactory = Callable[[str], grpc.aio.Channel]
 """Creates the channel to one address."""
 
+FORK_ADVICE = "gRPC does not survive a fork, so start processes with spawn, or fork before the first call of any client"
 _SCHEMES = ("http://", "https://")
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPTIONS = (
@@ -86,6 +88,24 @@ class Stubs:
     mesh: Any
 
 
+class _UserOfGrpc:
+    """The process that has first used gRPC. In its forks, calls of grpc.aio would hang and ignore their timeouts."""
+
+    def __init__(self) -> None:
+        self._process: int | None = None
+
+    def require_same(self) -> None:
+        """Raise RuntimeError in a fork of that process."""
+        process = os.getpid()
+        if self._process is None:
+            self._process = process
+        if self._process != process:
+            raise RuntimeError(f"this process was forked from one whose clients have made calls: {FORK_ADVICE}")
+
+
+_USER_OF_GRPC = _UserOfGrpc()
+
+
 class Router:
     """One router. Its channel opens with the first call, inside the event loop of that call."""
 
@@ -97,9 +117,11 @@ class Router:
 
     @property
     def stubs(self) -> Stubs:
-        """The stubs of this router. Raises RuntimeError after `close()`."""
+        """The stubs of this router. Raises RuntimeError after `close()`, and in a fork of a process that has used
+        some router."""
         if self._closed:
             raise RuntimeError("this client is closed")
+        _USER_OF_GRPC.require_same()
         if self._opened is None:
             channel = self._open_channel(self.address)
             self._opened = Stubs(
@@ -117,14 +139,16 @@ class Router:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error, self.address) from error
         except asyncio.CancelledError:
-            # grpc.aio raises CancelledError also if the server, and not this task, cancelled the call.
+            # grpc.aio raises CancelledError also if the server or `close`, and not this task, cancelled the call.
             task = asyncio.current_task()
-            if self._closed or task is None or task.cancelling():
+            if task is None or task.cancelling():
                 raise
+            if self._closed:
+                raise Cancelled("the client was closed", by_client=True) from None
             raise Cancelled(f"{self.address} ended the call as cancelled") from None
 
     async def close(self) -> None:
-        """Close the channel, which cancels running calls. May be called twice."""
+        """Close the channel, which ends running calls with Cancelled. May be called twice."""
         self._closed = True
         opened, self._opened = self._opened, None
         if opened is not None:

@@ -12,6 +12,7 @@ from tandem._requests import (
     GenerateArguments,
     TokenizeArguments,
     generate_request,
+    history_request,
     set_traffic_request,
     switch_role_request,
     tokenize_request,
@@ -45,7 +46,8 @@ class AsyncClient:
 
     `tls` is True for certificates of public CAs, or a Tls object that names a CA. `open_channel` creates the gRPC
     channel to an address; pass your own to add interceptors. Use a client in one event loop. Any number of calls may
-    run concurrently.
+    run concurrently. A process forked from one that has made calls raises RuntimeError, because gRPC does not survive a
+    fork: start processes with spawn, as multiprocessing can, or fork before the first call.
     """
 
     def __init__(
@@ -82,7 +84,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connection, which cancels running calls."""
+        """Close the connection, which ends running calls with Cancelled."""
         await self._connection.close()
 
     async def generate(self, **arguments: Unpack[GenerateArguments]) -> Result:
@@ -96,7 +98,10 @@ class AsyncClient:
         """Generate an answer and yield one event per token. Leaving the loop, or `aclose()`, cancels the call."""
         request = generate_request(arguments)
         make_repeatable(request)
-        reader = EventReader(request.num_choices if request.HasField("num_choices") else 1)
+        reader = EventReader(
+            request.num_choices if request.HasField("num_choices") else 1,
+            has_details=bool(request.output.top_logprobs) or request.output.own_bytes,
+        )
         deadline = self._deadline(arguments.get("timeout"))
         stream = ResumableStream(
             self._connection,
@@ -168,9 +173,7 @@ class AsyncClient:
         The longer the span, the longer the stretches. Tokens are those of all routers' requests, all else is of this
         one.
         """
-        request = mesh_pb2.GetHistoryRequest()
-        if span_s is not None:
-            request.span.FromMicroseconds(round(span_s * 1_000_000))
+        request = history_request(span_s)
         deadline = self._deadline(timeout)
         return history(await self._connection.unary(lambda stubs: stubs.mesh.GetHistory, request, deadline))
 
@@ -199,7 +202,8 @@ class AsyncClient:
         """Share out the requests for `name` among revisions: served models, and their shares in proportion to the sum.
 
         All turns of a conversation go to one revision, as long as the shares stay. A revision without workers leaves
-        its share to the others. Raises InvalidRequest for models that are not served.
+        its share to the others. Shares of 0 for all remove the name. Raises InvalidRequest for models that are not
+        served.
         """
         request = set_traffic_request(name, shares)
         await self._connection.unary(lambda stubs: stubs.mesh.SetTraffic, request, self._deadline(timeout))

@@ -63,7 +63,14 @@ class SlowReader(TandemError):
 
 
 class Cancelled(TandemError):
-    """The server ended the call as cancelled, for example because it is stopping."""
+    """The server ended the call as cancelled, for example because it is stopping; or the client was closed meanwhile.
+
+    `by_client` means the latter.
+    """
+
+    def __init__(self, message: str, *, by_client: bool = False) -> None:
+        super().__init__(message)
+        self.by_client = by_client
 
 
 class ConnectionFailed(TandemError):

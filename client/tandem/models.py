@@ -33,11 +33,15 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TopToken:
-    """One of the most probable tokens at a position. `logprob` is a natural logarithm."""
+    """One of the most probable tokens at a position. `logprob` is a natural logarithm.
+
+    `own_bytes`, with the argument of this name: the bytes of a token that begins or ends within a character.
+    """
 
     id: int
     text: str
     logprob: float
+    own_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,8 @@ class Token:
 
     `text` is empty for special tokens, and while the server withholds it (part of a character, a possible stop string).
     `logprob` is the natural logarithm of the raw probability; None for the first token of a prompt, and if it was not
-    computed.
+    computed. `own_bytes`, with the argument of this name: the bytes of the token itself, if they are not those of
+    `text`. They may begin or end within a character, and are empty for tokens that are left out of the text.
     """
 
     id: int
@@ -54,6 +59,7 @@ class Token:
     logprob: float | None = None
     special: bool = False
     top: tuple[TopToken, ...] = ()
+    own_bytes: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self, TypedDict, TypeVar, Unpack
 
 from tandem._requests import GenerateArguments, TokenizeArguments
-from tandem._routers import ChannelFactory, Tls
+from tandem._routers import FORK_ADVICE, ChannelFactory, Tls
 from tandem.client import DEFAULT_ADDRESS, AsyncClient
 from tandem.exceptions import Cancelled
 from tandem.mesh import HistoryPoint, Mesh, Worker
@@ -61,7 +61,7 @@ class _BackgroundLoop:
         """
         if self._is_forked:
             coroutine.close()
-            raise _Closed("this client was made before the process forked: make one in each process")
+            raise _Closed(f"this client was made before the process forked: make one in each process; {FORK_ADVICE}")
         tasks: list[asyncio.Task[T]] = []
         ended = threading.Event()
 
@@ -152,7 +152,8 @@ async def _cancel_others() -> None:
 
 
 class Client:
-    """Synchronous version of AsyncClient, with the same methods. Threads may share one client; a fork makes its own.
+    """Synchronous version of AsyncClient, with the same methods. Threads may share one client. A forked process makes
+    its own, and only if its parent has made no call: gRPC does not survive a fork; the start method spawn always works.
     A client that is not closed keeps its connection and a thread while anything holds it or one of its streams.
 
     with tandem.Client("127.0.0.1:50051") as client:

@@ -57,10 +57,10 @@ from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_name
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.row_shares import (
+    RowCosts,
     RowCut,
     adapters_of,
     batch_of,
-    context_of_row,
     cut_rows,
     most_shares,
 )
@@ -107,7 +107,7 @@ class CompiledDecoder:
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
         self._slopes = kernel_slopes(self._heads)
-        self._row_context = context_of_row(config, np.dtype(operands).itemsize)
+        self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
         self._model = ModelConstants(
@@ -169,7 +169,7 @@ class CompiledDecoder:
             count = 1
         else:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
-        return cut_rows(batch, count, self._row_context)
+        return cut_rows(batch, count, self._row_costs)
 
     def _work(self, batch: Batch, adapter_rows: Sequence[AdapterRows], shares: list[Range]) -> list[Work]:
         """The arguments of each thread; each share has as many threads."""

@@ -5,12 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import structlog
 
 from engine.cores import threads_born_on
 from engine.kernels.cpu.barrier import RowShare, Team
 from engine.kernels.cpu.phases import PHASES
 from engine.models.rank_group import RankGroup
 from mesh.domain.host import Cores
+
+log = structlog.get_logger(__name__)
 
 
 class LoopThreads:
@@ -24,6 +27,7 @@ class LoopThreads:
         self._ranks = ranks
         self._helpers: dict[int, ThreadPoolExecutor] = {}
         self._lent: Cores = ()
+        self._unusable: set[int] = set()
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
         """Cycles of each phase in the caller's thread so far; see engine.kernels.cpu.phases."""
 
@@ -36,8 +40,8 @@ class LoopThreads:
         return self._num_own + len(self._lent)
 
     def use(self, lent: Cores) -> None:
-        """Set the lent cores of the next runs."""
-        self._lent = lent if self.borrows else ()
+        """Set the lent cores of the next runs, but for those on which no thread can be started."""
+        self._lent = tuple(filter(self._can_use, lent)) if self.borrows else ()
 
     def run(self, call: Callable[[Team], object], needed: Sequence[int] = (0,)) -> None:
         """Run `call(team)` in all threads and return when all have returned. `call` must not raise: the other threads
@@ -46,8 +50,9 @@ class LoopThreads:
         needed: for each row share the first share that it needs; so many teams of equal size run.
         """
         first, *others = self._teams(needed)
-        cores = [*(-helper for helper in range(1, self._num_own)), *self._lent]
-        running = [self._helper(core).submit(call, team) for core, team in zip(cores, others, strict=True)]
+        # All helpers are there before one begins, because it would wait for the others for ever.
+        helpers = [self._helper(core) for core in (*(-number for number in range(1, self._num_own)), *self._lent)]
+        running = [helper.submit(call, team) for helper, team in zip(helpers, others, strict=True)]
         call(first)
         for future in running:
             future.result()
@@ -64,6 +69,16 @@ class LoopThreads:
             cycles = np.zeros_like(self.phase_cycles) if index else self.phase_cycles
             number = ranks.rank % num_ranks * size + thread
             yield Team(thread, size, counter, number, num_ranks * size, all_counter, cycles, rows)
+
+    def _can_use(self, core: int) -> bool:
+        """Start the core's helper, if it is not there. A container may have lost the core or its threads."""
+        if core not in self._unusable:
+            try:
+                self._helper(core)
+            except (OSError, RuntimeError) as error:
+                self._unusable.add(core)
+                log.warning("a lent core is not used: no thread can be started on it", core=core, error=str(error))
+        return core not in self._unusable
 
     def _helper(self, core: int) -> ThreadPoolExecutor:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""

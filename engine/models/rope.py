@@ -61,9 +61,10 @@ class RotaryEmbedding:
     def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
         # -> [num_tokens, head_dim / 2]
         config = self._config
-        stretch = lengths.to(torch.float32).clamp(min=config.original_positions) / config.original_positions
+        # In fp64, because torch's power of fp32 vectors rounds an element by its place in them.
+        stretch = lengths.to(torch.float64).clamp(min=config.original_positions) / config.original_positions
         base = config.theta * (config.factor * stretch - (config.factor - 1)) ** self._ntk_power
-        return self._with_still(1.0 / base[:, None] ** self._exponents)
+        return self._with_still((1.0 / base[:, None] ** self._exponents).to(torch.float32))
 
     def _with_still(self, inv_freq: Tensor) -> Tensor:
         # [..., dim / 2] -> [..., head_dim / 2]

@@ -5,13 +5,16 @@ core to another process. They read each weight only once, so steps of few tokens
 A row's result is the same in both, because it does not depend on its batch.
 """
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.kernels.cpu.adapters import StepAdapters
-from engine.kernels.cpu.arguments import Batch, Range
+from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range
 from engine.models.model_config import ModelConfig
 
 _MIN_ROWS = 64
@@ -28,14 +31,32 @@ class RowCut(NamedTuple):
     first_needed: int
 
 
-def context_of_row(config: ModelConfig, operand_bytes: int) -> float:
-    """Tokens of context to which one query attends in the time of a row's products. operand_bytes: of a number that the
-    products multiply. A multiplication of attention takes as long as four of single bytes.
+class RowCosts:
+    """What the rows of a step cost in a model.
+
+    row_context: tokens of context to which one query attends in the time of a row's products. windows: of the layers.
     """
-    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    mlp = (3 if config.gated else 2) * config.intermediate_size
-    products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
-    return products * operand_bytes / (2 * q_width * 4)
+
+    def __init__(self, row_context: float, windows: Sequence[int | None] = (None,)) -> None:
+        self._row_context = row_context
+        self._windows = Counter(window or NO_WINDOW for window in windows)
+
+    @classmethod
+    def of_model(cls, config: ModelConfig, operand_bytes: int) -> "RowCosts":
+        """operand_bytes: of a number that the products multiply. A multiplication of attention takes as long as four of
+        single bytes.
+        """
+        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        mlp = (3 if config.gated else 2) * config.intermediate_size
+        products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
+        return cls(products * operand_bytes / (2 * q_width * 4), config.windows)
+
+    def of_rows(self, positions: Int64s) -> NDArray[np.float64]:
+        """One row at position 0 costs 1."""
+        attended = np.zeros(len(positions))
+        for window, count in self._windows.items():
+            attended += np.minimum(positions, window) * count
+        return 1.0 + attended / (self._windows.total() * self._row_context)
 
 
 def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
@@ -44,14 +65,14 @@ def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
     return max((count for count in range(1, most + 1) if num_threads % count == 0), default=1)
 
 
-def cut_rows(batch: Batch, count: int, row_context: float) -> list[RowCut]:
-    """Cut the rows of a step in `count` shares that take about as long, or in one. row_context: `context_of_row`."""
+def cut_rows(batch: Batch, count: int, row_costs: RowCosts) -> list[RowCut]:
+    """Cut the rows of a step in `count` shares that take about as long, or in one."""
     starts = batch.query_starts.astype(np.int64)
     whole = [RowCut(Range(0, int(starts[-1])), 0)]
     if count == 1:
         return whole
     positions = np.arange(starts[-1]) + np.repeat(batch.context_lens - starts[1:], np.diff(starts))
-    costs = np.cumsum(1.0 + positions / row_context)
+    costs = np.cumsum(row_costs.of_rows(positions))
     ends = np.searchsorted(costs, costs[-1] * np.arange(1, count) / count) + 1
     cuts = np.array([0, *ends, starts[-1]])
     is_uneven = np.diff(np.append(0.0, costs)[cuts]).max() > _MAX_COST * costs[-1] / count

@@ -14,6 +14,7 @@ from tandem import InvalidRequest
 NAMES = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format with tools": "output_config.format with tools",
     "prompt_cache_key": "session_id",
 }
 """Members that have another name in the chat."""

@@ -197,6 +197,7 @@ def invocation_arguments(body: InvocationBody, *, model: str, sampling_by_defaul
         spaces_between_special_tokens=parameters.spaces_between_special_tokens,
         top_logprobs=parameters.num_top,
         prompt_logprobs=parameters.wants_prefill,
+        own_bytes=parameters.details or parameters.wants_prefill or parameters.num_choices > 1,
     )
     return sampling | structure_arguments(parameters)
 

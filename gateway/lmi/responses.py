@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol
 
-from gateway.answers import Answer
+from gateway.answers import Answer, OwnTexts
 from gateway.errors import Problem
 from gateway.lmi.requests import InvocationBody
 from gateway.schema import Json
@@ -164,7 +164,7 @@ def _answer(choices: Sequence[Choice], prompt: Sequence[Token], shape: LmiShape,
 
 def _details(choice: Choice, shape: LmiShape, inputs: str) -> Json:
     details = shape.format.details(shape.ending(choice, inputs))
-    details["tokens"] = list(map(shape.format.token, choice.tokens))
+    details["tokens"] = list(map(shape.format.token, OwnTexts.of(choice.tokens)))
     if shape.body.parameters.num_top:
         details["top_tokens"] = shape.top_tokens(choice.tokens)
     return details

@@ -10,6 +10,9 @@ _WITHOUT_MEANING = "id"
 _KEYS = ("name", _WITHOUT_MEANING, "type", *_ARGUMENTS)
 # Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
 _HALF = re.compile("[\ud800-\udfff]")
+# Marks around calls begin with these. JSON has them in texts only: elsewhere, the call ended without its braces.
+_MARK_BEGINNINGS = "<`"
+_CLOSING = {"{": "}", "[": "]"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ class CallReader:
         self._names = names
         self._name = name
         self._is_only_arguments = bool(name)
-        self._depth = 1 if name else 0
+        self._closings = ["}"] if name else []  # of all that is open
         self._key = _ARGUMENTS[0] if name else ""
         self._is_value = bool(name)
         self._in_string = False
@@ -67,15 +70,30 @@ class CallReader:
         self._arguments: list[str] = []  # not emitted yet
         self._had_arguments = False
 
+    @property
+    def _depth(self) -> int:
+        return len(self._closings)
+
     def push(self, char: str) -> Iterator[Piece]:
-        """Return the pieces that the character completes. Raises NotACall."""
+        """Return the pieces that the character completes. Raises NotACall for one that no call can have there: if the
+        call has begun, it ended before that character, without its last braces.
+        """
         yield from self._read(char)
         if self._is_only_arguments and self._depth == 1 and char == "}":
             yield from self._end_value()
             yield from self._end()
 
+    def close(self) -> Iterator[Piece]:
+        """End a call without its last braces: return those of its arguments, if they make these JSON."""
+        missing = "".join(reversed(self._closings[1:]))
+        is_cut = missing and self.has_begun and self._is_value and self._key in _ARGUMENTS
+        if is_cut and _is_json("".join(self._member) + missing):
+            yield from self._emit(missing)
+
     def _read(self, char: str) -> Iterator[Piece]:
         was_in_string, before = self._in_string, self._depth
+        if before and not was_in_string and self._is_out_of_place(char):
+            raise NotACall
         self._track_nesting(char)
         is_mark = not was_in_string and before == 1 and not self._in_string
         if before == 0:
@@ -97,6 +115,16 @@ class CallReader:
             if self._is_value and self._key in _ARGUMENTS and max(before, self._depth) > 1 and self._is_object:
                 yield from self._emit(char)
 
+    def _is_out_of_place(self, char: str) -> bool:
+        """True for a character that cannot be outside of texts, behind an object of arguments, or before a key."""
+        if char in _MARK_BEGINNINGS:
+            return True
+        if self._depth > 1 or not char.strip() or char in ",}]":
+            return False
+        is_behind_object = self._is_value and self._key in _ARGUMENTS and self._is_object
+        is_before_key = not self._is_value and not self._member_start
+        return is_behind_object or (is_before_key and char != '"')
+
     @property
     def _is_object(self) -> bool:
         """True if the arguments are an object. They may also be a string with JSON in it, emitted once complete."""
@@ -110,10 +138,10 @@ class CallReader:
                 self._in_string = False
         elif char == '"':
             self._in_string = True
-        elif char in "{[":
-            self._depth += 1
+        elif char in _CLOSING:
+            self._closings.append(_CLOSING[char])
         elif char in "}]":
-            self._depth -= 1
+            self._closings.pop()
 
     def _begin_member(self, *, is_value: bool) -> None:
         self._member, self._member_start, self._is_value = [], "", is_value
@@ -156,6 +184,14 @@ class CallReader:
         self.is_done = True
 
 
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
 def _parse_string(text: str) -> str:
     """Parse a JSON string. Raises NotACall."""
     try:
@@ -168,8 +204,8 @@ def _parse_string(text: str) -> str:
 
 
 def _unwrap_arguments(text: str) -> str:
-    """Return the JSON inside a string, or {} for null. Raises NotACall."""
-    if text.strip() == "null":
+    """Return the JSON inside a string, or {} for null and for an empty string. Raises NotACall."""
+    if text.strip() in ("null", '""'):
         return "{}"
     inner = _parse_string(text)
     try:

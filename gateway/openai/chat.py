@@ -50,7 +50,7 @@ def _choice(choice: Choice, body: ChatBody, deltas: Deltas) -> Json:
     tokens = visible_tokens(choice.tokens, choice.finish_reason)
     return {
         "index": choice.index,
-        "message": build_message([*deltas.push(choice.text), *deltas.finish()]),
+        "message": build_message([*deltas.push(choice.text), *deltas.finish(choice.finish_reason)]),
         "logprobs": chat_logprobs(tokens, body),
         "finish_reason": deltas.reason(choice.finish_reason),
     } | token_ids(body, choice.tokens)
@@ -87,7 +87,7 @@ class ChatChunks:
             chunk["choices"][0] |= token_ids(self._body, (event.token,) if event.token and number == 0 else ())
             yield chunk
         if event.finish_reason is not None:
-            yield from (self._chunk(event.index, delta) for delta in deltas.finish())
+            yield from (self._chunk(event.index, delta) for delta in deltas.finish(event.finish_reason))
             yield self._chunk(event.index, {}, reason=deltas.reason(event.finish_reason))
 
     def end(self) -> Iterable[Json]:

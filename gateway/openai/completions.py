@@ -8,7 +8,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
 from gateway.errors import InvalidField, Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.parameters import completion_arguments, model_of, with_model_defaults
+from gateway.openai.parameters import completion_arguments, model_of
 from gateway.openai.requests import ClientFieldNames, CompletionBody, check_ranges
 from gateway.openai.response_parts import (
     CompletionLogprobs,
@@ -36,8 +36,8 @@ async def answer_completion(exchange: Exchange, body: CompletionBody, framing: F
     num_choices = body.n or 1
     envelope = Envelope.new("text_completion", "cmpl", body.model or exchange.served_name)
     with field_names.translating_errors():
-        sampled = with_model_defaults(body, exchange.model(body.model))
-        feed = exchange.feed(completion_arguments(sampled, exchange.settings.max_client_batch_size), num_choices)
+        max_prompts = exchange.settings.max_client_batch_size
+        feed = exchange.feed(completion_arguments(body, exchange.model(body.model), max_prompts), num_choices)
         if body.stream:
             return await Streamer(framing, exchange).respond(feed, CompletionChunks(body, envelope, field_names))
         return JSONResponse(completion_json(await collect(feed, num_choices), body, envelope))

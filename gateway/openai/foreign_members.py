@@ -1,7 +1,7 @@
 """Members of requests that vLLM, SGLang, llama.cpp and OpenAI know beside those of `requests.py`.
 
 None is ignored in silence: it is another name of a member, has no effect on an answer, or is refused with a sentence
-unless its value asks for nothing. docs/http.md has the same table.
+unless its value asks for nothing. docs/members.md has the same table.
 """
 
 from collections.abc import Collection, Mapping
@@ -54,7 +54,6 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = MappingProxyType(
         "length_penalty": ((1,), "there is no beam search"),
         "early_stopping": (_OFF, "there is no beam search"),
         "truncation_side": (("left",), "truncate_prompt_tokens keeps the prompt's end"),
-        "add_special_tokens": ((), "the chat template, or the tokenizer for a prompt, decides"),
         "chat_template": (_OFF, "the model's own is used; chat_template_kwargs gives it values"),
         "documents": (_OFF, "use chat_template_kwargs"),
         "media_io_kwargs": (_OFF, "only text is served"),

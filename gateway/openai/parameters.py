@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import asdict
-from typing import TypeVar
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.schema import Json, structure_arguments
 from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
-
-B = TypeVar("B", bound=SamplingBody)
 
 _DEFAULT_TEMPERATURE = 1.0
 _DAY_S = 24 * 3600.0
@@ -26,17 +23,11 @@ def model_of(name: str) -> str | None:
     return None if name in _NO_NAMES else name
 
 
-def with_model_defaults(body: B, model: Model | None) -> B:
-    """Return the body with what its client leaves out and the model recommends, as vLLM has it."""
-    recommended = {} if model is None else asdict(model.sampling_defaults)
-    return body.model_copy(update={name: value for name, value in recommended.items() if getattr(body, name) is None})
-
-
-def completion_arguments(body: CompletionBody, max_prompts: int) -> list[GenerateArguments]:
-    """Return the SDK arguments of each prompt. Raises InvalidRequest."""
+def completion_arguments(body: CompletionBody, model: Model | None, max_prompts: int) -> list[GenerateArguments]:
+    """Return the SDK arguments of each prompt. `model`: None if not known yet. Raises InvalidRequest."""
     if body.suffix:
         raise InvalidRequest("suffix is not supported")
-    shared = _sampling(body)
+    shared = _sampling(body, model)
     if body.best_of is not None and body.best_of != (body.n or 1):
         if body.stream:
             raise InvalidRequest("best_of cannot be streamed: the best choice is known at the end only")
@@ -47,32 +38,62 @@ def completion_arguments(body: CompletionBody, max_prompts: int) -> list[Generat
     shared["echo"] = body.echo
     shared["top_logprobs"] = body.logprobs
     shared["prompt_logprobs"] = body.echo and body.logprobs is not None
+    shared["own_bytes"] = body.logprobs is not None
+    shared["truncate_prompt_tokens"] = _truncation(body, shared["max_new_tokens"], model)
     prompts = _prompts(body.prompt)
     if not 1 <= len(prompts) <= max_prompts:
         raise InvalidRequest(f"prompt: 1 to {max_prompts} prompts may be in one request, got {len(prompts)}")
     return [shared | prompt for prompt in prompts]
 
 
-def chat_arguments(body: ChatBody, tool_use: ToolUse | None = None) -> GenerateArguments:
-    """Return the SDK arguments of a chat. `tool_use` comes from parse_tool_use. Raises InvalidRequest."""
+def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None = None) -> GenerateArguments:
+    """Return the SDK arguments of a chat. `model`: None if not known yet. `tool_use` comes from parse_tool_use. Raises
+    InvalidRequest.
+    """
     if body.top_logprobs is not None and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs")
-    arguments = GenerateArguments(**_sampling(body), **rendering_of(body))
+    arguments = GenerateArguments(**_sampling(body, model), **rendering_of(body))
     arguments["max_new_tokens"] = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     arguments["top_logprobs"] = body.top_logprobs
+    arguments["own_bytes"] = body.logprobs
+    arguments["truncate_prompt_tokens"] = _truncation(body, arguments["max_new_tokens"], model)
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
             raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
-        arguments |= tool_use.structure()
-    elif tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
+        return arguments | tool_use.structure()
+    if tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
         arguments["skip_special_tokens"] = False
         arguments["include_eos"] = False  # which a client would not see without the others
+    schema = _schema_of_answer(body)
+    grammar = None if tool_use is None or schema is None else tool_use.calls_or_answer(schema)
+    if grammar is not None:
+        arguments = arguments | GenerateArguments(json_schema=None, json_object=None, grammar=grammar)
     return arguments
 
 
-def _sampling(body: SamplingBody) -> GenerateArguments:
+def _schema_of_answer(body: ChatBody) -> Json | None:
+    """The schema of an answer that must be JSON; None for other answers, and for text that is no schema."""
+    structure = structure_arguments(body)
+    if structure.get("json_object"):
+        return {"type": "object"}
+    schema = structure.get("json_schema")
+    try:
+        schema = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        return None
+    return schema if isinstance(schema, dict) else None
+
+
+def _with_recommended(body: SamplingBody, model: Model | None) -> SamplingBody:
+    """Return the body with what its client leaves out and the model recommends, as vLLM has it."""
+    recommended = {} if model is None else asdict(model.sampling_defaults)
+    return body.model_copy(update={name: value for name, value in recommended.items() if getattr(body, name) is None})
+
+
+def _sampling(body: SamplingBody, model: Model | None) -> GenerateArguments:
     if body.use_beam_search:
         raise InvalidRequest("use_beam_search is not supported: use sampling or greedy decoding")
+    body = _with_recommended(body, model)
     sampling = GenerateArguments(
         model=model_of(body.model),
         n=body.n,
@@ -91,7 +112,6 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         min_new_tokens=body.min_tokens,
         ignore_eos=body.ignore_eos,
         bad_words=body.bad_words,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
         skip_special_tokens=body.skip_special_tokens,
         spaces_between_special_tokens=body.spaces_between_special_tokens,
         include_stop=body.include_stop_str_in_output,
@@ -99,6 +119,15 @@ def _sampling(body: SamplingBody) -> GenerateArguments:
         ttft_target=body.ttft_target,
     )
     return sampling | structure_arguments(body) | _cache_hints(body)
+
+
+def _truncation(body: SamplingBody, max_new_tokens: int | None, model: Model | None) -> int | None:
+    """Return how many tokens of the prompt to keep. -1 means all that fit, as in vLLM."""
+    if body.truncate_prompt_tokens != -1:
+        return body.truncate_prompt_tokens
+    if model is None:
+        return None
+    return max(1, min(model.max_input_tokens, model.max_total_tokens - (max_new_tokens or 1)))
 
 
 def _cache_hints(body: SamplingBody) -> GenerateArguments:
@@ -200,8 +229,8 @@ def _read_arguments(call: Json) -> None:
 def _text(content: str | list[ContentPart] | None) -> str:
     if isinstance(content, list):
         for part in content:
-            if part.type != "text":
+            if part.type not in ("text", "refusal"):
                 message = f"content of type {part.type[:64]!r} is not supported: only text is"
                 raise InvalidField(message, field="messages")
-        return "\n".join(part.text for part in content)
+        return "\n".join(part.shown for part in content)
     return content or ""

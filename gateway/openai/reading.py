@@ -13,7 +13,7 @@ from uuid import uuid4
 
 from gateway.exchange import Exchange
 from gateway.openai.call_reader import CallArguments, Piece, Text
-from gateway.openai.parameters import chat_arguments, with_model_defaults
+from gateway.openai.parameters import chat_arguments
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
@@ -46,7 +46,7 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
     tool_use = parse_tool_use(body, CALL_FORMATS.get(exchange.tool_call_format(body.model)))
-    arguments = chat_arguments(with_model_defaults(body, exchange.model(body.model)), tool_use)
+    arguments = chat_arguments(body, exchange.model(body.model), tool_use)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
     return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
@@ -115,7 +115,7 @@ class BlockReader:
         if event.token is not None and self.blocks and self.blocks[-1].kind == "reasoning":
             self.num_reasoning_tokens += 1
         if event.finish_reason is not None:
-            steps += self._steps(self._deltas.finish())
+            steps += self._steps(self._deltas.finish(event.finish_reason))
             steps += [BlockEnded(block) for block in self.blocks[-1:]]
             self.usage = event.usage or self.usage
             self.reason = self._deltas.reason(event.finish_reason)
@@ -234,8 +234,10 @@ class Deltas(Protocol):
         """Return the deltas that the text adds; text may be held back."""
         ...
 
-    def finish(self) -> list[Json]:
-        """Return the deltas of the text that is still held back."""
+    def finish(self, reason: FinishReason) -> list[Json]:
+        """Return the deltas of the text that is still held back. A call that the model left open is closed, unless
+        the length limit cut it off.
+        """
         ...
 
     def reason(self, reason: FinishReason) -> str:
@@ -259,7 +261,7 @@ class TextDeltas:
     def push(self, text: str) -> list[Json]:
         return [{"content": text}] if text else []
 
-    def finish(self) -> list[Json]:
+    def finish(self, reason: FinishReason) -> list[Json]:
         return []
 
     def reason(self, reason: FinishReason) -> str:
@@ -276,8 +278,8 @@ class ReasoningDeltas:
     def push(self, text: str) -> list[Json]:
         return self._deltas(*self._reader.push(text))
 
-    def finish(self) -> list[Json]:
-        return [*self._deltas(*self._reader.finish()), *self._answer.finish()]
+    def finish(self, reason: FinishReason) -> list[Json]:
+        return [*self._deltas(*self._reader.finish()), *self._answer.finish(reason)]
 
     def reason(self, reason: FinishReason) -> str:
         return self._answer.reason(reason)
@@ -297,8 +299,8 @@ class CallDeltas:
     def push(self, text: str) -> list[Json]:
         return self._deltas(self._parser.push(text))
 
-    def finish(self) -> list[Json]:
-        return self._deltas(self._parser.finish())
+    def finish(self, reason: FinishReason) -> list[Json]:
+        return self._deltas(self._parser.finish(is_cut=reason is FinishReason.LENGTH))
 
     def reason(self, reason: FinishReason) -> str:
         """`tool_calls` if there are any, unless the length limit cut them off."""

@@ -29,6 +29,7 @@ from gateway.schema import (
     Real,
     StructuredBody,
     TokenIds,
+    check,
 )
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
@@ -119,6 +120,7 @@ class CompletionBody(SamplingBody):
     logprobs: Count | None = None
     suffix: str | None = None
     best_of: Count | None = None
+    add_special_tokens: Literal[True] = True  # the tokenizer decides
 
     @property
     def scores_only(self) -> bool:
@@ -132,10 +134,16 @@ class CompletionBody(SamplingBody):
 
 
 class ContentPart(Body):
-    """A part of a message's content. Only text is supported."""
+    """A part of a message's content. Only text is supported, and what a model has said in refusal."""
 
     type: Name
     text: str = ""
+    refusal: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The text that the chat template gets."""
+        return self.refusal if self.type == "refusal" else self.text
 
 
 class Message(Body):
@@ -148,6 +156,30 @@ class Message(Body):
     name: Name | None = None
     reasoning_content: str | None = None
     reasoning: AnyJson = None
+
+
+class _Function(Body):
+    name: Name
+
+
+class _Tool(Body):
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Few[_Tool]
+
+
+class _AllowedChoice(Body):
+    allowed_tools: _Allowed
+
+
+class _AllowedTools(Body):
+    """Validates the member under its own name, so that errors name it."""
+
+    tool_choice: _AllowedChoice
 
 
 class ChatBody(SamplingBody):
@@ -164,6 +196,28 @@ class ChatBody(SamplingBody):
     continue_final_message: bool | None = None
     separate_reasoning: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    add_special_tokens: Literal[False] = False  # the chat template decides
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_allowed_tools(cls, data: object) -> object:
+        """Leave the tools of a tool_choice "allowed_tools", and its mode."""
+        choice = data.get("tool_choice") if isinstance(data, dict) else None
+        if not isinstance(data, dict) or not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
+            return data
+        allowed = check(_AllowedTools, {"tool_choice": choice}).tool_choice.allowed_tools
+        tools = data.get("tools")
+        tools = {_function_name(tool): tool for tool in tools} if isinstance(tools, list) else {}
+        if missing := [tool.function.name for tool in allowed.tools if tool.function.name not in tools]:
+            message = f"tool_choice: there is no function {missing[0][:64]!r} in tools"
+            raise InvalidField(message, field="tool_choice")
+        return data | {"tools": [tools[tool.function.name] for tool in allowed.tools], "tool_choice": allowed.mode}
+
+
+def _function_name(tool: object) -> object:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 def check_ranges(body: SamplingBody) -> None:
@@ -266,7 +320,8 @@ def _names_of_structure(body: SamplingBody) -> dict[str, str]:
     if body.structured_outputs is not None:
         return dict.fromkeys(guided, "structured_outputs")
     if body.response_format is not None:
-        return dict.fromkeys(("json_schema", "json_object"), "response_format")
+        names = dict.fromkeys(("json_schema", "json_object"), "response_format")
+        return names | {"grammar": "response_format with tools"}  # of both, if the model may call some
     if isinstance(body, ChatBody) and body.tools and body.tool_choice not in (None, "auto", "none"):
         return {"json_schema": "tools"}
     return {kind: name for kind, name in guided.items() if getattr(body, name) is not None}

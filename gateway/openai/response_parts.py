@@ -4,11 +4,14 @@ Log-probs are the model's own, before temperature is applied.
 """
 
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from uuid import uuid4
 
 import tandem
+from gateway.answers import bytes_of
 from gateway.openai.requests import ChatBody, CompletionBody, SamplingBody
 from gateway.schema import Json
 from tandem import Choice, FinishReason, Token, TokenEvent, TopToken, Usage
@@ -125,16 +128,20 @@ class StreamUsage:
 
 
 def num_stop_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> int:
-    """Count the tokens at the end of a complete answer that consist of its stop string only."""
+    """Count the tokens at the end of a complete answer that consist of its stop string only, or are its stop token."""
     if finish_reason is not FinishReason.STOP_SEQUENCE:
         return 0
-    return next((number for number, token in enumerate(reversed(tokens)) if token.text), len(tokens))
+    num_stop = 0
+    for number, token in enumerate(takewhile(lambda token: not token.text, reversed(tokens)), start=1):
+        if number == 1 or not token.special:  # a special token in front was left out of the text
+            num_stop = number
+    return num_stop
 
 
 def visible_tokens(tokens: Sequence[Token], finish_reason: FinishReason | None) -> Sequence[Token]:
-    """Drop the end-of-sequence token or the stop string, which are not part of the text."""
-    ends_special = finish_reason is not None and bool(tokens) and tokens[-1].special
-    return tokens[: len(tokens) - max(ends_special, num_stop_tokens(tokens, finish_reason))]
+    """Drop what is not part of the text: the stop string, or the token that has ended the answer unless it is shown."""
+    is_last_hidden = finish_reason is not None and bool(tokens) and not bytes_of(tokens[-1])
+    return tokens[: len(tokens) - max(is_last_hidden, num_stop_tokens(tokens, finish_reason))]
 
 
 class StreamTokens:
@@ -167,8 +174,23 @@ def _chat_entry(token: Token, body: ChatBody) -> Json:
 
 
 def _entry(token: Token | TopToken, body: ChatBody) -> Json:
-    entry = {"token": token.text, "logprob": _finite(token.logprob), "bytes": list(token.text.encode())}
+    own_bytes = bytes_of(token)
+    entry = {"token": _escaped(own_bytes), "logprob": _finite(token.logprob), "bytes": list(own_bytes)}
     return entry | ({"token_id": token.id} if body.return_token_ids else {})
+
+
+def _escaped(own_bytes: bytes) -> str:
+    r"""Show a token as OpenAI does in chats: bytes that are no whole characters as \xc3."""
+    return own_bytes.decode("utf-8", "backslashreplace")
+
+
+def _named(token: Token | TopToken) -> str:
+    r"""Show a token as OpenAI does in completions: bytes that are no whole characters as bytes:\xc3."""
+    own_bytes = bytes_of(token)
+    try:
+        return own_bytes.decode()
+    except UnicodeDecodeError:
+        return f"bytes:{_escaped(own_bytes)}"
 
 
 def _finite(logprob: float | None) -> float:
@@ -176,7 +198,8 @@ def _finite(logprob: float | None) -> float:
 
 
 class CompletionLogprobs:
-    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included.
+    """The completions format: four parallel lists. `text_offset` counts characters, an echoed prompt included. All
+    tokens of a character begin where it does.
 
     With `return_token_ids` a fifth, `top_tokens`, has the alternatives with their ids, likeliest first: two of them may
     have the same text.
@@ -186,6 +209,7 @@ class CompletionLogprobs:
         self._num_top = body.logprobs or 0
         self._has_ids = body.return_token_ids
         self._offset = 0
+        self._decode = getincrementaldecoder("utf-8")("replace").decode
 
     def of(self, tokens: Iterable[Token]) -> Json:
         """Return the lists for the next tokens. A prompt's first token has no log-prob, which is null."""
@@ -194,14 +218,14 @@ class CompletionLogprobs:
         if num_top and self._has_ids:
             lists["top_tokens"] = []
         for token in tokens:
-            lists["tokens"].append(token.text)
+            lists["tokens"].append(_named(token))
             lists["token_logprobs"].append(None if token.logprob is None else _finite(token.logprob))
             if num_top:
                 lists["top_logprobs"].append(_top(token, num_top))
             if num_top and self._has_ids:
                 lists["top_tokens"].append([_top_token(top) for top in token.top[:num_top]])
             lists["text_offset"].append(self._offset)
-            self._offset += len(token.text)
+            self._offset += len(self._decode(bytes_of(token)))
         return lists
 
 
@@ -213,5 +237,6 @@ def _top(token: Token, num_top: int) -> dict[str, float] | None:
     """Log-probs by text. The sampled token is included even if it is not among the likeliest."""
     if token.logprob is None:
         return None
-    best = {top.text: _finite(top.logprob) for top in reversed(token.top[:num_top])}
-    return {token.text: _finite(token.logprob)} | best if token.text else best
+    best = {_named(top): _finite(top.logprob) for top in reversed(token.top[:num_top])}
+    name = _named(token)
+    return {name: _finite(token.logprob)} | best if name else best

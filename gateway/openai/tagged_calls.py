@@ -130,12 +130,14 @@ class TaggedCallParser:
         self._buffer += text
         return list(self._read())
 
-    def finish(self) -> list[Piece]:
-        """End of the text: return what is still held back. A call that is cut off keeps its arguments so far."""
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """End of the text: return what is still held back. A call that a limit cut (`is_cut`) keeps its arguments."""
         pieces: list[Piece] = []
         while self._state is _State.HEAD:
             pieces += [*self._give_up(), *self._read()]
         text, self._buffer = self._buffer, ""
+        if not is_cut:
+            pieces += self._close_call(text)
         if self._state is _State.AFTER:
             text = "" if self._may_go_on(text.lstrip()) else text
         is_text = self._state in (_State.TEXT, _State.AFTER) and not (self.num_calls and not text.strip())
@@ -234,8 +236,10 @@ class TaggedCallParser:
             try:
                 yield from self._reader.push(char)
             except NotACall:
-                self._state = _State.AFTER
-            if self._reader.is_done or self._state is _State.AFTER:
+                yield from self._reader.close()
+                self._state, self._buffer = _State.AFTER, self._buffer[number:]
+                return
+            if self._reader.is_done:
                 self._state, self._buffer = _State.AFTER, self._buffer[number + 1 :]
                 return
         self._buffer = ""
@@ -255,6 +259,15 @@ class TaggedCallParser:
     def _may_go_on(self, text: str) -> bool:
         """True if more text may make it a mark."""
         return any(mark.startswith(text) for mark in (*self._style.closings, self._style.starts[-1]))
+
+    def _close_call(self, text: str) -> Iterator[Piece]:
+        """Return the rest of the arguments of a call without its last marks. `text`: the rest of the last value."""
+        if self._state is _State.VALUE:
+            yield self._arguments(self._value.last(text.removesuffix("\n") if self._style.has_lines else text) + "}")
+        elif self._state is _State.BETWEEN:
+            yield self._arguments("}" if self._num_parameters else "{}")
+        elif self._state is _State.JSON:
+            yield from self._reader.close()
 
     def _arguments(self, text: str) -> CallArguments:
         return CallArguments(self.num_calls - 1, text)
@@ -283,7 +296,7 @@ class _Value:
             return self._part(text), at
         self.is_done = True
         is_own = mark.lstrip("\n") == self._style.value_ends[0]
-        return self._last(text), at + (len(mark) if is_own else 0)
+        return self.last(text), at + (len(mark) if is_own else 0)
 
     def _part(self, text: str) -> str:
         if self._types != TEXT_ONLY:
@@ -294,7 +307,8 @@ class _Value:
         self._is_open = self._is_open or bool(text)
         return quote + escaped
 
-    def _last(self, text: str) -> str:
+    def last(self, text: str) -> str:
+        """Return the rest of the value's JSON, where `text` is the rest of it."""
         if self._types != TEXT_ONLY:
             return as_json("".join(self._texts) + text, self._types)
         part = self._part(text)
@@ -320,7 +334,7 @@ def parameter_types(parameters: object, name: str) -> frozenset[str]:
 
 
 def _types(schema: object, root: object, types_by_schema: dict[int, frozenset[str]]) -> frozenset[str]:
-    """`known`: the types of schemas that were met before, by `id`; all types for one that is not finished."""
+    """`types_by_schema`: those of schemas that were met before, by `id`; all types for one that is not finished."""
     if not isinstance(schema, dict):
         return _ALL
     if id(schema) in types_by_schema or len(types_by_schema) >= _MAX_SCHEMAS:

@@ -1,5 +1,6 @@
 """`tools` and `tool_choice` of a chat: which functions the model may or must call, and the schema that forces it."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -20,10 +21,20 @@ CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType({**TOOL_FORMATS, **TAG
 
 # A bound for models that would never end the list.
 _MAX_FORCED_CALLS = 16
+# As in answers whose only structure is a schema: white space between JSON tokens is one blank or none.
+_COMPACT = {"x-guidance": {"whitespace_pattern": " ?"}}
 # Keywords by which a schema itself, or another schema, determines the allowed properties.
 _COMBINING = frozenset(
     {"additionalProperties", "unevaluatedProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
 )
+# Keywords whose members are named by the client, and keywords whose values are no schemas.
+_BY_NAME = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas", "dependentRequired", "dependencies"}
+)
+_VALUES = frozenset({"enum", "const"})
+_ANNOTATIONS = frozenset({"title", "description", "examples", "default", "$comment"})
+# Keywords in whose schemas properties are forbidden, too.
+_CLOSED = frozenset({"properties", "$defs", "definitions", "items", "prefixItems"})
 
 
 class Function(Body):
@@ -81,7 +92,19 @@ class ToolUse:
         """Return the structured-output argument that forces a call, or nothing."""
         if not self.is_forced:
             return GenerateArguments()
-        return GenerateArguments(json_schema=_calls_schema(self))
+        return GenerateArguments(json_schema=_calls_schema(self, is_list=self.is_parallel))
+
+    def calls_or_answer(self, schema: Json) -> str | None:
+        """Return a grammar, in Lark's notation, for calls as the model writes them, or else JSON that fits the schema.
+        None if the model's format cannot be written in one.
+        """
+        if not isinstance(self.style, ToolFormat) or self.style.around is None:
+            return None
+        first, between, last = (f"{json.dumps(mark)} " if mark else "" for mark in self.style.around)
+        more = f"({between}call){{0,{_MAX_FORCED_CALLS - 1}}} " if self.is_parallel else ""
+        call = _in_lark({**_calls_schema(self, is_list=False), **_COMPACT})
+        answer = _in_lark(_placed({**schema, **_COMPACT}, "", "#", is_open=True))
+        return f"start: answer | {first}call {more}{last}\nanswer: {answer}\ncall: {call}\n"
 
 
 def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
@@ -108,14 +131,22 @@ def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
     return ToolUse(chosen[:1], style, is_forced=True, is_parallel=False)
 
 
-def _calls_schema(use: ToolUse) -> Json:
+def _in_lark(schema: object) -> str:
+    """The schema as a grammar embeds it. A `%json` in it would look like another schema."""
+    return "%json " + json.dumps(schema, separators=(",", ":")).replace("%", r"\u0025")
+
+
+def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
     """Return the JSON schema of one call, or of a list of calls. Each function's parameters are under $defs."""
     key = (use.style or FORCED_FORMAT).arguments_key
     definitions: Json = {}
     calls: list[Json] = []
     for number, function in enumerate(use.functions):
         home = f"#/$defs/{number}"
-        definitions[str(number)] = _moved(_closed(function.parameters or {"type": "object", "properties": {}}), home)
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        base = str(parameters.get("$id", "")).rstrip("#")
+        # With an `$id`, references in it would be to it and not to the whole.
+        definitions[str(number)] = _placed({key: parameters[key] for key in parameters if key != "$id"}, base, home)
         calls.append(
             {
                 "type": "object",
@@ -125,42 +156,34 @@ def _calls_schema(use: ToolUse) -> Json:
             }
         )
     call = calls[0] if len(calls) == 1 else {"anyOf": calls}
-    if use.is_parallel:
+    if is_list:
         call = {"type": "array", "items": call, "minItems": 1, "maxItems": _MAX_FORCED_CALLS}
     return {**call, "$defs": definitions}
 
 
-def _closed(schema: object) -> object:
-    """Forbid properties that the schema does not name, unless it says otherwise: a weak model would add some for ever.
+def _placed(schema: object, base: str, home: str, *, is_open: bool = False) -> object:
+    """The schema, or a part of it, as it says the same at `home`: without annotations, which only take room, and with
+    its references to itself, by its `base` or without one, rewritten.
 
-    Branches of a combination stay open, because each may name properties of the others.
+    Properties that it does not name are forbidden, unless it says otherwise or `is_open`: a weak model would add some
+    for ever. Branches of a combination stay open, because each may name properties of the others.
     """
     if isinstance(schema, list):
-        return [_closed(item) for item in schema]
+        return [_placed(item, base, home, is_open=is_open) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    closed = {
-        key: {name: _closed(item) for name, item in value.items()}
-        if key in ("properties", "$defs", "definitions") and isinstance(value, dict)
-        else _closed(value)
-        if key in ("items", "prefixItems")
-        else value
-        for key, value in schema.items()
-    }
-    if isinstance(closed.get("properties"), dict) and not _COMBINING & closed.keys():
-        closed["additionalProperties"] = False
-    return closed
-
-
-def _moved(schema: object, home: str) -> object:
-    """Rewrite the schema's references to itself for its new position at `home`."""
-    if isinstance(schema, list):
-        return [_moved(item, home) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    return {
-        key: home + value[1:]
-        if key == "$ref" and isinstance(value, str) and value.startswith("#")
-        else _moved(value, home)
-        for key, value in schema.items()
-    }
+    placed: Json = {}
+    for key, value in schema.items():
+        is_part_open = is_open or key not in _CLOSED
+        if key in _BY_NAME and isinstance(value, dict):
+            placed[key] = {name: _placed(part, base, home, is_open=is_part_open) for name, part in value.items()}
+        elif key == "$ref" and isinstance(value, str):
+            own = value.removeprefix(base) or "#"
+            placed[key] = home + own[1:] if own == "#" or own.startswith("#/") else value
+        elif key in _VALUES:
+            placed[key] = value
+        elif key not in _ANNOTATIONS:
+            placed[key] = _placed(value, base, home, is_open=is_part_open)
+    if not is_open and isinstance(placed.get("properties"), dict) and not _COMBINING & placed.keys():
+        placed["additionalProperties"] = False
+    return placed

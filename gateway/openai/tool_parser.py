@@ -15,7 +15,8 @@ from types import MappingProxyType
 
 from gateway.openai.call_reader import CallReader, NotACall, Piece, Text
 
-_BETWEEN_CALLS = " \t\r\n,;[]"
+_BETWEEN_CALLS = " \t\r\n,;[]}"
+"""Separators, and a brace too many behind a call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class ToolFormat:
     `start`, `end`: markers around the calls. `bare`: a text that begins with JSON may be calls without a marker.
     `only_calls`: the text has calls only. `named`: a call may also be a name, then its arguments. `has_control_marks`:
     in some checkpoints the markers are control tokens, without which calls behind other text would be text.
+    `around`: how a model writes calls, as a grammar can name it: the texts before the first, between two, and behind
+    the last; None if there are control tokens among them.
     """
 
     start: str
@@ -35,14 +38,20 @@ class ToolFormat:
     has_control_marks: bool = False
     arguments_key: str = "arguments"
     num_id_chars: int = 24
+    around: tuple[str, str, str] | None = None
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
     {
-        "hermes": ToolFormat("<tool_call>", "</tool_call>", has_control_marks=True),
-        "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters"),
+        "hermes": ToolFormat(
+            "<tool_call>",
+            "</tool_call>",
+            has_control_marks=True,
+            around=("<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+        ),
+        "llama3_json": ToolFormat("<|python_tag|>", bare=True, arguments_key="parameters", around=("", "; ", "")),
         "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, has_control_marks=True, num_id_chars=9),
-        "phi4_mini_json": ToolFormat("functools", bare=True),
+        "phi4_mini_json": ToolFormat("functools", bare=True, around=("functools[", ", ", "]")),
         "granite": ToolFormat("<|tool_call|>", bare=True),
     }
 )
@@ -91,13 +100,15 @@ class ToolCallParser:
         self._buffer += text
         return list(self._read())
 
-    def finish(self) -> list[Piece]:
-        """End of the text: return what is still held back.
+    def finish(self, *, is_cut: bool) -> list[Piece]:
+        """End of the text: return what is still held back. `is_cut`: by a limit; else the model ended it.
 
         A forced call that is cut off before its function is known is dropped: it is no text for a client.
         """
         text = self._raw + self._buffer
         is_call = self._state is _State.CALL and self._reader.has_begun
+        if is_call and not is_cut:
+            return list(self._reader.close())
         is_rest = self._state is _State.BETWEEN and not self._raw
         if not self._style.end:  # the text may have begun with a mark, or with the name of a function
             is_rest = is_rest and not self._buffer.strip(_BETWEEN_CALLS)
@@ -172,16 +183,19 @@ class ToolCallParser:
             try:
                 yield from self._reader.push(char)
             except NotACall:
+                # What was read is not searched again: the work must not grow with the square of a text.
+                before, self._buffer = self._buffer[:number], self._buffer[number:]
                 if not self._reader.has_begun:
-                    # What was read is text and not searched again: the work must not grow with the square of a text.
-                    self._raw, self._buffer = self._raw + self._buffer[:number], self._buffer[number:]
+                    self._raw += before
                     yield from self._give_up()
                     return
-                self._state = _State.BETWEEN
+                yield from self._reader.close()
+                self._state, self._raw = _State.BETWEEN, ""
+                return
             if self._reader.has_begun and not has_begun:
                 has_begun = True
                 self.num_calls += 1
-            if self._reader.is_done or self._state is _State.BETWEEN:
+            if self._reader.is_done:
                 self._state, self._raw, self._buffer = _State.BETWEEN, "", self._buffer[number + 1 :]
                 return
         self._raw = "" if has_begun else self._raw + self._buffer

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from gateway.answers import SSE, Answer, Framing, Streamer, collect, failed_stream
+from gateway.answers import SSE, Answer, Framing, OwnTexts, Streamer, collect, failed_stream
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
@@ -162,12 +162,13 @@ def answer_json(answer: Answer, shape: TgiShape) -> Json:
 
 
 def _details(choice: Choice, prompt: Sequence[Token], shape: TgiShape) -> Json:
+    tokens = OwnTexts.of(choice.tokens)
     details = shape.details_of(choice.finish_reason, choice.usage) | {
         "prefill": [{"id": token.id, "text": token.text, "logprob": token.logprob} for token in prompt],
-        "tokens": list(map(token_json, choice.tokens)),
+        "tokens": list(map(token_json, tokens)),
     }
     if shape.top_tokens:
-        details["top_tokens"] = [top_json(token.top) for token in choice.tokens]
+        details["top_tokens"] = [top_json(token.top) for token in tokens]
     return details
 
 
@@ -182,24 +183,30 @@ def top_json(top: Sequence[TopToken]) -> list[Json]:
 
 
 class StreamEvents:
-    """Renders a stream: one event per token, the last one with the complete text."""
+    """Renders a stream: one event per token, the last one with the complete text.
+
+    A token has its own text at once, also where it may begin a stop string, which stays in the text. Clients skip
+    special tokens, and would lose text that is held back until one comes last.
+    """
 
     def __init__(self, shape: TgiShape) -> None:
         self._shape = shape
         self._texts = [shape.prefix]
+        self._own_texts = OwnTexts()
         self._num_tokens = 0
 
     def start(self) -> Iterable[Json]:
         return ()
 
     def event(self, event: TokenEvent) -> Iterable[Json]:
-        """Render one event. Held-back text makes the token's text empty. An ending without a token, which comes after a
-        reconnect, has an empty one."""
+        """Render one event. A token that ends within a character has no text, or that before it. An ending without a
+        token, which comes after a reconnect, has an empty one.
+        """
         self._texts.append(event.text)
         if event.token is None and event.finish_reason is None:
             return
         self._num_tokens += 1
-        token = event.token or _NO_TOKEN
+        token = self._own_texts.apply(event.token or _NO_TOKEN, is_last=event.finish_reason is not None)
         body: Json = {"index": self._num_tokens, "token": token_json(token)}
         if self._shape.top_tokens:
             body["top_tokens"] = top_json(token.top)

@@ -104,6 +104,7 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         include_stop=True,
         top_logprobs=parameters.top_n_tokens,
         prompt_logprobs=parameters.decoder_input_details,
+        own_bytes=stream or parameters.wants_details,
     )
     return sampling | _structure(parameters.grammar)
 

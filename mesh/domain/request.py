@@ -203,13 +203,7 @@ class SamplingParams:
 
     def validate(self, vocab_size: int) -> None:
         """Raise InvalidRequest that names the first field out of range."""
-        if self.max_new_tokens is not None:
-            _at_least("max_new_tokens", self.max_new_tokens, 1)
-        _at_least("min_new_tokens", self.min_new_tokens, 0)
-        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
-            raise InvalidRequest(
-                f"min_new_tokens ({self.min_new_tokens}) must be <= max_new_tokens ({self.max_new_tokens})"
-            )
+        self.validate_lengths()
         _in_range("temperature", self.temperature, 0.0, 100.0)
         _at_least("top_k", self.top_k, 0)
         _in_range("top_p", self.top_p, 0.0, 1.0, open_low=True)
@@ -224,6 +218,16 @@ class SamplingParams:
             _at_least("truncate_prompt_tokens", self.truncate_prompt_tokens, 1)
         self._validate_structure()
         self._validate_lists(vocab_size)
+
+    def validate_lengths(self) -> None:
+        """The part of `validate` that is about lengths. Raises InvalidRequest."""
+        if self.max_new_tokens is not None:
+            _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("min_new_tokens", self.min_new_tokens, 0)
+        if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
+            raise InvalidRequest(
+                f"min_new_tokens ({self.min_new_tokens}) must be <= max_new_tokens ({self.max_new_tokens})"
+            )
 
     def _validate_structure(self) -> None:
         if self.structure is None:
@@ -243,13 +247,14 @@ class SamplingParams:
         for text in self.stop:
             if not 1 <= len(text) <= MAX_STOP_CHARS:
                 raise InvalidRequest(f"each stop string must have 1 to {MAX_STOP_CHARS} characters")
-        self._validate_bad_words(vocab_size)
+        self.validate_bad_words(vocab_size)
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidRequest(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} entries")
         for token_id in self.stop_token_ids:
             _token_id("stop_token_ids", token_id, vocab_size)
 
-    def _validate_bad_words(self, vocab_size: int) -> None:
+    def validate_bad_words(self, vocab_size: int) -> None:
+        """The part of `validate` that is about bad words. Raises InvalidRequest."""
         if len(self.bad_words) > MAX_BAD_WORDS:
             raise InvalidRequest(f"bad_words has {len(self.bad_words)} entries, at most {MAX_BAD_WORDS} are allowed")
         for word in self.bad_words:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo
-from router.admission.placement import InFlight, Placement, is_short
+from router.admission.placement import InFlight, Placement, longest_short
 from router.workers.membership import WorkerView
 
 # A heartbeat that arrives this soon after a reservation may have been written before it.
@@ -243,7 +243,8 @@ def _shares(reservation: CapacityReservation) -> dict[str, InFlight]:
     shares = {decode.incarnation: InFlight(1, blocks, 0 if reservation.is_reported else blocks, own_tokens)}
     if prefill is not None and reservation.holds_prefill:
         blocks = prefill.layout.num_blocks_for(reservation.num_tokens)
-        short_tokens = reservation.prefill_tokens if is_short(reservation.prefill_tokens, prefill) else 0
+        is_short = reservation.prefill_tokens <= longest_short(prefill.max_batch_tokens)
+        short_tokens = reservation.prefill_tokens if is_short else 0
         shares[prefill.incarnation] = InFlight(1, blocks, 0, reservation.prefill_tokens, short_tokens)
     return shares
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -38,7 +39,7 @@ class InFlight:
 
     `num_blocks`: decode blocks that its sequences hold; `num_unreported_blocks`: the part that the worker's last report
     cannot include. `prefill_tokens`: prompt tokens sent and not yet computed; `short_prefill_tokens`: the part that
-    belongs to short prompts (see `is_short`).
+    belongs to short prompts (see `longest_short`).
     """
 
     num_seqs: int = 0
@@ -61,6 +62,7 @@ class InFlight:
 Numbers = npt.NDArray[np.int64]
 Costs = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+_Tokens = TypeVar("_Tokens", int, Numbers)
 
 
 class Roster:
@@ -259,7 +261,7 @@ class MeshSnapshot:
     @cached_property
     def longest_short_tokens(self) -> float:
         """The longest prompt that is short for all prefill workers."""
-        return min((num_tokens // 2 for num_tokens in self.prefill.max_batch_tokens.tolist()), default=math.inf)
+        return min(longest_short(self.prefill.max_batch_tokens).tolist(), default=math.inf)
 
     def roster(self, role: WorkerRole) -> Roster:
         """The roster of a role."""
@@ -317,9 +319,11 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
     return (roster.num_seqs + num_new_seqs <= num_slots) & (free >= needed)
 
 
-def is_short(num_tokens: int, info: WorkerInfo) -> bool:
-    """True for prompts that fit into half of a step: the worker computes them beside a long prompt."""
-    return num_tokens <= info.max_batch_tokens // 2
+def longest_short(max_batch_tokens: _Tokens) -> _Tokens:
+    """The longest prompt that is short for a worker, or for each of many: one that fits into half of a step, so that
+    the worker computes it beside a long prompt.
+    """
+    return max_batch_tokens // 2
 
 
 def is_short_in(snapshot: MeshSnapshot) -> Callable[[PlacementQuery], bool]:
@@ -375,7 +379,7 @@ def _num_blocks(query: PlacementQuery, roster: Roster) -> Numbers:
 
 
 def _is_short_at(query: PlacementQuery, roster: Roster) -> Mask:
-    return np.asarray(query.num_tokens <= roster.max_batch_tokens // 2)
+    return np.asarray(query.num_tokens <= longest_short(roster.max_batch_tokens))
 
 
 def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> int:

@@ -11,14 +11,15 @@ import grpc
 from mesh import wire
 from mesh.cache_hints import hints_from_proto
 from mesh.domain.errors import InvalidRequest
+from mesh.durations import duration_from_proto
 from mesh.rpc.credentials import Metadata
 from mesh.rpc.server import end_blocked_call
 from mesh.tracing import HEADERS
 from mesh.wire import require_at_most
 from router.answer_stream import Delta, PromptInfo
 from router.choice import TokenEvent, TopToken, Usage
+from router.model_directory import ModelDirectory
 from router.served_model import ModelInfo
-from router.service import ModelServices
 from router.tenants import CallerDirectory, Priority, Tenant
 from router.text.chat import ChatMessage, ChatPrompt, Prompt, Rendering, TextPrompt, TokenPrompt
 from router.timeline import AttemptTiming, Timing
@@ -40,7 +41,7 @@ _MAX_CONVERTED = 1024
 class GenerationServicer(generation_pb2_grpc.GenerationServicer):
     """The clients' API of all models."""
 
-    def __init__(self, models: ModelServices, callers: CallerDirectory) -> None:
+    def __init__(self, models: ModelDirectory, callers: CallerDirectory) -> None:
         self._models = models
         self._callers = callers
 
@@ -48,9 +49,9 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         metadata = context.invocation_metadata()
-        params = replace(
-            _params_from_proto(request, self._callers.tenant_of(metadata)), trace_headers=_trace_headers(metadata)
-        )
+        tenant = self._callers.tenant_of(metadata)
+        with self._models.counting_refusals():
+            params = replace(_params_from_proto(request, tenant), trace_headers=_trace_headers(metadata))
         answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
         context.add_done_callback(lambda _: answer.close())
@@ -108,10 +109,11 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
             output.spaces_between_special_tokens if output.HasField("spaces_between_special_tokens") else True
         ),
         include_eos=output.include_eos if output.HasField("include_eos") else None,
+        own_bytes=output.own_bytes,
         client_request_id=request.client_request_id,
         tenant=tenant,
         priority=_priority_from_proto(request.priority),
-        ttft_target_s=wire.duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
+        ttft_target_s=duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
         adapter=request.adapter,
         cache_hints=hints_from_proto(request.cache_hints),
     )
@@ -147,22 +149,22 @@ def _chat_from_proto(chat: generation_pb2.Chat) -> ChatPrompt:
 
 def _delta_to_proto(delta: Delta) -> generation_pb2.GenerateResponse:
     """Convert in place and set rare fields only if present: this runs for every token (see wire.write_output)."""
-    chunk = delta.chunk
+    events = delta.events
     message = generation_pb2.GenerateResponse()
     if delta.echo:
         message.echo = delta.echo
     if delta.prompt is not None:
         _write_prompt(delta.prompt, message.prompt)
-    if chunk is None:
+    if events is None:
         return message
-    message.index = chunk.index
-    _write_tokens(chunk.tokens, message.tokens)
-    if chunk.finish_reason is not None:
-        message.finish_reason = wire.finish_to_proto(chunk.finish_reason)
-    if chunk.usage is not None:
-        message.usage.CopyFrom(_usage_to_proto(chunk.usage))
-    if chunk.timing is not None:
-        message.timing.CopyFrom(timing_to_proto(chunk.timing))
+    message.index = events.index
+    _write_tokens(events.tokens, message.tokens)
+    if events.finish_reason is not None:
+        message.finish_reason = wire.finish_to_proto(events.finish_reason)
+    if events.usage is not None:
+        message.usage.CopyFrom(_usage_to_proto(events.usage))
+    if events.timing is not None:
+        message.timing.CopyFrom(timing_to_proto(events.timing))
     return message
 
 
@@ -183,12 +185,17 @@ def _write_tokens(tokens: Iterable[TokenEvent], messages: Any) -> None:
             message.logprob = token.logprob
         if token.special:
             message.special = True
+        if token.own_bytes is not None:
+            message.own_bytes = token.own_bytes
         if token.top:
             message.top.extend(_top_to_proto(token.top))
 
 
 def _top_to_proto(top: Iterable[TopToken]) -> list[generation_pb2.TopToken]:
-    return [generation_pb2.TopToken(id=entry.id, text=entry.text, logprob=entry.logprob) for entry in top]
+    return [
+        generation_pb2.TopToken(id=entry.id, text=entry.text, logprob=entry.logprob, own_bytes=entry.own_bytes)
+        for entry in top
+    ]
 
 
 def _usage_to_proto(usage: Usage) -> generation_pb2.Usage:

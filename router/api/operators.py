@@ -17,6 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.durations import duration_to_proto
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.advice import Advice
@@ -93,6 +94,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         """List all known workers, recent incidents, and recent and running requests."""
         self._callers.tenant_of(context.invocation_metadata()).require_operator()
         models, journal = self._models, self._journal
+        traffic = {name: shares for name, shares in self._traffic.table.shares.items() if shares}
         return mesh_pb2.ListWorkersResponse(
             workers=[worker for model in models for worker in self._workers(model)],
             queued_requests=sum(model.queue.num_queued for model in models),
@@ -105,8 +107,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
             advice=[_advice(advice, model.model.name) for model in models for advice in model.adviser.advice],
-            traffic=starmap(_traffic, self._traffic.table.shares.items()),
-            routed=(_routed(name, self._traffic.routed(name)) for name in self._traffic.table.shares),
+            traffic=starmap(_traffic, traffic.items()),
+            routed=(_routed(name, self._traffic.routed(name)) for name in traffic),
         )
 
     async def GetHistory(
@@ -154,8 +156,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
 
     def _point(self, point: Point) -> mesh_pb2.HistoryPoint:
         return mesh_pb2.HistoryPoint(
-            age=wire.duration_to_proto(self._age_s(point.at_s)),
-            length=wire.duration_to_proto(point.seconds),
+            age=duration_to_proto(self._age_s(point.at_s)),
+            length=duration_to_proto(point.seconds),
             generated_tokens=point.generated_tokens,
             computed_tokens=point.computed_tokens,
             replays=point.replays,
@@ -202,7 +204,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             record=_record_to_proto(view.info),
             load=_load_to_proto(view.load),
             state=_state_to_proto(view.state),
-            last_seen=wire.duration_to_proto(self._age_s(view.last_seen_s)),
+            last_seen=duration_to_proto(self._age_s(view.last_seen_s)),
             serving=view.info.incarnation in serving,
             open_transfers=transfers.num_open,
             transferred_bytes=transfers.num_bytes,
@@ -213,7 +215,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     def _incident(self, incident: Incident) -> mesh_pb2.Incident:
         return mesh_pb2.Incident(
             kind=f"INCIDENT_KIND_{incident.kind.name}",
-            age=wire.duration_to_proto(self._age_s(incident.at_s)),
+            age=duration_to_proto(self._age_s(incident.at_s)),
             worker_id=incident.worker_id,
             request_id=incident.request_id,
             cause=incident.cause,
@@ -226,7 +228,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         )
         return mesh_pb2.RequestTrace(
             request_id=trace.request_id,
-            age=wire.duration_to_proto(self._age_s(trace.at_s)),
+            age=duration_to_proto(self._age_s(trace.at_s)),
             prompt_tokens=trace.prompt_tokens,
             completion_tokens=trace.completion_tokens,
             cached_tokens=trace.cached_tokens,
@@ -250,7 +252,7 @@ def _traffic(name: str, shares: Shares) -> mesh_pb2.Traffic:
 
 
 def _routed(name: str, routed: RoutedRequests) -> mesh_pb2.RoutedTraffic:
-    span = wire.duration_to_proto(routed.span_s)
+    span = duration_to_proto(routed.span_s)
     return mesh_pb2.RoutedTraffic(name=name, requests=routed.counts, span=span)
 
 
@@ -263,7 +265,7 @@ def _role_from_proto(number: mesh_pb2.WorkerRole) -> WorkerRole:
 
 
 def _optional_duration(seconds: float | None) -> Duration | None:
-    return None if seconds is None else wire.duration_to_proto(seconds)
+    return None if seconds is None else duration_to_proto(seconds)
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:

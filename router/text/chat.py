@@ -30,6 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from checkpoint.config_json import read_json
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
+from router.text.template_turns import with_ids_of_length, with_text_arguments, with_tools_in_system
 
 MAX_RENDER_S = 1.0
 # Not needed to render a conversation, and meant for long outputs.
@@ -58,6 +59,8 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
 _TOOLS_IN_SYSTEM = "'<|tool|>' + message['tools']"
 # DeepSeek's templates join a call's arguments with other texts.
 _TEXT_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
+# Mistral's templates refuse ids of calls that are not of this length.
+_ID_LENGTH = re.compile(r"id\s*\|\s*length\s*!=\s*(\d{1,2})\b")
 # DeepSeek's templates up to R1 show calls, or these alone, only if the content is none, not if it is empty.
 _NO_CONTENT = re.compile(r"message(?:\.content|\['content'\]) is (?:not )?none")
 _REASONING, _REASONING_END = "<think>", "</think>"
@@ -180,30 +183,6 @@ def _parse(text: str, name: str, default: object) -> object:
         raise InvalidRequest(f"{name} is not valid JSON") from None
 
 
-def _with_tools_in_system(turns: list[dict[str, object]], tools: list[object]) -> list[dict[str, object]]:
-    """Give the first turn, a system message, the tools as JSON of bare functions."""
-    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
-    has_system = bool(turns) and turns[0]["role"] == "system"
-    system: dict[str, object] = turns[0] if has_system else {"role": "system", "content": ""}
-    text = json.dumps(functions, ensure_ascii=False)
-    return [system | {"tools": text}, *(turns[1:] if has_system else turns)]
-
-
-def _with_text_arguments(turn: dict[str, object]) -> dict[str, object]:
-    """Give the turn's calls their arguments as JSON text."""
-    calls = turn.get("tool_calls")
-    if not isinstance(calls, list):
-        return turn
-    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
-    texts = [
-        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
-        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str)
-        else call
-        for call, function in zip(calls, functions, strict=True)
-    ]
-    return turn | {"tool_calls": texts}
-
-
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is no JSON")
 
@@ -291,11 +270,13 @@ class ChatTemplate:
         tools = _parse_tools(tools_json)
         source = self.tool_source if tools and self.tool_source else self.source
         if _TEXT_ARGUMENTS.search(source):
-            turns = [_with_text_arguments(turn) for turn in turns]
+            turns = [with_text_arguments(turn) for turn in turns]
+        if length := _ID_LENGTH.search(source):
+            turns = [with_ids_of_length(turn, int(length[1])) for turn in turns]
         if _NO_CONTENT.search(source):
             turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
         if tools and _TOOLS_IN_SYSTEM in source:
-            turns = _with_tools_in_system(turns, tools)
+            turns = with_tools_in_system(turns, tools)
         reserved = {
             "messages": turns,
             "tools": tools,

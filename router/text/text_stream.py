@@ -94,7 +94,7 @@ class TextRules:
 
 class TextStream:
     """All stages for one choice, whose text continues that of the tokens `before`. `stopped` is True once a stop string
-    has matched.
+    has matched. `added` is what the last token has added to the text in which stop strings are looked for.
     """
 
     def __init__(self, tokenizer: Tokenizer, rules: TextRules, before: Sequence[int] = ()) -> None:
@@ -104,13 +104,15 @@ class TextStream:
         self._matcher = StopMatcher(rules.stop, keep=rules.include_stop)
         self._num_tokens = 0
         self._after_special = False
+        self.added = ""
         self.stopped = False
 
     def push(self, token_id: int) -> str:
         """Return the text to send now. Sets `stopped` after a match; push nothing after that."""
         self._num_tokens += 1
-        text = self._special(token_id) if token_id in self._tokenizer.special_ids else self._plain(token_id)
-        return self._match(text)
+        is_special = token_id in self._tokenizer.special_ids
+        self.added = self._special(token_id) if is_special else self._plain(token_id)
+        return self._match(self.added)
 
     def flush(self) -> str:
         """Return the remaining text, at the end of the sequence."""

@@ -283,6 +283,8 @@ class Tokenizer:
         self._text_by_id: dict[int, str] = {}
         is_bytes = type(native.decoder) is decoders.ByteLevel
         self._bytes_of = ByteVocabulary(native.id_to_token) if is_bytes else None
+        fallbacks = {native.token_to_id(f"<0x{byte:02X}>"): bytes([byte]) for byte in range(256)}
+        self._bytes_by_id = {id_: byte for id_, byte in fallbacks.items() if id_ is not None}
         self._max_token_chars = max_token_chars(native)
 
     @classmethod
@@ -323,6 +325,12 @@ class Tokenizer:
         if text is None:
             text = self._text_by_id[token_id] = self._text_within(token_id)
         return text
+
+    def bytes_of(self, token_id: int, text: str) -> bytes:
+        """Return the bytes of a token whose text is `text`; they may begin or end within a character."""
+        if self._bytes_of is not None:
+            return self._bytes_of(token_id)
+        return self._bytes_by_id.get(token_id) or text.encode()
 
     def _text_within(self, token_id: int) -> str:
         text = self._decode_plain([token_id])

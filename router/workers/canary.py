@@ -20,7 +20,7 @@ from mesh.domain.errors import DeadlineExceeded, MeshError, ModelFailed, WorkerB
 from mesh.domain.request import SamplingParams, mint_id
 from router.admission.in_flight import InFlightTable
 from router.admission.placement import Placement
-from router.attempt import Attempt, AttemptTimeouts, PrefillCaller
+from router.attempt import Attempt, AttemptTimeouts
 from router.choice import Choice
 from router.served_model import ServedModel
 from router.timeline import Timeline
@@ -29,6 +29,7 @@ from router.workers.decode_link import Links
 from router.workers.health import Canary, Trust, WorkerHealth
 from router.workers.membership import capacity_tokens
 from router.workers.mesh_view import MeshView
+from router.workers.prefill_client import PrefillCaller
 
 log = structlog.get_logger(__name__)
 

@@ -17,6 +17,7 @@ import structlog
 from mesh import wire
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerState
+from mesh.durations import duration_to_proto
 from mesh.process import run_for_life
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2, worker_pb2_grpc
@@ -129,7 +130,7 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
         log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
         left_as = WorkerState.LOST
         try:
-            interval = wire.duration_to_proto(HEARTBEAT_INTERVAL_S)
+            interval = duration_to_proto(HEARTBEAT_INTERVAL_S)
             yield worker_pb2.RegisterResponse(registered=worker_pb2.Registered(heartbeat_interval=interval))
             async for request in request_iterator:
                 if (state := wire.state_from_proto(request.heartbeat.state)).is_gone and request.HasField("heartbeat"):

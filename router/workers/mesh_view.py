@@ -92,8 +92,8 @@ class MeshView:
             prefill_overflow=self._prefill_overflow,
         )
 
-    def num_healthy(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
-        """Count workers that may get requests; `with_transfers` leaves out decode workers that must prefill."""
+    def num_serving(self, role: WorkerRole, *, with_transfers: bool = False) -> int:
+        """Count workers that get clients' requests; `with_transfers` leaves out decode workers that must prefill."""
         snapshot = self.snapshot()
         excluded = snapshot.local_only if with_transfers else frozenset()
         return sum(view.info.incarnation not in excluded for view in snapshot.roster(role).views)

@@ -1,6 +1,6 @@
 """Measures this machine and the engine on it, without a mesh.
 
-Bandwidth is measured by summing a large array, on one core and on all requested cores. Arithmetic is measured with the
+Bandwidth is measured by summing a large array, on all requested cores. Arithmetic is measured with the
 engine, on a prompt for a small model with wide layers. The rates therefore contain the efficiency of the engine, and
 predictions depend only on the shape of a model.
 
@@ -195,11 +195,10 @@ class EngineSteps:
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """Measured rates. `flops_per_s` has the rate with `num_threads` threads, by type of the weights."""
+    """Rates measured with `num_threads` threads: of memory, and of arithmetic by type of the weights."""
 
     num_threads: int
-    one_core_bytes_per_s: float
-    all_cores_bytes_per_s: float
+    bytes_per_s: float
     flops_per_s: dict[str, float]
 
     def device(self) -> Device:
@@ -208,7 +207,7 @@ class Probed:
         return Device(
             f"this machine, {threads}",
             psutil.virtual_memory().available,
-            self.all_cores_bytes_per_s,
+            self.bytes_per_s,
             self.flops_per_s,
             "measured now",
         )
@@ -216,14 +215,14 @@ class Probed:
 
 def probe(num_threads: int) -> Probed:
     """Measure this machine with `num_threads` threads. Takes a few seconds."""
-    one_core, all_cores = (read_bytes_per_s(threads) for threads in (1, num_threads))
+    bytes_per_s = read_bytes_per_s(num_threads)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = _write_wide_model(Path(folder))
         rates = {
             "float32": engine_flops_per_s(model_dir, "none", num_threads),
             "int8": engine_flops_per_s(model_dir, "int8", num_threads),
         }
-    return Probed(num_threads, one_core, all_cores, rates)
+    return Probed(num_threads, bytes_per_s, rates)
 
 
 def read_bytes_per_s(num_threads: int) -> float:

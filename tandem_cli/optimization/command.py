@@ -20,6 +20,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.deployment import find_model
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
+from tandem_cli.optimization.candidate_trial import CandidateTrial
 from tandem_cli.optimization.candidates import STORED, Candidate
 from tandem_cli.optimization.choice import Result, choose
 from tandem_cli.optimization.progress import ShownProgress
@@ -40,7 +41,6 @@ from tandem_cli.optimization.result import (
 )
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Checkpoints, Subject
-from tandem_cli.optimization.trial import CandidateTrial
 from tandem_cli.plan import quiet_logs
 from tandem_cli.terminal import FittingTable, wide_console
 

@@ -9,7 +9,7 @@ from mesh.domain.worker import WorkerRole
 from router.advice import Action
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
-from tandem_cli.simulation.scaling import PERIOD_S, Replicas, ScaleLimits, Triggers
+from tandem_cli.simulation.scaling_rules import PERIOD_S, Replicas, ScaleLimits, Triggers
 from tandem_cli.simulation.workers import ModelledWorker
 
 Count = dict[WorkerRole, int]
@@ -46,7 +46,7 @@ class ByAdvice:
     def decide(self, at_s: float, present: Count) -> Count:
         target_counts = dict(present)
         for advice in self._mesh.router.adviser.advice:
-            if self._mesh.router.mesh.num_healthy(advice.role) == present[advice.role]:
+            if self._mesh.router.mesh.num_serving(advice.role) == present[advice.role]:
                 target_counts[advice.role] += 1 if advice.action is Action.ADD else -1
         limits = self._limits
         return {role: min(max(count, limits.min_workers), limits.max_workers) for role, count in target_counts.items()}

@@ -20,11 +20,11 @@ from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.limiter import LocalLimiter
-from router.attempt import KVDestination, PrefillEvent
 from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
+from router.workers.prefill_client import KVDestination, PrefillEvent
 from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
@@ -168,8 +168,8 @@ class SimulatedMesh:
         while True:
             await asyncio.sleep(_POLL_S)
             with_transfers = bool(self._prefills.workers)
-            healthy = [view.num_healthy(role, with_transfers=with_transfers) for role in WorkerRole]
-            if healthy == [len(self.of_role(role)) for role in WorkerRole]:
+            num_serving = [view.num_serving(role, with_transfers=with_transfers) for role in WorkerRole]
+            if num_serving == [len(self.of_role(role)) for role in WorkerRole]:
                 return
 
     async def retire(self, worker: ModelledWorker, grace_s: float) -> None:

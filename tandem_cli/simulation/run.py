@@ -85,8 +85,8 @@ class TraceRun:
         params = GenerateParams(TokenPrompt(ids), sampling)
         answer = await self._mesh.router.service.generate(params, None)
         async for delta in answer.deltas():
-            if delta.chunk is not None and delta.chunk.tokens:
-                self._count(record, len(delta.chunk.tokens))
+            if delta.events is not None and delta.events.tokens:
+                self._count(record, len(delta.events.tokens))
 
     def _count(self, record: Record, num_tokens: int) -> None:
         """Tokens of equal steps come at once: their gaps are the mean since the last ones."""

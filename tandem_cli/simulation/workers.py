@@ -21,9 +21,9 @@ from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
-from router.attempt import PrefillEvent, PrefillStarted, TransferFinished
 from router.served_model import ServedModel
 from router.workers.decode_link import SequenceKey, SequenceListener
+from router.workers.prefill_client import PrefillEvent, PrefillStarted, TransferFinished
 from tandem_cli.simulation.engine import ModelledEngine, StepsDone
 from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 

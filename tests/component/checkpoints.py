@@ -109,7 +109,12 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20, attention_bias=True
     ),
     "gemma3-biases": lambda: llama_like(
-        "gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2, attention_bias=True
+        "gemma3_text",
+        head_dim=32,
+        sliding_window=WINDOW,
+        sliding_window_pattern=2,
+        attention_bias=True,
+        attn_logit_softcapping=5.0,  # Gemma 2's, which Gemma 3 does not apply
     ),
     "glm": lambda: llama_like("glm", head_dim=16),
     "glm4": lambda: llama_like("glm4", head_dim=16, attention_bias=True),

@@ -1,12 +1,15 @@
-"""Sampling written the slow, obvious way, one sequence and one token at a time."""
+"""Sampling written the slow, obvious way, one sequence and one token at a time; and the engine's sampler, read back."""
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from engine.sampler import Sampler
 from engine.sequence import SequenceState
+from mesh.domain.tokens import SampledToken
 
 
 def adjusted(logits: Tensor, sequence: SequenceState) -> Tensor:
@@ -56,3 +59,9 @@ def _typical(probabilities: Tensor, mass: float) -> Tensor:
         kept[token] = probabilities[token]
         total += float(probabilities[token])
     return kept / kept.sum()
+
+
+def sample(sampler: Sampler, logits: Tensor, sequences: Sequence[SequenceState]) -> list[SampledToken]:
+    """One token per row of the logits, read back."""
+    drawn = sampler.draw(logits, sequences)
+    return drawn.read(sampler._copies.to_host(drawn.tensors))

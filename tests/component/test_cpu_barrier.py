@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import entry
+from engine.models.loop_threads import LoopThreads
+from engine.models.rank_group import Alone
 
 
 @entry
@@ -68,3 +70,11 @@ def test_a_signal_waits_for_the_end_of_a_step() -> None:
     command = [sys.executable, "-c", _INTERRUPTED_IN_A_STEP]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
+
+
+def test_a_lent_core_that_takes_no_thread_is_left_out() -> None:
+    """The worker's other threads would wait for it for ever, and the process for them at its end."""
+    threads, ran = LoopThreads(2, Alone()), []
+    threads.use((1023,))
+    threads.run(lambda team: ran.append((team.thread, team.num_threads)))
+    assert sorted(ran) == [(0, 2), (1, 2)]

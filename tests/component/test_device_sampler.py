@@ -12,6 +12,7 @@ from engine.row_math import DeviceRows
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken
+from tests.component.plain_sampling import sample
 from tests.component.test_sampler import CASES, VOCAB_SIZE, logits_for, sequence
 from tests.fakes.device import DEVICE, FakeCopies, MixesDevices, no_waiting
 
@@ -40,7 +41,7 @@ def test_the_same_tokens_and_log_probs_as_on_cpu(num_draws: int) -> None:
     host, device = Sampler(), on_device()
     for number in range(num_draws // BATCH):
         sequences, logits = batch_of(number, BATCH), logits_for(BATCH, seed=number)
-        ours, theirs = device.sample(logits, sequences), host.sample(logits, sequences)
+        ours, theirs = sample(device, logits, sequences), sample(host, logits, sequences)
         assert [token.id for token in ours] == [token.id for token in theirs]
         assert [top.id for token in ours for top in token.top] == [top.id for token in theirs for top in token.top]
         np.testing.assert_allclose(logprobs(ours), logprobs(theirs), rtol=1e-6, atol=1e-6)

@@ -15,11 +15,11 @@ from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
+from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
 from tandem_cli.optimization.candidates import BASE
 from tandem_cli.optimization.questions import Question, read_questions
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.subject import Checkpoints, Subject
-from tandem_cli.optimization.trial import Judged, compare_distributions, runner_settings
 from tests.component.arms import settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import expect, load_reference, prompts

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
+from engine.models.model_config import RopeConfig
 from engine.models.read_config import load_config
+from engine.models.rope import RotaryEmbedding
 from engine.resolve import kv_layout
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.worker import WorkerRole
@@ -146,3 +149,14 @@ def worker_settings(model_dir: Path, **changes: Any) -> DecodeSettings:
     return DecodeSettings(
         model=str(model_dir), registry_address="none", kv_cache_bytes=1 << 22, device="cpu", **changes
     )
+
+
+def test_a_token_is_rotated_the_same_in_steps_of_any_length(repaired: Repaired) -> None:
+    rope = RotaryEmbedding(RopeConfig("dynamic", 10_000.0, 64, 64, factor=2.0), 64, torch.device("cpu"), torch.float32)
+    positions = torch.arange(500)
+    whole = rope.cos_sin(positions, positions + 1)
+    for count in (1, 7, 31, 33):
+        for some in positions.split(count):
+            for part, expected in zip(rope.cos_sin(some, some + 1), whole, strict=True):
+                assert torch.equal(part, expected[some])
+    repaired("M15", "dynamic NTK behind the trained length: steps of 1 to 500 tokens rotate equally, to the bit")

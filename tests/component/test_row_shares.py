@@ -3,7 +3,7 @@
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from engine.batch import ScheduledBatch
 from engine.kernels.cpu.arguments import Batch
 from engine.model_runner import ModelRunner
 from engine.models import compiled_decoder, row_shares
-from engine.models.row_shares import RowCut, batch_of, cut_rows, most_shares
+from engine.models.row_shares import RowCosts, RowCut, batch_of, cut_rows, most_shares
 from engine.runner import FinishBatch
 from tests.component.adapters import four_adapters
 from tests.component.arms import load_arm
@@ -130,14 +130,25 @@ def batch(*sequences: tuple[int, int]) -> Batch:
     return Batch(np.arange(starts[-1]), segments, contexts, contexts, starts, none, none)
 
 
-def bounds(step: Batch, count: int, row_context: float = 1000.0) -> list[tuple[int, int, int]]:
-    return [(*cut.rows, cut.first_needed) for cut in cut_rows(step, count, row_context)]
+def bounds(
+    step: Batch, count: int, row_context: float = 1000.0, windows: Sequence[int | None] = (None,)
+) -> list[tuple[int, int, int]]:
+    return [(*cut.rows, cut.first_needed) for cut in cut_rows(step, count, RowCosts(row_context, windows))]
 
 
 def test_rows_of_a_prompt_cost_more_the_later_they_are() -> None:
     assert bounds(batch((100, 100)), 2, math.inf) == [(0, 50, 0), (50, 100, 0)]
     assert bounds(batch((100, 100)), 2, 10.0) == [(0, 69, 0), (69, 100, 0)]
     assert bounds(batch((100, 10_000)), 2, 10.0) == [(0, 51, 0), (51, 100, 0)]
+
+
+def test_rows_cost_no_more_than_windows_let_them_see() -> None:
+    prompt, query = batch((2000, 2000)), batch((1, 1_000_000), (255, 255))
+    firsts = [bounds(prompt, 2, 1000.0, windows)[1][0] for windows in ([None], [1000, None], [1000], [1])]
+    assert firsts == sorted(firsts, reverse=True)
+    assert firsts[-1] == 1001
+    assert len(bounds(query, 2, 1000.0, [None, 500])) == 1
+    assert len(bounds(query, 2, 1000.0, [600, 500])) == 2, "the one with a long context sees little of it"
 
 
 def test_a_share_needs_those_with_earlier_rows_of_its_first_sequence() -> None:
@@ -155,7 +166,7 @@ def test_a_query_that_takes_longer_than_a_share_is_left_to_all_threads() -> None
 
 def test_rows_of_a_share_are_a_step() -> None:
     step = batch((1, 30), (60, 60), (39, 139))
-    first, last = (batch_of(step, cut.rows) for cut in cut_rows(step, 2, math.inf))
+    first, last = (batch_of(step, cut.rows) for cut in cut_rows(step, 2, RowCosts(math.inf)))
     assert (first.query_starts.tolist(), first.context_lens.tolist()) == ([0, 1, 50], [30, 49])
     assert (last.query_starts.tolist(), last.context_lens.tolist()) == ([0, 11, 50], [60, 139])
     assert (first.segments.tolist(), last.segments.tolist()) == ([[0], [1]], [[1], [2]])

@@ -14,7 +14,7 @@ from engine.row_math import HostRows
 from engine.sampler import Sampler, inverse_cdf, uniform
 from engine.sequence import SequenceState
 from engine.truncation import Truncation
-from tests.component.plain_sampling import adjusted, distribution
+from tests.component.plain_sampling import adjusted, distribution, sample
 from tests.fakes.requests import make_request
 
 VOCAB_SIZE = 600
@@ -81,15 +81,15 @@ def test_summaries_of_rows(vocab_size: int, offset: float) -> None:
 def test_same_as_the_plain_sampler(case: int) -> None:
     for seed in range(20):
         seq, logits = sequence("s", seed=seed, **CASES[case]), logits_for(1, seed=seed)
-        assert Sampler().sample(logits, [seq])[0].id == expected_token(logits[0], seq)
+        assert sample(Sampler(), logits, [seq])[0].id == expected_token(logits[0], seq)
 
 
 def test_a_batch_of_all_kinds_draws_what_each_draws_alone() -> None:
     sequences = [sequence(str(i), seed=i, **case) for i, case in enumerate(CASES * 3)]
     logits = logits_for(len(sequences))
     before = logits.clone()
-    together = Sampler().sample(logits, sequences)
-    alone = [Sampler().sample(logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
+    together = sample(Sampler(), logits, sequences)
+    alone = [sample(Sampler(), logits[i : i + 1], [seq])[0] for i, seq in enumerate(sequences)]
     assert [token.id for token in together] == [token.id for token in alone]
     assert [token.logprob for token in together] == pytest.approx([token.logprob for token in alone], abs=1e-5)
     assert torch.equal(logits, before)
@@ -98,7 +98,7 @@ def test_a_batch_of_all_kinds_draws_what_each_draws_alone() -> None:
 def test_logprobs_are_those_of_the_model() -> None:
     logits = logits_for(2)
     sequences = [sequence("a", temperature=0.1, logit_bias={3: 100.0}), sequence("b", **PENALTIES)]
-    for row, token in zip(logits.log_softmax(1), Sampler().sample(logits, sequences), strict=True):
+    for row, token in zip(logits.log_softmax(1), sample(Sampler(), logits, sequences), strict=True):
         assert token.logprob == pytest.approx(float(row[token.id]), abs=1e-5)
         assert token.top == ()
 
@@ -109,7 +109,7 @@ def test_top_logprobs_only_for_those_who_ask() -> None:
     asked = (0, 2, 5)
     for i, wanted in enumerate(asked):
         object.__setattr__(sequences[i].request, "top_logprobs", wanted)
-    for row, token, wanted in zip(logits.log_softmax(1), Sampler().sample(logits, sequences), asked, strict=True):
+    for row, token, wanted in zip(logits.log_softmax(1), sample(Sampler(), logits, sequences), asked, strict=True):
         assert [top.id for top in token.top] == row.topk(wanted).indices.tolist()
         assert [top.logprob for top in token.top] == pytest.approx(row.topk(wanted).values.tolist(), abs=1e-5)
 
@@ -118,13 +118,13 @@ def test_penalties_follow_the_tokens_step_by_step() -> None:
     sampler, seq = Sampler(), sequence("s", generated=0, **PENALTIES)
     for step in range(30):
         logits = logits_for(1, vocab_size=40, seed=step % 3)
-        token = sampler.sample(logits, [seq])[0].id
+        token = sample(sampler, logits, [seq])[0].id
         assert token == expected_token(logits[0], seq)
         seq.token_ids.append(token)
     sampler.forget(seq)
     sampler.forget(seq)
     logits = logits_for(1, vocab_size=40, seed=99)
-    assert sampler.sample(logits, [seq])[0].id == expected_token(logits[0], seq)
+    assert sample(sampler, logits, [seq])[0].id == expected_token(logits[0], seq)
 
 
 def test_a_sequence_is_not_counted_again_for_each_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +162,14 @@ def counted(arrays: Arrays) -> dict[int, float]:
 def test_a_tiny_repetition_penalty_leaves_numbers() -> None:
     """Logits divided by it are infinity, and their differences no numbers: token 0 would be drawn."""
     seq = sequence("s", temperature=0.5, repetition_penalty=1e-38)
-    assert Sampler().sample(torch.full((1, VOCAB_SIZE), 20.0), [seq])[0].id in seq.token_ids
+    assert sample(Sampler(), torch.full((1, VOCAB_SIZE), 20.0), [seq])[0].id in seq.token_ids
 
 
 def test_many_distinct_tokens_are_counted() -> None:
     sampler, seq = Sampler(), sequence("s", generated=0, frequency_penalty=2.0)
     flat = torch.zeros(1, VOCAB_SIZE)
     for _ in range(VOCAB_SIZE):
-        seq.token_ids.append(sampler.sample(flat, [seq])[0].id)
+        seq.token_ids.append(sample(sampler, flat, [seq])[0].id)
     assert sorted(seq.token_ids[seq.num_prompt_tokens :]) == list(range(VOCAB_SIZE))
 
 
@@ -178,8 +178,8 @@ def test_the_end_waits_for_min_new_tokens(generated: int, allowed: bool) -> None
     seq = sequence("s", generated=generated, min_new_tokens=5, stop_token_ids=(8,))
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, EOS], logits[0, 8] = 5.0, 4.0
-    assert (Sampler().sample(logits, [seq])[0].id == EOS) is allowed
-    assert Sampler().sample(logits, [seq])[0].id != 8
+    assert (sample(Sampler(), logits, [seq])[0].id == EOS) is allowed
+    assert sample(Sampler(), logits, [seq])[0].id != 8
 
 
 def test_draws_fit_the_distribution() -> None:
@@ -245,4 +245,4 @@ def test_bad_words_look_at_the_output_only(generated: list[int], word: tuple[int
     object.__setattr__(seq.request, "num_prompt_tokens", 3)
     logits = torch.zeros(1, VOCAB_SIZE)
     logits[0, 4] = 5.0
-    assert (Sampler().sample(logits, [seq])[0].id != 4) is is_ruled_out
+    assert (sample(Sampler(), logits, [seq])[0].id != 4) is is_ruled_out

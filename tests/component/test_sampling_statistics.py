@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.sampler import Sampler
 from engine.sequence import SequenceState
-from tests.component.plain_sampling import distribution
+from tests.component.plain_sampling import distribution, sample
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit, independence
 
@@ -55,7 +55,7 @@ def draw(rows: list[SequenceState]) -> list[int]:
     sampler, logits = Sampler(), one_row()
     for sequence in rows:  # requests of one name would share their token counts
         sampler.forget(sequence)
-    return [token.id for token in sampler.sample(logits.expand(len(rows), -1).contiguous(), rows)]
+    return [token.id for token in sample(sampler, logits.expand(len(rows), -1).contiguous(), rows)]
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

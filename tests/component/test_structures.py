@@ -23,6 +23,7 @@ from mesh.domain.request import SequenceSpec, Structure, StructureKind
 from tests.component.arms import settings
 from tests.component.checkpoints import EOS_TOKEN_ID, VOCAB_SIZE
 from tests.component.driving import Driver, Run
+from tests.component.plain_sampling import sample
 from tests.fakes.requests import make_request
 
 PROMPT = [72, 101, 108, 108, 111]
@@ -174,7 +175,7 @@ def test_a_structure_comes_before_other_wishes(compiler: GrammarCompiler, sampli
     before = logits.clone()
     for _ in range(4):
         masks.begin([sequence])
-        sequence.token_ids.append(sampler.sample(logits, [sequence])[0].id)
+        sequence.token_ids.append(sample(sampler, logits, [sequence])[0].id)
     assert sequence.token_ids[-1] == EOS_TOKEN_ID
     assert torch.equal(logits, before)
 
@@ -187,10 +188,10 @@ def test_steps_in_flight_have_masks_of_their_own(compiler: GrammarCompiler) -> N
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
     for step in steps:
         masks.begin(step)
-    together = [sampler.sample(logits, step)[0].id for step in steps]
+    together = [sample(sampler, logits, step)[0].id for step in steps]
     for step, token_id in zip(steps, together, strict=True):
         masks.begin(step)
-        assert sampler.sample(logits, step)[0].id == token_id
+        assert sample(sampler, logits, step)[0].id == token_id
     assert together[1] == int(logits.argmax())
     assert len({*together}) == len(together)
 

@@ -37,10 +37,10 @@ from mesh.domain.errors import (
     Unauthenticated,
 )
 from mesh.domain.kv import Span
+from mesh.durations import duration_to_proto
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.v1 import kvtransfer_pb2 as pb
 from mesh.v1 import kvtransfer_pb2_grpc
-from mesh.wire import duration_to_proto
 from tests.fakes.kv_store import TINY, FakeKVStore
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, Outcomes
 from tests.fakes.transport import MemoryTransport

@@ -16,8 +16,8 @@ from kvtransfer import TransferSettings
 from kvtransfer.messages import Renew
 from mesh.domain.errors import LeaseExpired, TransferFailed
 from mesh.domain.request import mint_id
+from mesh.durations import duration_to_proto
 from mesh.v1 import decode_pb2, kvtransfer_pb2, kvtransfer_pb2_grpc
-from mesh.wire import duration_to_proto
 from tests.evidence import Evidence
 from tests.fakes.kv_store import box
 from tests.fakes.requests import make_request

@@ -1,4 +1,4 @@
-"""docs/http.md tells the truth about routes and settings."""
+"""docs/http.md and docs/members.md tell the truth about routes, settings and members."""
 
 import re
 from pathlib import Path
@@ -12,7 +12,9 @@ from gateway.openai.foreign_members import OTHER_NAMES, REFUSED, WITHOUT_EFFECT
 from gateway.openai.requests import ChatBody, CompletionBody
 from gateway.settings import GatewaySettings
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "http.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+TEXT = (DOCS / "http.md").read_text()
+MEMBERS = (DOCS / "members.md").read_text()
 
 
 def test_every_route_is_in_the_table_and_every_entry_is_a_route() -> None:
@@ -43,11 +45,10 @@ def test_limits_are_the_settings_defaults() -> None:
 
 
 def test_members_that_other_servers_know_are_those_of_the_code() -> None:
-    section = TEXT.split("## Members that other servers know")[1].split("\n## ")[0]
-    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", section, re.MULTILINE)) == OTHER_NAMES
+    assert dict(re.findall(r"^\| `(\w+)` \| `(\w+)` \|$", MEMBERS, re.MULTILINE)) == OTHER_NAMES
     refused = {name: instead for name, (_, instead) in REFUSED.items()}
-    assert dict(re.findall(r"^\| `(\w+)` \| ([^`].*) \|$", section, re.MULTILINE)) == refused
-    sentence = section[section.index("Without effect") : section.index("The id of")]
+    assert dict(re.findall(r"^\| `(\w+)` \| ([^`].*) \|$", MEMBERS, re.MULTILINE)) == refused
+    sentence = MEMBERS[MEMBERS.index("Without effect") : MEMBERS.index("The id of")]
     assert set(re.findall(r"`(\w+)`", sentence)) == WITHOUT_EFFECT
 
 

@@ -54,6 +54,7 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
             raise ConfigurationError("config.json: rope_parameters needs full_attention and sliding_attention")
     return replace(
         gemma2(plain, raw),
+        attention_softcap=None,  # config.json may have Gemma 2's, which transformers does not apply either
         qk_norm=True,
         counts_scaled_positions=True,
         rope=parse_rope(full, *sizes),

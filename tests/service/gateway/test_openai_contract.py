@@ -259,3 +259,37 @@ async def test_the_effort_of_reasoning_is_the_templates(gateway: RunningGateway)
     for effort, expected in (("none", off), ("low", low)):
         await gateway.post(CHAT, BODIES[CHAT] | {"reasoning_effort": effort})
         assert json.loads(gateway.script.requests[-1].chat.template_kwargs_json) == expected
+
+
+async def test_defaults_of_other_servers_are_taken(routed: httpx2.AsyncClient, repaired: Repaired) -> None:
+    """The tokenizer adds special tokens to a prompt, the template to a chat."""
+    for path, default in ((COMPLETIONS, True), (CHAT, False)):
+        response = await routed.post(path, json=BODIES[path] | {"add_special_tokens": default, "max_tokens": 2})
+        assert response.status_code == 200, response.text
+        error = await refusal(routed, path, add_special_tokens=not default)
+        assert error["param"] == "add_special_tokens"
+    repaired("F18", "add_special_tokens as each route has it is taken")
+
+
+@pytest.mark.parametrize("members", [{}, {"max_tokens": 100}, {"stream": True}])
+async def test_a_truncation_of_minus_one_keeps_what_fits(
+    routed: httpx2.AsyncClient, members: dict[str, Any], repaired: Repaired
+) -> None:
+    long = {COMPLETIONS: {"prompt": [65] * 5000}, CHAT: {"messages": [{"role": "user", "content": "q" * 5000}]}}
+    for path, body in long.items():
+        assert (await routed.post(path, json=body | members)).status_code == 400, "too long"
+        response = await routed.post(path, json=body | members | {"truncate_prompt_tokens": -1})
+        assert response.status_code == 200, response.text
+        assert "error" not in response.text
+        await refusal(routed, path, truncate_prompt_tokens=-2)
+        await refusal(routed, path, truncate_prompt_tokens=0)
+    repaired("F18", "truncate_prompt_tokens -1 keeps what fits")
+
+
+async def test_refusals_in_a_history_are_text(gateway: RunningGateway, repaired: Repaired) -> None:
+    said = {"role": "assistant", "content": [{"type": "refusal", "refusal": "I would rather not."}]}
+    assert (await gateway.post(CHAT, {"messages": [USER, said, USER]})).status_code == 200
+    assert gateway.script.requests[-1].chat.messages[1].content == "I would rather not."
+    assert (await gateway.post("/v1/responses", {"input": [USER, said, USER]})).status_code == 200
+    assert gateway.script.requests[-1].chat.messages[1].content == "I would rather not."
+    repaired("F18", "a refusal in a history is shown to the template")

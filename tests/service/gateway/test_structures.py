@@ -8,6 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from tests.defects import Repaired
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -62,6 +63,37 @@ async def test_structures_reach_the_router(gateway: RunningGateway, members: dic
     ]:
         assert (await gateway.post(path, body)).status_code == 200
         assert asked(gateway) == expected
+
+
+@pytest.mark.parametrize(
+    ("structured_outputs", "named"),
+    [
+        ({"structural_tag": "x"}, "structured_outputs.structural_tag"),
+        ({"jsonn": SCHEMA}, "structured_outputs.jsonn"),
+        ({"regex": "a", "whitespace_pattern": " "}, "structured_outputs.whitespace_pattern"),
+        ({"regex": "a", "disable_additional_properties": True}, "structured_outputs.disable_additional_properties"),
+        ({}, "structured_outputs"),
+        ({"json": None, "json_object": False}, "structured_outputs"),
+    ],
+)
+async def test_structured_outputs_without_a_known_structure_are_refused(
+    gateway: RunningGateway, repaired: Repaired, structured_outputs: dict[str, Any], named: str
+) -> None:
+    for path, body in (("/v1/chat/completions", {"messages": MESSAGES}), ("/v1/completions", {"prompt": "p"})):
+        response = await gateway.post(path, body | {"structured_outputs": structured_outputs})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, named)
+        assert named in error["message"]
+    assert not gateway.script.requests
+    repaired("F17", "400 that names the member")
+
+
+async def test_members_of_vllms_client_that_ask_for_nothing_are_taken(gateway: RunningGateway) -> None:
+    empty = dict.fromkeys(("json", "choice", "grammar", "json_object", "whitespace_pattern", "structural_tag"))
+    off = dict.fromkeys(("disable_fallback", "disable_any_whitespace", "disable_additional_properties"), False)
+    body = {"messages": MESSAGES, "structured_outputs": {"regex": "a+", **empty, **off}}
+    assert (await gateway.post("/v1/chat/completions", body)).status_code == 200
+    assert asked(gateway) == ("regex", "a+")
 
 
 @pytest.mark.parametrize(

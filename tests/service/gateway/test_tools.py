@@ -11,6 +11,7 @@ import pytest
 from gateway.openai import reading
 from gateway.openai.tool_choice import parse_tool_use
 from tandem.v1 import generation_pb2 as pb
+from tests.defects import Repaired
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -54,6 +55,44 @@ async def test_calls_and_their_results(gateway: RunningGateway) -> None:
     shown = json.loads(chat.messages[1].extra_json)["tool_calls"][0]
     assert shown["function"] == {"name": "weather", "arguments": {"city": "Zürich"}}, "an object, for the template"
     assert json.loads(chat.messages[2].extra_json) == {"tool_call_id": call.id}
+
+
+async def test_an_answer_with_a_schema_may_be_a_call(gateway: RunningGateway) -> None:
+    """Over all three APIs that know tools; messages name what the client sent."""
+    gateway.script.story = f"<tool_call>\n{CALL}\n</tool_call>"
+    schema = {"type": "object", "properties": {"answer": {"type": "string"}}}
+    function = TOOLS[0]["function"]
+    for path, body in [
+        (
+            "/v1/chat/completions",
+            {
+                "tools": TOOLS,
+                "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}},
+            },
+        ),
+        (
+            "/v1/responses",
+            {
+                "input": "hi",
+                "tools": [{"type": "function", **function}],
+                "text": {"format": {"type": "json_schema", "name": "a", "schema": schema}},
+            },
+        ),
+        (
+            "/v1/messages",
+            {
+                "max_tokens": 99,
+                "tools": [{"name": "weather", "input_schema": function["parameters"]}],
+                "output_config": {"format": {"type": "json_schema", "schema": schema}},
+            },
+        ),
+    ]:
+        answer = await gateway.post(path, {"messages": MESSAGES, **body} if "input" not in body else body)
+        assert answer.status_code == 200, answer.text
+        assert "Zürich" in answer.text
+        grammar = gateway.script.requests[-1].sampling.structure.grammar
+        assert grammar.startswith("start: answer | ")
+        assert '"answer":{"type":"string"}' in grammar
 
 
 @pytest.mark.parametrize("n", [1, 2])
@@ -210,3 +249,48 @@ async def test_calls_between_tags(name: str) -> None:
         [call] = forced.choices[0].message.tool_calls or ()
         assert call.type == "function"
         assert json.loads(call.function.arguments) == {"city": "Bern"}
+
+
+TIME: Any = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+async def test_allowed_tools(gateway: RunningGateway, mode: str, repaired: Repaired) -> None:
+    """The template and the schema have them alone."""
+    allowed: Any = {"mode": mode, "tools": [{"type": "function", "function": {"name": "weather"}}]}
+    if mode == "required":
+        gateway.script.story = f"[{CALL}]"
+    async with client_of(gateway) as client:
+        answer = await client.chat.completions.create(
+            model="fake",
+            messages=MESSAGES,
+            tools=[TIME, *TOOLS],
+            tool_choice={"type": "allowed_tools", "allowed_tools": allowed},
+        )
+        flat: Any = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "weather"}]}
+        tools: Any = [{"type": "function", **tool["function"]} for tool in (TIME, *TOOLS)]
+        response = await client.responses.create(model="fake", input="weather?", tools=tools, tool_choice=flat)
+    assert [call.function.name for call in answer.choices[0].message.tool_calls or ()] == ["weather"]  # type: ignore[union-attr]
+    assert [item.type for item in response.output][-1] == "function_call"
+    for request in gateway.script.requests[-2:]:
+        assert [tool["function"]["name"] for tool in json.loads(request.chat.tools_json)] == ["weather"]
+        assert request.sampling.HasField("structure") is (mode == "required")
+    repaired("F18", "allowed_tools restricts the functions")
+
+
+@pytest.mark.parametrize(
+    ("choice", "named"),
+    [
+        ({"allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "nope"}}]}}, "no function 'nope' in tools"),
+        ({"allowed_tools": {"mode": "often", "tools": []}}, "tool_choice.allowed_tools.mode"),
+        ({"allowed_tools": {"mode": "required", "tools": []}}, "tool_choice needs tools"),
+        ({}, "tool_choice.allowed_tools"),
+    ],
+)
+async def test_allowed_tools_that_make_no_sense_are_refused(gateway: RunningGateway, choice: Any, named: str) -> None:
+    for tools in (TOOLS, 5, [1, None]):
+        body = {"messages": MESSAGES, "tools": tools, "tool_choice": {"type": "allowed_tools", **choice}}
+        response = await gateway.post("/v1/chat/completions", body)
+        assert response.status_code == 400
+        if tools is TOOLS:
+            assert named in response.json()["error"]["message"]

@@ -10,10 +10,10 @@ from mesh.domain import errors
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
 from mesh.rpc.credentials import Credentials
-from router.attempt import KVDestination, PrefillClient
 from router.workers.canary import NAMESPACE
 from router.workers.connections import Caller
 from router.workers.health import Trust
+from router.workers.prefill_client import KVDestination, PrefillClient
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired
 from tests.evidence import Evidence
@@ -21,6 +21,7 @@ from tests.fakes.requests import make_request as make_spec
 from tests.fakes.router_workers import BLOCK_SIZE, DecodeScript, FakeWorker, PrefillScript, expected_tokens
 from tests.service.conftest import Mesh
 from tests.service.router.test_lifecycle import NOT_SERVING, SERVING, health, watch_until
+from tests.waiting import LIMIT_S
 
 PROMPT = [65, 66, 67, 68, 69]
 COUNT = 10
@@ -116,6 +117,25 @@ async def test_a_request_that_the_model_fails_at_is_not_replayed(make_mesh: Any,
     assert (caught.value.code(), caught.value.details()) == (grpc.StatusCode.INTERNAL, "scripted")
     assert len(decode.started.items) == 1
     repaired("M7", "one attempt, one INTERNAL status")
+
+
+async def test_a_worker_that_joins_a_stopping_router_goes_on_with_its_streams(
+    make_mesh: Any, repaired: Repaired
+) -> None:
+    mesh = await make_mesh()
+    first = await mesh.decode("decode-0")
+    first.gate.close()
+    stream = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=COUNT))
+    first.gate.allow(3)
+    await first.sent.wait_len(3)
+    stopping = asyncio.create_task(mesh.router.stop(LIMIT_S))
+    await watch_until(mesh, NOT_SERVING)
+    await first.kill()
+    second = await mesh.decode("decode-1", settle=False)
+    assert (await stream).ids() == expected_tokens(PROMPT, COUNT)
+    assert len(second.started.items) == 1
+    await stopping
+    repaired("D20", "the new worker is proven and goes on with the stream")
 
 
 @pytest.mark.parametrize("canary", [fails, hangs])

@@ -9,6 +9,8 @@ import pytest
 
 from mesh.rpc.status import ERROR_KEY
 from tandem.v1 import generation_pb2_grpc
+from tests.defects import Repaired
+from tests.exposition import scrape
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.conftest import Mesh, make_request
 from tests.waiting import LIMIT_S
@@ -111,7 +113,7 @@ async def test_when_the_deadline_passes(make_mesh: Any, separated: bool) -> None
 
 @pytest.mark.parametrize("last_read_s", [LIMIT_S, 0.2], ids=["its handler runs", "its handler has been ended"])
 async def test_a_client_that_never_reads_is_cut_off(
-    make_mesh: Any, last_read_s: float, monkeypatch: pytest.MonkeyPatch
+    make_mesh: Any, last_read_s: float, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
 ) -> None:
     """Its answer does not fit the connection's window, so the router's write blocks. When it reads on, it learns why it
     was cut off.
@@ -135,6 +137,10 @@ async def test_a_client_that_never_reads_is_cut_off(
     assert caught.value.code() is grpc.StatusCode.ABORTED
     assert dict(caught.value.trailing_metadata() or ())[ERROR_KEY] == "SlowReader"
     await channel.close()
+    samples = await scrape(mesh.router.metrics.registry)
+    assert samples["tandem_request_failure_total", frozenset({("error", "SlowReader")})] == 1
+    assert samples["tandem_request_cancelled_total", frozenset()] == 0
+    repaired("D27", "slow readers are failures, SlowReader")
 
 
 async def test_a_client_that_takes_no_data_at_all_loses_its_call(

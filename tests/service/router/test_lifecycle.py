@@ -16,6 +16,8 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from mesh.domain.errors import ConfigurationError
 from mesh.v1 import worker_pb2_grpc
 from tandem.v1 import generation_pb2, mesh_pb2, mesh_pb2_grpc
+from tests.defects import Repaired
+from tests.exposition import scrape
 from tests.fakes.router_workers import FakeDecodeWorker, expected_tokens
 from tests.service.conftest import Mesh, make_request
 from tests.waiting import LIMIT_S
@@ -185,7 +187,7 @@ async def test_stop_lets_streams_end_and_refuses_new_ones(make_mesh: Any) -> Non
         await stopping
 
 
-async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any) -> None:
+async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any, repaired: Repaired) -> None:
     mesh = await make_mesh()
     decode = await mesh.decode()
     decode.gate.close()
@@ -195,6 +197,10 @@ async def test_streams_that_outlast_the_grace_end_with_a_status(make_mesh: Any) 
     assert await call.code() is grpc.StatusCode.UNAVAILABLE
     assert "stopping" in await call.details()
     await decode.aborted.wait_len(1, timeout_s=1)
+    samples = await scrape(mesh.router.metrics.registry)
+    assert samples["tandem_request_failure_total", frozenset({("error", "NoWorkers")})] == 1
+    assert samples["tandem_request_cancelled_total", frozenset()] == 0
+    repaired("D27", "streams that a stopping router cuts off are failures, NoWorkers")
 
 
 async def test_requests_that_are_still_being_admitted_have_the_grace_too(

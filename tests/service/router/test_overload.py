@@ -6,11 +6,16 @@ import time
 from typing import Any
 
 import grpc
+import pytest
 
 from mesh.domain.worker import WorkerState
+from router.validation import MAX_CHAT_MESSAGES
+from tests.defects import Repaired
 from tests.evidence import Evidence
+from tests.exposition import scrape
 from tests.fakes.router_workers import PrefillScript, expected_tokens
 from tests.service.conftest import Result, make_request
+from tests.waiting import LIMIT_S
 
 PROMPT = [65, 66, 67, 68, 69]
 
@@ -68,6 +73,18 @@ async def test_invalid_requests_hold_no_permit(make_mesh: Any) -> None:
         call = mesh.stub.Generate(make_request(token_ids=[9999]), timeout=5)
         assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert mesh.model.limiter.num_held == 0
+
+
+async def test_requests_that_break_a_rule_of_the_protocol_count_as_refused(make_mesh: Any, repaired: Repaired) -> None:
+    mesh = await make_mesh()
+    chat = [("user", "x")] * (MAX_CHAT_MESSAGES + 1)
+    for request in (make_request(token_ids=[1], priority=99), make_request(chat=chat)):
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await mesh.stub.Generate(request, timeout=LIMIT_S).read()
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    samples = await scrape(mesh.router.metrics.registry)
+    assert samples["tandem_request_refused_total", frozenset({("error", "InvalidRequest")})] == 2
+    repaired("D27", "all refusals are counted")
 
 
 async def test_a_full_queue_refuses(make_mesh: Any) -> None:

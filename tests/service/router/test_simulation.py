@@ -21,7 +21,7 @@ from tandem_cli.simulation.figures import by_hour, figures
 from tandem_cli.simulation.mesh import simulated_mesh, write_model
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.run import simulate
-from tandem_cli.simulation.scaling import ScaleLimits
+from tandem_cli.simulation.scaling_rules import ScaleLimits
 from tandem_cli.simulation.switching import switching
 from tandem_cli.simulation.trace import Arrival, LengthMix
 from tandem_cli.simulation.virtual_time import run_in_virtual_time

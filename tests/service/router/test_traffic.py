@@ -13,6 +13,7 @@ from structlog.testing import capture_logs
 
 import tandem
 from tandem.v1 import generation_pb2
+from tests.exposition import scrape
 from tests.fakes.router_workers import FakeDecodeWorker, FakePrefillWorker, expected_tokens
 from tests.service.conftest import Mesh
 
@@ -95,7 +96,7 @@ async def test_prompts_are_not_hashed_where_no_name_stands_for_several_models(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashed: list[object] = []
-    monkeypatch.setattr("router.service.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b"")
+    monkeypatch.setattr("router.model_directory.conversation_key", lambda prompt, tenant: hashed.append(prompt) or b"")
     async with mesh_of(model_dir, traffic="chat=v1:1") as mesh:
         await add(mesh, "v1")
         await answering(mesh, 1, model="v1")
@@ -140,7 +141,7 @@ async def test_prompts_are_handed_over_within_a_revision_only(model_dir: Path) -
         for name, router in zip(("v1", "v2"), mesh.router.model_routers, strict=True):
             await add(mesh, name)
             prefills[name] = await mesh.add(FakePrefillWorker, f"{name}-prefill-0", model=name)
-            await mesh.until(lambda router=router: router.mesh.num_healthy(prefills["v1"].role) == 1)
+            await mesh.until(lambda router=router: router.mesh.num_serving(prefills["v1"].role) == 1)
             await mesh.until(lambda router=router: not router.mesh.snapshot().local_only)
         counts = await answering(mesh, 40)
         for name, prefill in prefills.items():
@@ -187,6 +188,21 @@ async def test_refused_requests_are_not_counted(model_dir: Path) -> None:
             await mesh.generate(token_ids=PROMPT, model="chat", max_new_tokens=100_000)
         assert await answering(mesh, 3) == {"v1": 3}
         assert mesh.router.traffic.routed("chat").counts == {"v1": 3}
+
+
+async def test_a_name_is_removed(model_dir: Path) -> None:
+    async with operated(model_dir, traffic="chat=v1:1") as (mesh, client):
+        await client.set_traffic("other", {"v2": 1})
+        await client.set_traffic("chat", {"v1": 0})
+        shown = await client.mesh()
+        assert shown.traffic == {"other": {"v2": 1}}
+        assert shown.routed.keys() == {"other"}
+        assert [model.name for model in await client.models()] == ["other", "v1", "v2"]
+        with pytest.raises(tandem.ModelNotFound):
+            await client.model("chat")
+        with pytest.raises(tandem.InvalidRequest, match="is no name for revisions"):
+            await client.set_traffic("v1=50", {"v2": 50})
+        assert await scrape(mesh.router.metrics.registry)
 
 
 async def test_wrong_shares_are_refused_in_words(model_dir: Path) -> None:

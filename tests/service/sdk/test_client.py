@@ -14,6 +14,7 @@ import pytest
 import tandem
 from tandem._calls import RetryPolicy
 from tandem.v1 import mesh_pb2
+from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
 
 OVERLOADED = Refusal(
@@ -305,6 +306,33 @@ async def test_a_closed_client_says_so(router: FakeRouter) -> None:
     await client.close()
     with pytest.raises(RuntimeError, match="closed"):
         await client.models()
+
+
+async def test_closing_fails_the_task_group_of_a_call(router: FakeRouter, repaired: Repaired) -> None:
+    router.script.hold_after_messages = 1
+    client = tandem.AsyncClient(router.address, timeout=10)
+
+    async def ask_and_close() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(client.generate(prompt=""))
+            await asyncio.wait_for(router.script.holding.wait(), 60)
+            await client.close()
+
+    with pytest.raises(ExceptionGroup) as caught:
+        await ask_and_close()
+    assert [str(error) for error in caught.value.exceptions] == ["the client was closed"]
+    assert caught.group_contains(tandem.Cancelled)
+    assert len(router.script.requests) == 1
+    repaired("D28", "raises Cancelled, as documented")
+
+
+async def test_a_task_that_its_caller_cancels_is_cancelled(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    router.script.hold_after_messages = 1
+    call = asyncio.create_task(client.generate(prompt=""))
+    await asyncio.wait_for(router.script.holding.wait(), 60)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
 
 
 async def test_the_channel_is_the_callers_to_make(router: FakeRouter) -> None:

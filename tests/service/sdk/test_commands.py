@@ -4,12 +4,15 @@ import io
 import json
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 import grpc
 import pytest
 
+import tandem
 from tandem.v1 import mesh_pb2
 from tandem_cli.main import main
+from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
 Run = Callable[..., tuple[int, str, str]]
@@ -174,9 +177,55 @@ def test_traffic_is_set_and_shown(run: Run, threaded_router: FakeRouter) -> None
     assert run("traffic", "other", "v3=1")[:2] == (0, "other: v3 100 %\n")
     assert run("traffic")[:2] == (0, "chat: v1 75 %, v2 25 %\nother: v3 100 %\n")
     status, _, err = run("traffic", "chat", "v1")
-    assert (status, err) == (1, "tandem: shares are given as MODEL=SHARE, such as v2=10, got 'v1'\n")
+    assert (status, err) == (2, "tandem: shares are given as MODEL=SHARE, such as v2=10, got 'v1'\n")
     status, _, err = run("traffic", "unknown")
     assert (status, err) == (1, "tandem: 'unknown' stands for no revisions; see: tandem models\n")
+
+
+def test_traffic_without_its_name_is_refused(run: Run, threaded_router: FakeRouter, repaired: Repaired) -> None:
+    for words in (("v1=50", "v2=50"), ("v1=50",), ("chat:v1", "v1=50"), ("v1,v2", "v1=1")):
+        status, _, err = run("traffic", *words)
+        said = f"tandem: the name comes first, as in tandem traffic chat v1=90 v2=10, got {words[0]!r}\n"
+        assert (status, err) == (2, said)
+    assert threaded_router.mesh.traffic == {}
+    assert run("traffic", "chat", "v1=0", "v2=0")[:2] == (0, "chat stands for no revisions any more\n")
+    repaired("D21", "refused, with the name that was read")
+
+
+def test_what_the_sdk_refuses_is_a_wrong_command(run: Run, tmp_path: Path, repaired: Repaired) -> None:
+    for words, said in (
+        (("--tls-ca", str(tmp_path / "none")), "cannot read the CA file"),
+        (("--address", "http://127.0.0.1:1"), "is a URL"),
+    ):
+        status, _, err = run("models", *words)
+        assert (status, said in err) == (2, True)
+    repaired("D30", "status 2, as for all wrong words")
+
+
+@pytest.mark.parametrize("flags", [(), ("--json",)])
+def test_watching_goes_on_while_no_router_answers(
+    run: Run, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], repaired: Repaired
+) -> None:
+    answers = iter([None, tandem.ConnectionFailed("nothing listens there"), tandem.Cancelled("stopping"), None])
+    ask = tandem.Client.mesh
+
+    def mesh(client: tandem.Client, *, timeout: float | None = None) -> tandem.Mesh:
+        error = next(answers, KeyboardInterrupt())
+        if error is not None:
+            raise error
+        return ask(client, timeout=timeout)
+
+    monkeypatch.setattr(tandem.Client, "mesh", mesh)
+    status, out, err = run("workers", "--watch", "--interval", "0", *flags)
+    assert (status, next(answers, "all asked"), "prefill-0" in out) == (0, "all asked", True)
+    if flags:
+        assert err == "tandem: nothing listens there\ntandem: stopping\n"
+        assert [len(json.loads(line)["workers"]) for line in out.splitlines()] == [2, 2]
+    repaired("D29", "shows the error and goes on")
+
+
+def test_watching_needs_a_router_at_first(run: Run) -> None:
+    assert run("workers", "--watch", "--address", "127.0.0.1:1")[0] == 1
 
 
 def test_a_worker_is_switched_and_waited_for(run: Run, threaded_router: FakeRouter) -> None:

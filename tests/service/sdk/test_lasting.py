@@ -10,6 +10,8 @@ import grpc
 import pytest
 
 import tandem
+from tests.defects import Repaired
+from tests.fakes.resetting_proxy import resetting_proxy
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, Script, running_router
 
 BROKE = Refusal(grpc.StatusCode.UNAVAILABLE, "Socket closed")
@@ -75,6 +77,24 @@ async def test_a_router_that_is_started_again_at_its_address(monkeypatch: pytest
         assert (await waiting).text == " "
         seeds = {request.sampling.seed for request in (*old.script.requests, *new.script.requests)}
     assert len(seeds - {0}) == 1, "the draws of the first call would be others"
+
+
+@pytest.mark.parametrize("code", [0, 2, 5, 7, 8])
+async def test_a_stream_that_a_proxy_resets_goes_on(code: int, repaired: Repaired) -> None:
+    async with (
+        running_router(Script(hold_after_messages=3)) as router,
+        resetting_proxy(router.address) as proxy,
+        tandem.AsyncClient(proxy.address, timeout=LIMIT_S) as client,
+    ):
+        events = client.stream(prompt="")
+        shown = [(await anext(events)).text for _ in range(3)]
+        await asyncio.wait_for(router.script.holding.wait(), LIMIT_S)
+        router.script.hold_after_messages = None
+        proxy.reset(code)
+        shown += [event.text async for event in events]
+        assert "".join(shown) == STORY
+        assert len(router.script.requests) == 2
+    repaired("D26", "resumed, whatever the code of the reset")
 
 
 async def test_draws_are_repeatable_whoever_chooses_the_seed() -> None:

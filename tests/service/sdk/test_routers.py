@@ -148,8 +148,9 @@ async def test_a_closed_client_of_several_says_so(pair: tuple[FakeRouter, FakeRo
     call = asyncio.create_task(ask(client))
     await asyncio.wait_for(pair[0].script.holding.wait(), 60)
     await client.close()
-    with pytest.raises(asyncio.CancelledError):
+    with pytest.raises(tandem.Cancelled, match="the client was closed"):
         await call
+    assert not pair[1].script.requests
     with pytest.raises(RuntimeError, match="closed"):
         await client.models()
 

@@ -13,6 +13,8 @@ import grpc
 import pytest
 
 import tandem
+from tandem._routers import FORK_ADVICE
+from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, FakeRouter, Refusal, interrupt_main_thread
 
 
@@ -206,4 +208,56 @@ def test_a_fork_is_told_to_make_a_client_of_its_own() -> None:
     """It has no thread to run calls, and would wait for ever."""
     command = [sys.executable, "-W", "ignore", "-c", IN_A_FORK]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert ended.stdout.splitlines() == ["this client was made before the process forked: make one in each process"] * 2
+    said = "this client was made before the process forked: make one in each process; "
+    assert ended.stdout.splitlines() == [said + FORK_ADVICE] * 2
+
+
+IN_A_FORK_OF_A_CALLER = """
+import asyncio, os, sys, tandem
+async def ask(client):
+    async with client:
+        await client.models(timeout=2)
+open_client = tandem.AsyncClient(sys.argv[1])
+asyncio.run(ask(tandem.AsyncClient(sys.argv[1])))
+child = os.fork()
+if not child:
+    with tandem.Client(sys.argv[1]) as mine:
+        for call in (
+            lambda: mine.models(timeout=2),
+            lambda: asyncio.run(ask(tandem.AsyncClient(sys.argv[1]))),
+            lambda: asyncio.run(ask(open_client)),
+        ):
+            try:
+                call()
+            except RuntimeError as error:
+                print(error, flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+asyncio.run(ask(open_client))
+"""
+IN_A_FORK_BEFORE_ANY_CALL = """
+import os, sys, tandem
+child = os.fork()
+with tandem.Client(sys.argv[1]) as client:
+    print(client.model().name, flush=True)
+if not child:
+    os._exit(0)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_of_a_process_that_has_made_calls_is_told_so(threaded_router: FakeRouter, repaired: Repaired) -> None:
+    """gRPC would hang there, whatever the timeout."""
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_FORK_OF_A_CALLER, threaded_router.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said = "this process was forked from one whose clients have made calls: "
+    assert ended.stdout.splitlines() == [said + FORK_ADVICE] * 3
+    repaired("D22", "raises RuntimeError at once, which says what to do")
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the system has no fork")
+def test_a_fork_before_any_call_is_like_any_process(threaded_router: FakeRouter) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", IN_A_FORK_BEFORE_ANY_CALL, threaded_router.address]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert ended.stdout.splitlines() == ["fake"] * 2

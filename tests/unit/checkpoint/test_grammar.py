@@ -74,6 +74,12 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (schema({}), '"any"', "nonsense"),
         (schema({"type": "array", "items": {"type": "number", "multipleOf": 0.25}}), "[1.75, 1000000]", "[0.3]"),
         (schema({"type": "integer", "multipleOf": 7_000_000}), "21000000", "21000001"),
+        (schema({"additionalProperties": OBJECT, "propertyNames": {"type": "string"}}), '{"b": {"a": 1}}', '{"b": 1}'),
+        (schema({"propertyNames": {}, "uniqueItems": False, "items": {"propertyNames": True}}), '[{"a":1}, {}]', "x"),
+        (schema({"type": "string", "format": "password", "maxLength": 2, "writeOnly": True}), '"ab"', '"abc"'),
+        (schema({"type": ["string", "null"], "format": "uri-reference"}), '"../a"', "1"),
+        (schema({"properties": {"format": {"enum": ["x"], "format": "cuid"}}}), '{"format":"x"}', '{"format":"cuid"}'),
+        (schema({"properties": {"a": {"const": {"format": "x"}}}}), '{"a":{"format":"x"}}', '{"a":{}}'),
         (Structure(StructureKind.JSON_OBJECT), '{"für": "日本"}', "[1]"),
         (regex(r"^[a-c]{2,}\d$"), "abc1", "a1"),
         (regex(r"für \p{L}+"), "für Äpfel", "für 1"),
@@ -81,6 +87,13 @@ OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required"
         (choice("a", "ab"), "ab", "abb"),
         (lark('start: "(" start? ")"'), "((()))", "(()"),
         (lark('root ::= "a" tail*\ntail ::= [0-9] | "-" root'), "a1-a2", "1"),
+        (lark('root ::= "caf\\u00e9ab"'), "caféab", "caf\uE9AB"),
+        (lark('root ::= "caf\\u00e9" [\\u00e0-\\u00ff]+ [^\\u0061-\\u007A]'), "caféàÿA", "caféàÿa"),
+        (lark('root ::= "\\U0001f600" [\\U0001F600-\\U0001f602]'), "😀😂", "😀ὠ"),
+        (lark(r'root ::= "\u0022\u005c\u000a\[\]" [\u005d\u005e] [\u005e\u002d\u005a]'), '"\\\n[]^-', '"\\\n[]^_'),
+        (lark('root ::= "\\\\u00e9" # \\ud800'), r"\u00e9", "é"),
+        (lark('root ::= start "-" Start\nstart ::= "a" | "(" start ")"\nStart ::= "start"'), "(a)-start", "a-a"),
+        (lark('root ::= start "start" [start]\nstart ::= "a"'), "astarts", "a"),
         (lark('start: "::=" | "b"'), "::=", "a"),
         (lark('start: "x: " value\nvalue: %json {"type": "boolean"}'), "x: true", "x: 1"),
         (lark('start: s s\ns: %json{"type":"string","pattern":"^[^\\"]$"}\n'), '"a""b"', r'"a""\""'),
@@ -90,6 +103,12 @@ def test_texts(compiler: GrammarCompiler, structure: Structure, good: str, bad: 
     structure.validate()
     assert accepts(compiler, structure, good)
     assert not accepts(compiler, structure, bad)
+
+
+@pytest.mark.parametrize("name", [*grammar._FORMATS, "password", "binary", "file-path", "json-string", "cuid", "x"])
+def test_formats_are_enforced_or_annotations(name: str) -> None:
+    unknown = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(json.dumps({"format": name})))
+    assert bool(unknown) == (name not in grammar._FORMATS)
 
 
 INTEGERS = {"properties": {"a": {"type": "integer"}, 'é"\\': {"type": "integer"}}}
@@ -174,6 +193,7 @@ def test_what_is_too_much_is_not_even_tried(structure: Structure, complaint: str
     ("structure", "complaint"),
     [
         (schema({"type": "array", "uniqueItems": True}), "json_schema cannot be used: .*uniqueItems"),
+        (schema({"propertyNames": {"pattern": "^a"}}), "json_schema cannot be used: .*propertyNames"),
         (schema({"not": {"type": "string"}}), "not"),
         (schema({"type": "integer", "minimum": 3, "maximum": 2}), "minimum .3. is greater than maximum"),
         (schema({"$ref": "http://example.org/schema"}), "json_schema cannot be used"),
@@ -185,6 +205,9 @@ def test_what_is_too_much_is_not_even_tried(structure: Structure, complaint: str
         (lark(f'start: A\n{TRIPLED}\nS: "x"'), "too big"),
         (lark("start: A\nA: /a/ & /b/"), "grammar cannot be used"),
         (lark("root ::= other"), "grammar cannot be used: read as GBNF.*Rule 'other' not found"),
+        (lark('start ::= "a"'), "grammar cannot be used: read as GBNF.*No 'root' rule found"),
+        (lark('root ::= "\\ud83d"'), r"read as GBNF.*\\ud83d is half of a character"),
+        (lark('root ::= "\\U00110000"'), "grammar cannot be used: read as GBNF"),
         (lark("root ::= " + "(" * 3000 + '"a"' + ")" * 3000), "grammar cannot be used: read as GBNF"),
     ],
 )  # fmt: skip
@@ -314,6 +337,25 @@ table ::= "table_1 " | "table_2 "
 condition ::= column "= " number
 number ::= "1 " | "2 "
 """
+
+
+ARITHMETIC = r"""
+root  ::= (expr "=" ws term "\n")+
+expr  ::= term ([-+*/] term)*
+term  ::= ident | num | "(" ws expr ")" ws
+ident ::= [a-z] [a-z0-9_]* ws
+num   ::= [0-9]+ ws
+ws    ::= [ \t\n]*
+"""
+
+
+def test_white_space_that_may_be_what_follows(compiler: GrammarCompiler) -> None:
+    """As docs/structured-output.md has it: llama.cpp's own example, and its white space as a rule that recurs."""
+    equations = "a=1\n(b_2) *3 =4\n\n"
+    assert not accepts(compiler, lark(ARITHMETIC), equations)
+    recurring = lark(ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?"))
+    assert accepts(compiler, recurring, equations)
+    assert not accepts(compiler, recurring, equations.rstrip("\n"))
 
 
 def test_the_notation_of_vllms_users(compiler: GrammarCompiler, repaired: Repaired) -> None:

@@ -103,6 +103,12 @@ def test_help_shows_what_people_need_first_and_help_all_the_rest(capsys: pytest.
     assert not re.search(r"VALUE\b(?<!KEY=VALUE)|None", everything)
 
 
+def test_help_tells_roles_apart_that_differ_in_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    words = " ".join(shown(capsys, "up", "--help-all").split())
+    told = words.partition("--slow-reader-s SECONDS ")[2]
+    assert re.match(r"router: [^;]+ \(default 20\.0\); gateway: [^;]+ \(default 30\.0\) ", told)
+
+
 def test_help_imports_no_engine() -> None:
     """One process for all commands. `tandem --help` alone imports nothing that takes long."""
     code = """

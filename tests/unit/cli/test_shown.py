@@ -68,6 +68,14 @@ def test_advice_is_shown_below_the_workers() -> None:
     assert lines[-3:-1] == ["add a decode worker: KV is full", "remove one of the prefill workers: they are idle"]
 
 
+def test_while_no_router_answers_the_last_state_is_shown_with_the_error() -> None:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(render(replace(sample(3.0, 30), error="cannot reach 127.0.0.1:1"), sample(3.0, 30)))
+    lines = [line.strip() for line in capture.get().splitlines()]
+    assert lines[-2] == "no newer state: cannot reach 127.0.0.1:1"
+
+
 def test_traffic_is_shown_below_the_workers() -> None:
     """v3 has no share any more, v2 no request yet; other routers have sent all those for `quiet`."""
     traffic = {"quiet": {"v2": 2.0}, "chat": {"v2": 1.0, "v1": 3.0}}

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import combinations
@@ -22,10 +24,12 @@ from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
 from tandem_cli.launcher import LocalLauncher
 from tandem_cli.main import main
+from tandem_cli.ports import NO_GRPC_PROXY, NO_PROXY, reach_directly
 from tandem_cli.supervisor import MeshFailed, Supervisor
 from tandem_cli.trial import Trial
-from tandem_cli.up_settings import UpSettings, all_names, check_names
+from tandem_cli.up_settings import REPLACED, ROLES, UpSettings, all_names, check_names
 from tests.defects import Repaired
+from tests.fakes.sdk_router import running_router
 
 Prepared = Callable[..., tuple[Deployment, LocalLauncher]]
 
@@ -174,6 +178,56 @@ def test_tables_may_have_the_names_of_roles(tmp_path: Path, prepared: Prepared, 
     repaired("M6", f"{len(TYPOS)} kinds of errors refused, 'did you mean'; [decode] is [decode_worker]")
 
 
+SET_BY_UP = [
+    ('[router]\nhost = "0.0.0.0"', "has host in [router]", "`tandem up` has --host for that, or host in [up]"),
+    ("[router]\nport = 6000", "has port in [router]", "--port"),
+    ('[router]\nmodel = "/m"', "has model in [router]", "--model"),
+    ("[router]\nregistry_port = 1", "has registry_port in [router]", "`tandem up` sets it itself"),
+    ("[gateway]\nport = 9000", "has port in [gateway]", "--http-port for that, or http_port in [up]"),
+    ("[decode_worker]\nnum_threads = 3", "has num_threads in [decode_worker]", "--threads-per-worker"),
+    ("[decode]\nnum_threads = 3", "has num_threads in [decode_worker]", "--threads-per-worker"),
+    ('[prefill]\nmodel = "/m"', "has model in [prefill_worker]", "--model"),
+    ("num_threads = 3", "has num_threads, which has no effect", "--threads-per-worker"),
+]
+
+
+@pytest.mark.parametrize(("text", "said", "instead"), SET_BY_UP)
+def test_settings_that_up_sets_itself_are_refused_in_a_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, said: str, instead: str, repaired: Repaired
+) -> None:
+    (tmp_path / "own.toml").write_text(text)
+    line = refusal(capsys, "--config", str(tmp_path / "own.toml"))
+    assert said in line
+    assert instead in line
+    repaired("D23", "refused, with the option to use")
+
+
+def test_settings_that_up_sets_itself_are_refused_in_variables(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], repaired: Repaired
+) -> None:
+    monkeypatch.setenv("TANDEM_REGISTRY_PORT", "6001")
+    assert refusal(capsys) == "tandem: TANDEM_REGISTRY_PORT has no effect: `tandem up` sets it itself"
+    monkeypatch.delenv("TANDEM_REGISTRY_PORT")
+    monkeypatch.setenv("TANDEM_NUM_THREADS", "3")
+    assert "TANDEM_NUM_THREADS has no effect: `tandem up` has --threads-per-worker" in refusal(capsys)
+    repaired("D23", "refused, with the option to use")
+
+
+def test_no_other_setting_is_replaced_without_a_word(prepared: Prepared, tmp_path: Path) -> None:
+    """Each flag of a service that nobody has asked for is refused elsewhere, or gives way."""
+    (tmp_path / "own.toml").write_text('host = "127.0.0.1"\nport = 0\nname = "mine"\n[decode]\nkv_memory_shares = 3\n')
+    deployment, launcher = prepared("--http-port", "0", "--config", str(tmp_path / "own.toml"))
+    router = deployment.resolve(deployment.router(), launcher.environ)
+    gateway = deployment.gateway(["127.0.0.1:1"], router)
+    assert gateway is not None
+    for service in (deployment.router(), *deployment.workers("127.0.0.1:1"), gateway):
+        component, _ = ROLES[service.role]
+        flags = {flag.partition("=")[0][2:].replace("-", "_") for flag in service.flags}
+        assert flags - {"config", "follow_stdin", "kv_memory_shares"} <= REPLACED[component].keys()
+    decode = deployment.workers("127.0.0.1:1")[-1]
+    assert deployment.resolve(decode, launcher.environ).kv_memory_shares == 3
+
+
 def test_wrong_names_elsewhere(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal(capsys, "--set", "decode.max_roling_batch_size=3").endswith("did you mean max_rolling_batch_size?")
     monkeypatch.setenv("TANDEM_MAX_ROLING_BATCH_SIZE", "3")
@@ -212,6 +266,9 @@ def test_variables_that_nobody_reads_are_warned_about() -> None:
     assert check_names(None, environ) == ["TANDEM_NOBODY is not known and has no effect"]
     assert check_names(None, {"TANDEM_MAX_NUM_SEQS": "8"}) == [
         "TANDEM_MAX_NUM_SEQS is not known and has no effect; here it is TANDEM_MAX_ROLLING_BATCH_SIZE"
+    ]
+    assert check_names(None, {"TANDEM_SERVING_PROPERTIES": "p"}) == [
+        "TANDEM_SERVING_PROPERTIES has no effect: --serving-properties is a flag only"
     ]
 
 
@@ -497,6 +554,78 @@ def test_ports_of_several_routers_end_where_ports_end(name: str) -> None:
     with pytest.raises(ConfigurationError, match=f"{name} must be <= 65534, got 65535: 2 routers"):
         UpSettings(**{name: 65535}, routers=2)
     assert UpSettings(**{name: 65534}, routers=2).routers == 2
+
+
+def test_the_default_port_for_http_is_none_of_the_routers(
+    prepared: Prepared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    free = _free_port()
+    monkeypatch.setattr("tandem_cli.ports.DEFAULT_HTTP_PORT", free)
+    deployment, _ = prepared()
+    assert deployment.settings.http_port == free
+    deployment, _ = prepared("--port", str(free))
+    assert deployment.settings.http_port is None
+    assert f"no HTTP, because port {free} is taken" in capsys.readouterr().err
+    assert 8080 in UpSettings(port=8079, routers=2).router_ports
+    assert 8080 not in UpSettings(port=8079).router_ports
+    repaired("D24", "no HTTP, with the option to use")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--http-port", "PORT"), "port and http_port give two services the port"),
+        (("--metrics-port", "PORT", "--no-http"), "port and metrics_port give two services the port"),
+        (("--http-port", "PORT", "--http-host", "0.0.0.0"), "port and http_port give two services the port"),
+    ],
+)
+def test_two_services_of_a_mesh_do_not_share_a_port(
+    capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str, repaired: Repaired
+) -> None:
+    port = str(_free_port())
+    assert f"{said} {port}" in refusal(capsys, "--port", port, *(flag.replace("PORT", port) for flag in flags))
+    repaired("D24", "equal ports are refused before anything is loaded")
+
+
+def test_ports_of_different_addresses_may_be_equal(prepared: Prepared) -> None:
+    port = str(_free_port())
+    deployment, _ = prepared("--port", port, "--http-port", port, "--http-host", "127.0.0.2")
+    assert deployment.settings.http_port == int(port)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
+
+
+@pytest.mark.parametrize(("host", "others"), [("0.0.0.0", ""), ("10.0.0.7", "a,b"), ("[::]", "")])
+def test_the_meshs_own_routers_are_reached_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch, host: str, others: str
+) -> None:
+    monkeypatch.setenv(NO_GRPC_PROXY, "")  # as it was, after the test
+    monkeypatch.setenv(NO_PROXY, others)
+    reach_directly("127.0.0.1")
+    assert os.environ[NO_GRPC_PROXY] == ""
+    reach_directly(host)
+    assert os.environ[NO_GRPC_PROXY] == ",".join(filter(None, (others, host.strip("[]"))))
+
+
+def test_the_trial_request_goes_through_no_proxy(
+    monkeypatch: pytest.MonkeyPatch, prepared: Prepared, repaired: Repaired
+) -> None:
+    for name in (NO_GRPC_PROXY, NO_PROXY):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    _, launcher = prepared("--host", "0.0.0.0", "--http-port", "0", "--allow-anonymous")
+    assert launcher.environ[NO_GRPC_PROXY] == "0.0.0.0"
+
+    async def run() -> None:
+        async with running_router() as router:
+            await Trial()(router.address.replace("127.0.0.1", "0.0.0.0"))
+
+    asyncio.run(run())
+    repaired("D25", "the routers are reached directly, also by the gateway")
 
 
 def test_a_trial_that_breaks_ends_the_start_at_once(prepared: Prepared) -> None:

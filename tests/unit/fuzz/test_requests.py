@@ -20,10 +20,12 @@ from router.admission.forecast import Forecast
 from router.admission.limiter import LocalLimiter
 from router.api.generation_servicer import GenerationServicer
 from router.journal import Journal
-from router.served_model import ModelText, ServedModel
-from router.service import ModelService, ModelServices
+from router.model_directory import ModelDirectory
+from router.served_model import ServedModel
+from router.service import ModelService
 from router.settings import RouterSettings
 from router.tenants import NoKeys
+from router.text.model_text import ModelText
 from tandem.v1 import generation_pb2
 from tests.fakes.requests import make_request
 from tests.fakes.router_model import write_checkpoint
@@ -130,7 +132,7 @@ def servicer_of(text: ModelText, limiter: LocalLimiter) -> GenerationServicer:
         dispatcher=OneTokenEach(),  # type: ignore[arg-type]
         journal=journal,
     )
-    return GenerationServicer(ModelServices([service], journal, no_traffic()), NoKeys())
+    return GenerationServicer(ModelDirectory([service], journal, no_traffic()), NoKeys())
 
 
 def test_generate(text: ModelText) -> None:

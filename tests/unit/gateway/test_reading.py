@@ -10,10 +10,10 @@ from gateway.anthropic.messages import MessageEvents
 from gateway.anthropic.requests import MessagesBody, chat_of
 from gateway.openai.reading import Reading, ReasoningReader, build_message, make_deltas
 from gateway.openai.requests import ChatBody, ClientFieldNames
+from gateway.openai.responses.requests import ResponsesBody
+from gateway.openai.responses.requests import chat_of as chat_of_response
 from gateway.openai.tool_choice import Function, ToolUse
 from gateway.openai.tool_parser import TOOL_FORMATS
-from gateway.responses.requests import ResponsesBody
-from gateway.responses.requests import chat_of as chat_of_response
 from gateway.schema import check
 from tandem import FinishReason, Token, TokenEvent, Usage
 
@@ -130,7 +130,8 @@ def test_items_of_one_turn_are_one_message() -> None:
 
 def read(begins_within: bool, pieces: list[str]) -> tuple[str | None, str | None]:
     deltas = make_deltas(None, ReasoningReader(begins_within=begins_within))
-    message = build_message([*(delta for piece in pieces for delta in deltas.push(piece)), *deltas.finish()])
+    parts = [delta for piece in pieces for delta in deltas.push(piece)]
+    message = build_message([*parts, *deltas.finish(FinishReason.LENGTH)])
     return message.get("reasoning_content"), message["content"]
 
 

@@ -15,6 +15,7 @@ from gateway.openai.reading import CallDeltas, build_message
 from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, as_json, parameter_types
 from gateway.openai.tool_choice import CALL_FORMATS
 from gateway.settings import TOOL_CALL_PARSERS
+from tandem import FinishReason
 from tests.unit.gateway.test_tool_calls import num_lines_run
 
 AREA = {
@@ -40,7 +41,7 @@ def read(name: str, *texts: str) -> Found:
     style = TAGGED_FORMATS[name]
     deltas = CallDeltas(TaggedCallParser(style, FUNCTIONS), style.num_id_chars)
     parts = [delta for text in texts for delta in deltas.push(text)]
-    message = build_message([*parts, *deltas.finish()])
+    message = build_message([*parts, *deltas.finish(FinishReason.EOS_TOKEN)])
     calls = message.get("tool_calls", [])
     return message["content"], [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
@@ -159,11 +160,39 @@ def test_a_text_that_is_cut_off_has_the_calls_so_far(name: str, text: str, expec
     for length in range(len(text)):
         style = TAGGED_FORMATS[name]
         deltas = CallDeltas(TaggedCallParser(style, FUNCTIONS), style.num_id_chars)
-        message = build_message([*deltas.push(text[:length]), *deltas.finish()])
+        message = build_message([*deltas.push(text[:length]), *deltas.finish(FinishReason.LENGTH)])
         calls = [call["function"] for call in message.get("tool_calls", [])]
         assert [call["name"] for call in calls] == [known for known, _ in expected[1]][: len(calls)]
         for call, (_, arguments) in zip(calls[:-1], expected[1], strict=False):
             assert json.loads(call["arguments"]) == arguments
+
+
+NOW = deepseek_v31("now", {})
+NESTED = {"shape": "square", "dimensions": {"width": 10}}
+SLIPS: list[tuple[str, str, Found]] = [
+    ("qwen3_coder", "<tool_call>\n<function=now>\n", (None, [("now", {})])),
+    ("qwen3_coder", QWEN_DALLAS.removesuffix("</function>\n</tool_call>"), (None, [DALLAS])),
+    ("qwen3_coder", QWEN_DALLAS.removesuffix("</parameter>\n</function>\n</tool_call>"), (None, [DALLAS])),
+    ("qwen3_coder", QWEN_DALLAS.removesuffix("\n</parameter>\n</function>\n</tool_call>"), (None, [DALLAS])),
+    ("qwen3_coder", "<function=area>\n<parameter=precision>\n2\n", (None, [("area", {"precision": 2})])),
+    ("qwen3_coder", "<function=area>\n<parameter=shape>\n", (None, [("area", {"shape": ""})])),
+    ("glm45", "<tool_call>now<arg_key>", (None, [("now", {})])),
+    ("glm45", GLM_DALLAS.removesuffix("\n</tool_call>"), (None, [DALLAS])),
+    ("glm45", GLM_ORLANDO.removesuffix("</arg_value></tool_call>"), (None, [ORLANDO])),
+    ("deepseek_v31", V31.removesuffix("}<｜tool▁call▁end｜>"), (None, [DALLAS])),
+    ("deepseek_v31", f"{V31.replace('}', '')}{NOW}{END} Done.", (" Done.", [DALLAS, ("now", {})])),
+    (
+        "deepseek_v3",
+        deepseek_v3("area", NESTED).replace("}}", "}") + deepseek_v3("now", {}),
+        (None, [("area", NESTED), ("now", {})]),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), SLIPS)
+def test_a_call_without_its_last_marks_is_closed(name: str, text: str, expected: Found) -> None:
+    assert read(name, text) == expected
+    assert read(name, *text) == expected
 
 
 def test_texts_come_as_they_are_written() -> None:
@@ -212,7 +241,7 @@ def test_what_a_chat_template_writes_is_read_back(
     style = TAGGED_FORMATS[name]
     deltas = CallDeltas(TaggedCallParser(style, {"f": schema}), style.num_id_chars)
     parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
-    message = build_message([*parts, *deltas.finish()])
+    message = build_message([*parts, *deltas.finish(FinishReason.EOS_TOKEN)])
     assert message["content"] is None
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [arguments]
 
@@ -230,7 +259,7 @@ def test_text_that_is_not_a_call_is_kept(name: str, text: str, size: int) -> Non
     def pieces(step: int) -> Any:
         deltas = CallDeltas(TaggedCallParser(TAGGED_FORMATS[name], FUNCTIONS), 24)
         parts = [delta for at in range(0, len(text), step) for delta in deltas.push(text[at : at + step])]
-        message = build_message([*parts, *deltas.finish()])
+        message = build_message([*parts, *deltas.finish(FinishReason.EOS_TOKEN)])
         return message["content"], [call["function"] for call in message.get("tool_calls", [])]
 
     content, calls = pieces(size)

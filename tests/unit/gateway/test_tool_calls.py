@@ -32,11 +32,11 @@ HALF, HALF_IN_TEXT = r'{"a": "\ud83d"}', r'"{\"a\": \"\ud83d\"}"'
 Found = tuple[str | None, list[tuple[str, str]]]
 
 
-def read(style: ToolFormat, text: str, size: int = 10_000) -> Found:
+def read(style: ToolFormat, text: str, size: int = 10_000, reason: FinishReason = FinishReason.LENGTH) -> Found:
     """Content and calls, where the text comes in pieces of so many characters."""
     deltas = CallDeltas(ToolCallParser(style, NAMES), style.num_id_chars)
     parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
-    message = build_message([*parts, *deltas.finish()])
+    message = build_message([*parts, *deltas.finish(reason)])
     calls = message.get("tool_calls", [])
     assert (deltas.reason(FinishReason.EOS_TOKEN) == "tool_calls") == bool(calls)
     assert deltas.reason(FinishReason.LENGTH) == "length"
@@ -59,6 +59,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("hermes", f'<tool_call>{{"name": "add", "arguments": {HALF_IN_TEXT}}}</tool_call>', (None, [("add", HALF)])),
     ("hermes", '<tool_call>{"name": "add", "arguments": null}</tool_call>', (None, [("add", "{}")])),
     ("hermes", f'<tool_call>{ADD[:-1]}, "note": {{"name": "}}"}}, "x": [1]}}</tool_call> Done.', (" Done.", [SUM])),
+    ("hermes", '<tool_call>{"name": "add", "arguments": ""}</tool_call>', (None, [("add", "{}")])),
     ("hermes", NOTED, (NOTED, [])),
     ("hermes", "1 < 2, <tool, <tool_call", ("1 < 2, <tool, <tool_call", [])),
     ("hermes", UNKNOWN, (UNKNOWN, [])),
@@ -106,6 +107,45 @@ CASES: list[tuple[str, str, Found]] = [
 @pytest.mark.parametrize("size", [1, 2, 7, 10_000])
 def test_calls(name: str, text: str, expected: Found, size: int) -> None:
     assert read(TOOL_FORMATS[name], text, size) == expected
+
+
+def in_hermes(*calls: str) -> str:
+    return "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+
+
+# Two braces are missing of this call.
+OPEN, CLOSED = '{"name": "add", "arguments": {"a": {"b": 1', ("add", '{"a": {"b": 1}}')
+SLIPS: list[tuple[str, str, Found]] = [
+    ("hermes", in_hermes(ADD[:-1], LOOK), (None, [SUM, LOOKED])),
+    ("hermes", f"<tool_call>{ADD[:-1]}<tool_call>{LOOK}</tool_call>", (None, [SUM, LOOKED])),
+    ("hermes", f"{in_hermes(LOOK, ADD[:-1])} Done.", (" Done.", [LOOKED, SUM])),
+    ("hermes", in_hermes(f"{ADD[:-1]},", LOOK), (None, [SUM, LOOKED])),
+    ("hermes", in_hermes(f"{OPEN}}}", LOOK), (None, [("add", '{"a": {"b": 1}\n}'), LOOKED])),
+    ("hermes", in_hermes(OPEN + ",", LOOK), (None, [("add", f"{CLOSED[1][:-2]},\n"), LOOKED])),
+    ("hermes", in_hermes('{"name": "add"', LOOK), ('<tool_call>\n{"name": "add"\n</tool_call>', [LOOKED])),
+    ("hermes", f"{in_hermes(f'{ADD}}}', f'{LOOK}}}')} Done.", (" Done.", [SUM, LOOKED])),
+    ("llama3_json", f"{LOOK[:-1]}; {ADD}", (None, [LOOKED, SUM])),
+    ("mistral", f"[TOOL_CALLS][{ADD[:-1]}, {LOOK}]", (None, [SUM, LOOKED])),
+    ("mistral", f"[TOOL_CALLS][{ADD}}}, {LOOK}}}]", (None, [SUM, LOOKED])),
+    ("granite", f"<|tool_call|>[{ADD[:-1]}]", (None, [SUM])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), SLIPS)
+@pytest.mark.parametrize("size", [1, 2, 7, 10_000])
+def test_a_brace_too_few_or_too_many_costs_no_call(name: str, text: str, expected: Found, size: int) -> None:
+    assert read(TOOL_FORMATS[name], text, size) == expected
+
+
+@pytest.mark.parametrize("style", [*TOOL_FORMATS.values(), FORCED_FORMAT])
+def test_a_call_that_the_model_leaves_open_is_closed(style: ToolFormat) -> None:
+    """Only by brackets, and only if that makes its arguments JSON."""
+    for arguments in (CLOSED[1][:-2], CLOSED[1][:-1], '{"a": [1, {}', '{"a": [1,', '{"a": "x'):
+        text = f'{style.start}{{"name": "add", "arguments": {arguments}'
+        missing = {CLOSED[1][:-2]: "}}", CLOSED[1][:-1]: "}", '{"a": [1, {}': "]}"}.get(arguments, "")
+        for size in (1, 10_000):
+            assert read(style, text, size, FinishReason.EOS_TOKEN) == (None, [("add", arguments + missing)])
+            assert read(style, text, size, FinishReason.LENGTH) == (None, [("add", arguments)])
 
 
 @pytest.mark.parametrize("number", range(12))
@@ -181,6 +221,69 @@ def test_schemas_forbid_properties_they_do_not_name(repaired: Repaired) -> None:
     assert json.dumps(defined["0"]).count('"additionalProperties": false') == 3
     assert [defined[place] for place in "123"] == [free, combined, {"type": "object"}], "as the client has them"
     repaired("F11", "a forced call's arguments have no properties but those its function names")
+
+
+def forced(parameters: dict[str, Any], num_functions: int = 1) -> dict[str, Any]:
+    tools = [
+        {"type": "function", "function": {"name": f"f{number}", "parameters": parameters}}
+        for number in range(num_functions)
+    ]
+    return forced_schema(parse_tool_use(ChatBody(messages=[], tools=tools, tool_choice="required"), HERMES))
+
+
+def test_descriptions_take_no_room_in_forced_calls() -> None:
+    """A schema may have 65,536 characters."""
+    described = {
+        f"parameter_{number}": {
+            "type": "string",
+            "title": f"Parameter {number}",
+            "description": "What it is good for. " * 16,
+            "default": "a",
+            "examples": ["a", "b"],
+            "$comment": "x",
+            "enum": ["a", "b", "c"],
+        }
+        for number in range(12)
+    }
+    assert len(json.dumps(forced({"type": "object", "properties": described}, 14))) < 20_000
+
+
+def test_only_annotations_are_left_out_of_forced_calls() -> None:
+    word = {"type": "string"}
+    kept = {
+        "type": "object",
+        "properties": {"title": word, "description": {"enum": [{"title": "a"}]}, "default": {"const": {"$ref": "#"}}},
+        "dependentRequired": {"title": ["description"]},
+        "additionalProperties": False,
+    }
+    described = {**kept, "title": "A", "properties": {**kept["properties"], "title": {**word, "title": "Title"}}}
+    branches = {"anyOf": [{"description": "b", "properties": {"a": {"title": "c", "type": "string"}}}]}
+    assert forced(described)["$defs"]["0"] == kept
+    assert forced(branches)["$defs"]["0"] == {"anyOf": [{"properties": {"a": word}}]}
+
+
+@pytest.mark.parametrize(
+    ("identity", "base"),
+    [
+        ({}, ""),
+        ({"$id": "https://example.org/f.json"}, ""),
+        ({"$id": "https://example.org/f.json#"}, "https://example.org/f.json"),
+        ({"$id": "urn:f"}, "urn:f"),
+    ],
+)
+def test_references_of_forced_calls(identity: dict[str, str], base: str) -> None:
+    """Those by an anchor stay as they are: they hold in the whole schema."""
+    node = {"next": {"$ref": f"{base}#"}, "size": {"$ref": f"{base}#/$defs/size"}, "unit": {"$ref": "#unit"}}
+    definitions = {"size": {"type": "integer"}, "unit": {"$anchor": "unit", "const": 1}}
+    schema = forced({**identity, "properties": node, "$defs": definitions})
+    assert [each["$ref"] for each in schema["$defs"]["0"]["properties"].values()] == [
+        *("#/$defs/0", "#/$defs/0/$defs/size", "#unit")
+    ]
+    validator = jsonschema.Draft202012Validator(schema)
+    call = {"name": "f0", "arguments": {"next": {"size": 1, "unit": 1}}}
+    assert validator.is_valid([call])
+    for wrong in ({"size": "1"}, {"unit": 2}, {"other": 1}):
+        assert not validator.is_valid([{**call, "arguments": {"next": wrong}}])
 
 
 MARKS = [
@@ -351,7 +454,7 @@ def test_parallel_calls_may_be_turned_off(size: int) -> None:
         use = parse_tool_use(body(parallel_tool_calls=is_parallel), TOOL_FORMATS["hermes"])
         deltas = make_deltas(use)
         parts = [delta for at in range(0, len(text), size) for delta in deltas.push(text[at : at + size])]
-        message = build_message([*parts, *deltas.finish()])
+        message = build_message([*parts, *deltas.finish(FinishReason.EOS_TOKEN)])
         calls[is_parallel] = [call["function"]["name"] for call in message["tool_calls"]]
         assert deltas.reason(FinishReason.EOS_TOKEN) == "tool_calls"
     assert calls == {True: ["add", "look_up"], False: ["add"]}

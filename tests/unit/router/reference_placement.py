@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from router.admission.in_flight import CapacityReservation
-from router.admission.placement import InFlight, MeshSnapshot, NoPlacement, Placement, PlacementQuery, is_short
+from router.admission.placement import InFlight, MeshSnapshot, NoPlacement, Placement, PlacementQuery
 from router.workers.membership import WorkerView, capacity_tokens
 
 _PREFILL_PASSES_AHEAD = 2
@@ -26,6 +26,11 @@ class Candidate:
 
 
 Cost = Callable[[PlacementQuery, Candidate], float]
+
+
+def is_short(num_tokens: int, info: WorkerInfo) -> bool:
+    """True for prompts that fit into half of a step."""
+    return num_tokens <= info.max_batch_tokens // 2
 
 
 def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacement:

@@ -27,7 +27,7 @@ class Driver:
         self.stream = AnswerStream(choice_runs, slow_reader_s=slow_reader_s, num_best=num_best)
 
     async def read(self) -> list[ChoiceEvents]:
-        return [chunk async for chunk in self.stream.chunks()]
+        return [events async for events in self.stream.events()]
 
 
 async def three_tokens(choice: Choice) -> None:
@@ -47,21 +47,21 @@ async def failing(choice: Choice) -> None:
 
 async def test_choices_are_merged_and_each_ends_once() -> None:
     driver = Driver(three_tokens, three_tokens)
-    chunks = await driver.read()
+    read = await driver.read()
     for index in range(2):
-        mine = [chunk for chunk in chunks if chunk.index == index]
-        assert [event.id for chunk in mine for event in chunk.tokens] == [40, 41, 42]
-        assert [chunk.finish_reason for chunk in mine if chunk.finish_reason] == [FinishReason.LENGTH]
+        mine = [events for events in read if events.index == index]
+        assert [token.id for events in mine for token in events.tokens] == [40, 41, 42]
+        assert [events.finish_reason for events in mine if events.finish_reason] == [FinishReason.LENGTH]
         assert mine[-1].usage is not None
     assert driver.limiter.num_held == 0
 
 
-async def test_tokens_that_are_ready_together_share_a_chunk() -> None:
+async def test_tokens_that_are_ready_together_share_a_message() -> None:
     async def burst(choice: Choice) -> None:
         for index in range(3):
             choice.accept(output(index, [40 + index], FinishReason.LENGTH if index == 2 else None))
 
-    assert [len(chunk.tokens) for chunk in await Driver(burst).read()] == [3]
+    assert [len(events.tokens) for events in await Driver(burst).read()] == [3]
 
 
 def with_logprobs(*logprobs: float) -> Run:
@@ -77,10 +77,10 @@ def with_logprobs(*logprobs: float) -> Run:
 async def test_the_best_are_those_with_the_highest_mean_logprob() -> None:
     runs = [with_logprobs(-1.0, -3.0), with_logprobs(-0.5, -0.5, -1.4), with_logprobs(-1.5), with_logprobs(-2.0)]
     driver = Driver(*runs, num_best=3)
-    chunks = await driver.read()
-    assert [chunk.index for chunk in chunks] == [0, 1, 2]
-    assert [len(chunk.tokens) for chunk in chunks] == [3, 1, 2], "of equal ones the first"
-    assert all(chunk.finish_reason is FinishReason.LENGTH and chunk.usage is not None for chunk in chunks)
+    read = await driver.read()
+    assert [events.index for events in read] == [0, 1, 2]
+    assert [len(events.tokens) for events in read] == [3, 1, 2], "of equal ones the first"
+    assert all(events.finish_reason is FinishReason.LENGTH and events.usage is not None for events in read)
     assert driver.limiter.num_held == 0
 
 
@@ -120,21 +120,21 @@ async def test_closing_before_anything_ran_gives_permits_back() -> None:
 
 async def test_leaving_in_the_middle_cancels_the_work() -> None:
     driver = Driver(forever)
-    chunks = driver.stream.chunks()
-    await anext(chunks)
-    await chunks.aclose()
+    events = driver.stream.events()
+    await anext(events)
+    await events.aclose()
     await driver.stream.ended
     assert driver.limiter.num_held == 0
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     driver = Driver(forever, slow_reader_s=0.02)
-    chunks = driver.stream.chunks()
-    await anext(chunks)  # and then it hangs
+    events = driver.stream.events()
+    await anext(events)  # and then it hangs
     await asyncio.wait_for(driver.stream.ended, 60)
     assert driver.limiter.num_held == 0
     with pytest.raises(SlowReader):
-        await anext(chunks)
+        await anext(events)
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off_after_an_error_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +149,12 @@ async def test_a_reader_that_takes_nothing_is_cut_off_after_an_error_too(monkeyp
     driver = Driver(fails_later, slow_reader_s=0.02)
     stuck: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
     driver.stream.on_stuck = stuck.set_result
-    chunks = driver.stream.chunks()
-    await anext(chunks)
+    events = driver.stream.events()
+    await anext(events)
     fails.set()
     assert isinstance(await asyncio.wait_for(stuck, 60), NoWorkers)
     with pytest.raises(NoWorkers):
-        await anext(chunks)
+        await anext(events)
 
 
 async def test_a_stream_that_is_cut_off_keeps_no_events() -> None:
@@ -167,12 +167,12 @@ async def test_a_stream_that_is_cut_off_keeps_no_events() -> None:
 
     driver = Driver(endless, slow_reader_s=0.02)
     driver.choices[0]._max_new_tokens = 10**9
-    chunks = driver.stream.chunks()
-    await anext(chunks)
+    events = driver.stream.events()
+    await anext(events)
     await asyncio.wait_for(driver.stream.ended, 60)
     assert driver.choices[0].num_pending == 0
     with pytest.raises(SlowReader):
-        await anext(chunks)
+        await anext(events)
 
 
 async def test_a_reader_that_waits_for_tokens_is_not_slow() -> None:
@@ -199,11 +199,11 @@ async def test_a_backlog_is_bounded() -> None:
 
     driver = Driver(endless)
     driver.choices[0]._max_new_tokens = 10**9
-    chunks = driver.stream.chunks()
-    await anext(chunks)
+    events = driver.stream.events()
+    await anext(events)
     await asyncio.wait_for(driver.stream.ended, 60)
     with pytest.raises(SlowReader, match="too slowly"):
-        await anext(chunks)
+        await anext(events)
 
 
 async def test_the_bound_is_for_all_choices_together() -> None:
@@ -228,3 +228,4 @@ async def test_failing_from_outside() -> None:
     with pytest.raises(NoWorkers):
         await reading
     await driver.stream.ended
+    assert [choice.ended_by for choice in driver.choices] == ["NoWorkers"]

@@ -48,6 +48,30 @@ def test_templates_see_tools_and_all_members_of_a_turn() -> None:
     assert ChatTemplate("{{ messages[0].role }}", {}).render([turn]) == "assistant", "which a client cannot replace"
 
 
+# As Mistral's templates have it.
+_NINE = (
+    "{% for m in messages %}{% for call in m.tool_calls or [] %}{% if call.id is not defined or call.id|length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}{{ call.id }};"
+    "{% endfor %}{% if m.role == 'tool' %}{% if m.tool_call_id|length != 9 %}{{ raise_exception('length') }}{% endif %}"
+    "{{ m.tool_call_id }};{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("id_", "shown"),
+    [("A23456789", "A23456789"), ("call_abcdefGHI123", "defGHI123"), ("chat-tool-1", "chattool1"), ("7", "000000007")],
+)
+def test_ids_of_calls_from_other_servers_have_the_length_that_a_template_wants(
+    id_: str, shown: str, repaired: Repaired
+) -> None:
+    call = ChatMessage("assistant", "", json.dumps({"tool_calls": [{"id": id_, "function": {"name": "f"}}]}))
+    answer = ChatMessage("tool", "x", json.dumps({"tool_call_id": id_}))
+    assert ChatTemplate(_NINE, {}).render([call, answer]) == f"{shown};" * 2
+    free = "{{ messages[0].tool_calls[0].id }}"
+    assert ChatTemplate(free, {}).render([call, answer]) == id_
+    repaired("F18", "ids of calls have the length that the template wants")
+
+
 @pytest.mark.parametrize("text", ["{", "3", "[" * 100_000])
 def test_tools_that_are_no_json_are_refused(text: str) -> None:
     for messages, tools in ([ChatMessage("user", "", text)], ""), (TURNS, text):

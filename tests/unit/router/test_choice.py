@@ -42,8 +42,8 @@ def output(first_index: int, ids: list[int], finish: FinishReason | None = None,
 
 
 def events_of(choice: Choice) -> list[TokenEvent]:
-    chunk = choice.take()
-    return [] if chunk is None else chunk.tokens
+    events = choice.take()
+    return [] if events is None else events.tokens
 
 
 @functools.cache
@@ -166,12 +166,45 @@ def test_held_back_text_goes_out_with_the_last_token() -> None:
     choice.accept(output(0, [z_id]))
     assert [event.text for event in events_of(choice)] == [""]
     choice.accept(output(1, [EOS_ID], FinishReason.EOS_TOKEN))
-    chunk = choice.take()
-    assert chunk is not None
-    assert [(event.text, event.special) for event in chunk.tokens] == [("z", True)]
-    assert chunk.finish_reason is FinishReason.EOS_TOKEN
-    assert chunk.usage is not None
-    assert chunk.usage.completion_tokens == 2
+    events = choice.take()
+    assert events is not None
+    assert [(event.text, event.special) for event in events.tokens] == [("z", True)]
+    assert events.finish_reason is FinishReason.EOS_TOKEN
+    assert events.usage is not None
+    assert events.usage.completion_tokens == 2
+
+
+def test_tokens_have_their_own_bytes_if_they_are_requested(repaired: Repaired) -> None:
+    """Where their text is that of others, or a part of a character."""
+    ids = tokenizer().encode("zé", add_special_tokens=False)
+    for wanted, own_bytes in ((False, [None] * 4), (True, [b"z", b"\xc3", b"\xa9", b""])):
+        choice = make_choice(stop=("zéz",), own_bytes=wanted)
+        choice.accept(output(0, [*ids, EOS_ID], FinishReason.EOS_TOKEN))
+        events = events_of(choice)
+        assert [event.text for event in events] == ["", "", "", "zé"]
+        assert [event.own_bytes for event in events] == own_bytes
+        assert [top.own_bytes for event in events for top in event.top] == [None, *own_bytes[1:3], None]
+    repaired("F15", "events have the token's bytes beside the text")
+
+
+@given(st.text(alphabet="aé😀 STOP", max_size=30), st.booleans())
+@settings(max_examples=100)
+def test_own_bytes_are_those_of_the_text(text: str, ends_with_eos: bool) -> None:
+    ids = tokenizer().encode(text, add_special_tokens=False)
+    choice = make_choice(stop=("STOP",), max_new_tokens=100, own_bytes=True)
+    reason = FinishReason.EOS_TOKEN if ends_with_eos else FinishReason.LENGTH
+    choice.accept(output(0, [*ids, EOS_ID] if ends_with_eos else ids, reason))
+    own = [event.text.encode() if event.own_bytes is None else event.own_bytes for event in events_of(choice)]
+    assert b"".join(own).decode() == (text if "STOP" not in text else tokenizer().decode(choice.token_ids))
+
+
+def test_own_bytes_of_tokens_of_whole_characters_keep_their_space() -> None:
+    valid = ValidRequest(
+        "r", (1, 3), SamplingParams(stop=("blue sky@",), seed=7), GenerateParams(ChatPrompt(_TURNS), own_bytes=True)
+    )
+    choice = Choice(0, valid, with_space_marks())
+    choice.accept(output(0, [2, 1], FinishReason.LENGTH))
+    assert [(event.text, event.own_bytes) for event in events_of(choice)] == [("", b"blue"), ("blue sky", b" sky")]
 
 
 def test_a_stop_token_has_no_text() -> None:
@@ -210,11 +243,11 @@ def test_the_end_of_sequence_token_may_be_told_from_what_the_client_named(
     )
     choice.accept(output(0, [z_id]))
     choice.accept(output(1, [EOS_ID], reason))
-    chunk = choice.take()
-    assert chunk is not None
-    assert "".join(event.text for event in chunk.tokens) == shown
-    assert [(event.id, event.logprob, len(event.top)) for event in chunk.tokens] == [(z_id, -1, 1), (EOS_ID, -1, 1)]
-    assert (chunk.finish_reason, chunk.usage and chunk.usage.completion_tokens) == (reason, 2)
+    events = choice.take()
+    assert events is not None
+    assert "".join(event.text for event in events.tokens) == shown
+    assert [(event.id, event.logprob, len(event.top)) for event in events.tokens] == [(z_id, -1, 1), (EOS_ID, -1, 1)]
+    assert (events.finish_reason, events.usage and events.usage.completion_tokens) == (reason, 2)
 
 
 def test_after_the_end_nothing_counts() -> None:

@@ -119,6 +119,13 @@ def test_a_token_within_a_text_has_its_space() -> None:
     assert byte_level().text_of(byte_level().encode(" a", add_special_tokens=False)[0]).startswith(" ")
 
 
+def test_the_bytes_of_a_token_may_be_those_of_half_a_character() -> None:
+    for tokenizer in (byte_level(), byte_fallback()):
+        halves = byte_ids("é", tokenizer)
+        assert [tokenizer.bytes_of(half, tokenizer.text_of(half)) for half in halves] == [b"\xc3", b"\xa9"]
+    assert byte_fallback().bytes_of(261, " hello") == b" hello"
+
+
 def test_pieces_never_end_inside_a_character() -> None:
     tokenizer = byte_level()
     pieces = [piece.text for piece in tokenizer.pieces(byte_ids("x😀y", tokenizer))]

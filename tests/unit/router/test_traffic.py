@@ -17,6 +17,7 @@ from router.traffic import (
     traffic_from_json,
     traffic_to_json,
 )
+from tests.defects import Repaired
 
 _NUM_REQUESTS = 20_000
 KEYS = [conversation_key(TextPrompt(f"question {number}"), "") for number in range(_NUM_REQUESTS)]
@@ -121,7 +122,11 @@ def test_every_prompt_has_a_key(prompt: TextPrompt | ChatPrompt | None) -> None:
         ("a", {"b": 1.0}, "'a' cannot stand for revisions: it must be a name that no model has"),
         ("", {"b": 1.0}, "'' cannot stand"),
         ("chat", {}, "needs a revision with a share above 0"),
-        ("chat", {"a": 0.0}, "needs a revision with a share above 0"),
+        ("new", {"a": 0.0}, "needs a revision with a share above 0"),
+        ("a=50", {"b": 50.0}, "'a=50' is no name for revisions: it has one of = : , ;"),
+        ("a:50", {"b": 50.0}, "is no name for revisions"),
+        ("x,y", {"b": 50.0}, "is no name for revisions"),
+        ("x;y", {"b": 50.0}, "is no name for revisions"),
         ("chat", {"d": 1.0}, "'d' is not served here; served: a, b, c"),
         ("chat", {"a": -1.0}, "the share of a must be above 0, or 0 for none, got -1"),
         ("chat", {"a": math.nan}, "the share of a must be above 0"),
@@ -136,7 +141,7 @@ def test_wrong_shares_are_refused_and_change_nothing(name: str, shares: dict[str
     assert served.traffic.table is before
 
 
-@pytest.mark.parametrize("text", ["chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1"])
+@pytest.mark.parametrize("text", ["chat", "chat=a", "chat=a:x", "chat=d:1", "a=b:1", "chat:1=a:1"])
 def test_wrong_settings_are_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match="traffic"):
         Served(text)
@@ -146,6 +151,24 @@ def test_a_share_of_0_in_the_settings_is_none() -> None:
     assert Served("chat=a:100,b:0").traffic.table.shares == {"chat": {"a": 100.0}}
     with pytest.raises(ConfigurationError, match="traffic: 'chat' needs a revision with a share above 0"):
         Served("chat=a:0,b:0")
+
+
+def test_shares_of_0_remove_a_name_for_all_routers(repaired: Repaired) -> None:
+    one, two = Served("").traffic, Served("chat=a:1").traffic
+    one.share_out("chat", {"a": 90, "b": 10})
+    two.adopt(one.table)
+    one.share_out("chat", {"a": 0, "b": 0})
+    one.began("chat", "a")  # a request that was on its way
+    assert one.choose("chat", KEYS[0]) == "chat"
+    assert one.public_names() == ["a", "b", "c"]
+    two.adopt(traffic_from_json(traffic_to_json(one.table)))
+    assert two.public_names() == ["a", "b", "c"]
+    with pytest.raises(InvalidRequest, match="needs a revision"):
+        one.share_out("chat", {"a": 0})
+    two.share_out("chat", {"b": 1})
+    one.adopt(two.table)
+    assert one.choose("chat", KEYS[0]) == "b"
+    repaired("D21", "shares of 0 remove a name, for all routers")
 
 
 def test_other_routers_read_what_this_one_writes() -> None:

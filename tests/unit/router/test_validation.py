@@ -156,9 +156,12 @@ def test_prompt_ids_refused(ids: Any, complaint: str) -> None:
         check_prompt_ids(ids, vocab_size=50, limits=LIMITS)
 
 
-def complete(num_prompt_tokens: int = 6, **sampling: Any) -> SamplingParams:
+def complete(num_prompt_tokens: int = 6, spellings: tuple[tuple[int, ...], ...] = (), **params: Any) -> SamplingParams:
+    """Validate and complete, as the service does."""
+    sampling = SamplingParams(**params)
+    sampling.validate(50)
     return complete_sampling(
-        SamplingParams(**sampling), num_prompt_tokens=num_prompt_tokens, vocab_size=50, limits=LIMITS
+        sampling, num_prompt_tokens=num_prompt_tokens, vocab_size=50, limits=LIMITS, spellings=spellings
     )
 
 
@@ -192,3 +195,14 @@ def test_sampling_completed() -> None:
     assert complete(max_new_tokens=3).max_new_tokens == 3
     assert complete(seed=0).seed == 0
     assert complete().seed != complete().seed
+
+
+def test_spellings_of_bad_words_are_checked_as_the_clients_own() -> None:
+    assert complete(bad_words=("a",), bad_word_ids=((1,),), spellings=((2, 3),)).bad_word_ids == ((1,), (2, 3))
+    for spellings, complaint in (
+        (((4,),) * 192, "bad_word_ids has more than 192 entries"),
+        ((tuple(range(49)) * 3,), "each bad word must have 1 to 128 tokens"),
+        (((50,),), "bad_word_ids: token id 50"),
+    ):
+        with pytest.raises(InvalidRequest, match=complaint):
+            complete(bad_words=("a",), bad_word_ids=((1,),), spellings=spellings)

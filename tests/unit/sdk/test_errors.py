@@ -56,6 +56,20 @@ def test_a_bare_status_has_a_kind(code: grpc.StatusCode, kind: type[tandem.Tande
     assert type(error_from_rpc(rpc_error(code), "host:1")) is kind
 
 
+@pytest.mark.parametrize(
+    "code", [grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAVAILABLE]
+)
+@pytest.mark.parametrize("said", ["Stream removed", "Received RST_STREAM with error code 2"])
+def test_a_stream_that_something_on_the_way_has_reset_is_a_broken_connection(code: grpc.StatusCode, said: str) -> None:
+    error = error_from_rpc(rpc_error(code, said), "host:1")
+    assert isinstance(error, tandem.ConnectionFailed)
+    assert error.broke
+    own = error_from_rpc(rpc_error(code, said, tandem_error="Overloaded"), "host:1")
+    assert type(own) is tandem.Overloaded
+    late = error_from_rpc(rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, said), "host:1")
+    assert type(late) is tandem.DeadlineExceeded
+
+
 @pytest.mark.parametrize(("sent", "expected_s"), [("1500", 1.5), ("soon", None), ("-1", None)])
 def test_the_time_to_wait_comes_in_milliseconds(sent: str, expected_s: float | None) -> None:
     error = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_ms=sent), "host:1")
@@ -102,3 +116,7 @@ def test_the_server_says_how_long_to_wait_at_least() -> None:
 
 def test_no_wait_passes_the_deadline() -> None:
     assert RetryPolicy().delay_s(tandem.Overloaded("x", retry_after_s=7), 0, remaining_s=6.9) is None
+
+
+def test_a_closed_client_does_not_try_again() -> None:
+    assert RetryPolicy().delay_s(tandem.Cancelled("x", by_client=True), 0, remaining_s=60) is None

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from tandem._requests import generate_request, tokenize_request
+from tandem._requests import generate_request, history_request, set_traffic_request, tokenize_request
 from tandem.exceptions import InvalidRequest
 from tandem.models import Priority
 from tandem.v1 import cache_pb2, generation_pb2
+from tests.defects import Repaired
 
 
 def test_every_argument_reaches_its_field() -> None:
@@ -36,6 +37,7 @@ def test_every_argument_reaches_its_field() -> None:
             "skip_special_tokens": False,
             "spaces_between_special_tokens": False,
             "include_eos": False,
+            "own_bytes": True,
             "top_logprobs": 5,
             "prompt_logprobs": True,
             "echo": True,
@@ -72,6 +74,7 @@ def test_every_argument_reaches_its_field() -> None:
         assert not getattr(request.output, name)
     assert (request.priority, request.ttft_target.ToMilliseconds()) == (generation_pb2.PRIORITY_BATCH, 1500)
     assert (request.output.top_logprobs, request.output.prompt_logprobs, request.output.echo) == (5, True, True)
+    assert request.output.own_bytes
     hints = request.cache_hints
     assert (hints.session_id, hints.time_to_live.ToMilliseconds()) == ("agent-7", 90_000)
     assert hints.keep_priority == cache_pb2.KEEP_PRIORITY_HIGH
@@ -129,6 +132,20 @@ def test_one_stop_string_may_come_bare() -> None:
 def test_what_cannot_be_sent_is_named(arguments: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         generate_request(arguments)
+
+
+@pytest.mark.parametrize("span_s", [float("nan"), float("inf"), 1e300, "long"])
+def test_a_history_of_no_length_is_refused(span_s: Any, repaired: Repaired) -> None:
+    with pytest.raises(InvalidRequest, match="span_s"):
+        history_request(span_s)
+    repaired("D31", "InvalidRequest")
+
+
+@pytest.mark.parametrize(("name", "shares"), [("chat", {"v1": "x"}), ("chat", {1: 1.0}), (7, {"v1": 1.0}), ("c", 3)])
+def test_traffic_that_cannot_be_sent_is_refused(name: Any, shares: Any, repaired: Repaired) -> None:
+    with pytest.raises(InvalidRequest):
+        set_traffic_request(name, shares)
+    repaired("D31", "InvalidRequest")
 
 
 def test_an_unknown_name_is_a_programming_error() -> None:

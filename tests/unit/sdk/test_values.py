@@ -84,6 +84,18 @@ def test_a_choice_may_end_without_a_further_token() -> None:
     assert event.token is None
 
 
+def test_own_bytes_of_tokens_come_if_they_were_requested() -> None:
+    top = [pb.TopToken(id=8, text="\ufffd", own_bytes=b"\xc3"), pb.TopToken(id=9, text="a")]
+    message = pb.GenerateResponse(tokens=[pb.Token(id=1, text="ab", own_bytes=b"", top=top), pb.Token(id=2, text="c")])
+    first, second = EventReader(1, has_details=True).read(message)
+    assert first.token is not None
+    assert second.token is not None
+    assert (first.token.own_bytes, second.token.own_bytes) == (b"", None), "empty is not absent"
+    assert [entry.own_bytes for entry in first.token.top] == [b"\xc3", None]
+    plain, _ = EventReader(1, has_details=False).read(message)
+    assert plain.token == tandem.Token(1, "ab")
+
+
 def test_a_reason_of_a_newer_server_is_unknown() -> None:
     (event,) = EventReader(1).read(pb.GenerateResponse(finish_reason=99))  # type: ignore[arg-type]
     assert event.finish_reason == "unknown"

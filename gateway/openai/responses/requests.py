@@ -20,12 +20,14 @@ from gateway.schema import (
     Name,
     Real,
     Seed,
+    check,
 )
 
 NAMES = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "response_format with tools": "text.format with tools",
 }
 """Members that have another name in the chat."""
 
@@ -36,7 +38,7 @@ _AS_IN_CHATS = (
 _TURN = ("reasoning_content", "content", "tool_calls")
 """Members of an assistant's message, in the order of their items."""
 
-_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+_TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
 class Item(Body):
@@ -60,6 +62,17 @@ class FunctionTool(Body):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+
+
+class _Allowed(Body):
+    mode: Literal["auto", "required"]
+    tools: Few[FunctionTool]
+
+
+class _AllowedTools(Body):
+    """Validates the member under its own name, so that errors name it."""
+
+    tool_choice: _Allowed
 
 
 class TextFormat(Body):
@@ -197,7 +210,7 @@ def _text(content: str | Iterable[ContentPart] | None, field: str) -> str:
     for number, part in enumerate(content):
         if part.type not in _TEXTS:
             raise _invalid_value(part.type, _TEXTS[:2], f"{field}[{number}].type")
-        texts.append(part.text)
+        texts.append(part.shown)
     return "\n".join(texts)
 
 
@@ -218,12 +231,17 @@ def _tool(number: int, tool: FunctionTool) -> Json:
 
 
 def _tool_choice(choice: object) -> object:
-    """Functions are named inside `function` in chats, beside `type` here."""
-    if isinstance(choice, dict) and choice.get("type") == "function":
-        return {"type": "function", "function": {"name": choice.get("name")}}
-    if isinstance(choice, dict):
-        raise _invalid_value(str(choice.get("type")), ("function",), "tool_choice.type")
-    return choice
+    """Functions are named inside `function` in chats, beside `type` here; so are allowed tools."""
+    if not isinstance(choice, dict):
+        return choice
+    kind = choice.get("type")
+    if kind == "function":
+        return {"type": kind, "function": {"name": choice.get("name")}}
+    if kind == "allowed_tools":
+        allowed = check(_AllowedTools, {"tool_choice": choice}).tool_choice
+        tools = [{"type": tool.type, "function": {"name": tool.name}} for tool in allowed.tools]
+        return {"type": kind, "allowed_tools": {"mode": allowed.mode, "tools": tools}}
+    raise _invalid_value(str(kind), ("function", "allowed_tools"), "tool_choice.type")
 
 
 def _response_format(text_format: TextFormat) -> Json | None:

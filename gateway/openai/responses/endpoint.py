@@ -11,7 +11,7 @@ from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
-from gateway.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
+from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
 from gateway.schema import Json
 from tandem import TokenEvent
 

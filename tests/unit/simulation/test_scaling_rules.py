@@ -5,9 +5,9 @@ import re
 import pytest
 
 from mesh.domain.worker import WorkerRole
-from tandem_cli.simulation import scaling
+from tandem_cli.simulation import scaling_rules
 from tandem_cli.simulation.observed import RoleSample, Sample
-from tandem_cli.simulation.scaling import Replicas, ScaleLimits, Triggers
+from tandem_cli.simulation.scaling_rules import Replicas, ScaleLimits, Triggers
 from tests.manifests import KUBERNETES, of_kind, read
 
 LIMITS = ScaleLimits(min_workers=1, max_workers=20)
@@ -90,20 +90,24 @@ def test_constants_are_those_of_the_manifests(role: str) -> None:
     [scaled] = of_kind(read(file), "ScaledObject")
     spec = scaled["spec"]
     behavior = spec["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
-    scale_out = {"type": "Percent", "value": 100 * scaling.SCALE_OUT_SHARE, "periodSeconds": scaling.SCALE_OUT_S}
+    scale_out = {
+        "type": "Percent",
+        "value": 100 * scaling_rules.SCALE_OUT_SHARE,
+        "periodSeconds": scaling_rules.SCALE_OUT_S,
+    }
     assert behavior["scaleUp"]["policies"] == [scale_out]
     assert behavior["scaleDown"] == {
-        "stabilizationWindowSeconds": scaling.STABILISE_S,
-        "policies": [{"type": "Pods", "value": 1, "periodSeconds": scaling.SCALE_IN_S}],
+        "stabilizationWindowSeconds": scaling_rules.STABILISE_S,
+        "policies": [{"type": "Pods", "value": 1, "periodSeconds": scaling_rules.SCALE_IN_S}],
     }
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (ScaleLimits().min_workers, ScaleLimits().max_workers)
     thresholds = [float(trigger["metadata"]["threshold"]) for trigger in spec["triggers"]]
     queries = [trigger["metadata"]["query"] for trigger in spec["triggers"]]
     if role == "prefill":
-        assert thresholds == [1, scaling.MAX_BUSY]
-        assert re.search(r"/ (\d+)$", queries[0].strip()).group(1) == f"{scaling.TTFT_TARGET_S:g}"  # type: ignore[union-attr]
+        assert thresholds == [1, scaling_rules.MAX_BUSY]
+        assert re.search(r"/ (\d+)$", queries[0].strip()).group(1) == f"{scaling_rules.TTFT_TARGET_S:g}"  # type: ignore[union-attr]
         windows = [60 * float(minutes) for query in queries for minutes in re.findall(r"\[(\d+)m\]", query)]
-        waiting, tokens = [scaling.WAIT_WINDOW_S] * 2, [scaling.TOKEN_WINDOW_S] * 2
-        assert windows == [*waiting, *tokens, scaling.BUSY_WINDOW_S]
+        waiting, tokens = [scaling_rules.WAIT_WINDOW_S] * 2, [scaling_rules.TOKEN_WINDOW_S] * 2
+        assert windows == [*waiting, *tokens, scaling_rules.BUSY_WINDOW_S]
     else:
-        assert thresholds == [scaling.MAX_KV, scaling.MAX_SLOTS, 1]
+        assert thresholds == [scaling_rules.MAX_KV, scaling_rules.MAX_SLOTS, 1]

@@ -1,4 +1,4 @@
-"""A served model: how its prompts are encoded, and the structures that it refuses."""
+"""The text of a served model: how its prompts are encoded, and the structures that it refuses."""
 
 import asyncio
 import json
@@ -13,8 +13,9 @@ from tokenizers import AddedToken, normalizers
 
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
-from router.served_model import EncodedPrompt, Grammars, PromptEncoder, ServedModel
+from router.served_model import ServedModel
 from router.text.chat import TextPrompt
+from router.text.model_text import EncodedPrompt, Grammars, PromptEncoder
 from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
 from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint

@@ -1,0 +1,47 @@
+"""Turns of a conversation, as a chat template sees them, in the forms that the templates of some models want."""
+
+import json
+import re
+
+_NO_LETTER_OR_DIGIT = re.compile(r"[^A-Za-z0-9]")
+
+
+def with_tools_in_system(turns: list[dict[str, object]], tools: list[object]) -> list[dict[str, object]]:
+    """Give the first turn, a system message, the tools as JSON of bare functions."""
+    functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]
+    has_system = bool(turns) and turns[0]["role"] == "system"
+    system: dict[str, object] = turns[0] if has_system else {"role": "system", "content": ""}
+    text = json.dumps(functions, ensure_ascii=False)
+    return [system | {"tools": text}, *(turns[1:] if has_system else turns)]
+
+
+def with_text_arguments(turn: dict[str, object]) -> dict[str, object]:
+    """Give the turn's calls their arguments as JSON text."""
+    calls = turn.get("tool_calls")
+    if not isinstance(calls, list):
+        return turn
+    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+    texts = [
+        {**call, "function": {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}}
+        if isinstance(function, dict) and not isinstance(function.get("arguments", ""), str)
+        else call
+        for call, function in zip(calls, functions, strict=True)
+    ]
+    return turn | {"tool_calls": texts}
+
+
+def with_ids_of_length(turn: dict[str, object], length: int) -> dict[str, object]:
+    """Give ids of calls this length, of letters and digits: conversations may come from other servers, with longer ids.
+    As in vLLM, their ends are kept.
+    """
+
+    def fit(owner: dict[str, object], name: str) -> dict[str, object]:
+        id_ = owner.get(name)
+        if not isinstance(id_, str) or len(id_) == length:
+            return owner
+        return owner | {name: _NO_LETTER_OR_DIGIT.sub("", id_)[-length:].rjust(length, "0")}
+
+    calls = turn.get("tool_calls")
+    if isinstance(calls, list):
+        turn = turn | {"tool_calls": [fit(call, "id") if isinstance(call, dict) else call for call in calls]}
+    return fit(turn, "tool_call_id")

@@ -50,7 +50,7 @@ def chat(**members: Any) -> ChatBody:
 
 def arguments_of(name: str, **members: Any) -> GenerateArguments:
     body = chat(**members)
-    return chat_arguments(body, parse_tool_use(body, CALL_FORMATS.get(name)))
+    return chat_arguments(body, None, parse_tool_use(body, CALL_FORMATS.get(name)))
 
 
 def accepts(compiler: GrammarCompiler, grammar: str | None, text: str) -> bool:

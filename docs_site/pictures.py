@@ -171,32 +171,31 @@ class Throughput:
     maximum: float
 
 
-_ROW = re.compile(
-    r"^\|(?: 135M)? +\| (?P<clients>\d+) \| (?P<arm>[^|]+) \| "
-    r"\**(?P<median>\d+)\** \((?P<least>\d+)\.\.(?P<most>\d+)\)",
-    re.MULTILINE,
-)
+_ROW = re.compile(r"^\| (?:135M, int8)? ?\| (?P<clients>\d+) \|(?P<cells>.+)\|$", re.MULTILINE)
+_CELL = re.compile(r"\**(?P<median>\d+)\** \((?P<least>\d+)\.\.(?P<most>\d+)\)")
 
 
 def measured_throughput(document: Path) -> list[Throughput]:
-    """Read the rounds of the 135M shape beside other engines from docs/performance.md.
+    """Read the rounds of the 135M shape in int8 on Zen 4, beside other engines, from docs/performance.md.
 
     The cell of the shape is empty in all rows of a shape but the first, so the rows of the next shape are cut off.
     """
     text = document.read_text()
-    rows = text[text.index("\n| 135M | 1 |") : text.index("\n| 0.5B | 1 |")]
+    text = text[text.index("\n### Zen 4\n") :]
+    rows = text[text.index("\n| 135M, int8 | 1 |") : text.index("\n| 0.5B, int8 | 1 |")]
     return [
-        Throughput(int(row["clients"]), row["arm"], float(row["median"]), float(row["least"]), float(row["most"]))
+        Throughput(int(row["clients"]), arm, float(cell["median"]), float(cell["least"]), float(cell["most"]))
         for row in _ROW.finditer(rows)
+        for arm, cell in zip(_ARMS, _CELL.finditer(row["cells"]), strict=True)
     ]
 
 
 _INK = {"light": "#24292f", "dark": "#d0d7de"}
 _ARMS = {
-    "separated": ("Tandem, separated: --prefill-overflow 0", "#3949ab"),
-    "overflow": ("helped by decode: --max-step-stretch 0", "#5c6bc0"),
+    "separated": ("Tandem, separated", "#3949ab"),
     "colocated": ("Tandem, colocated", "#9fa8da"),
-    "vLLM, W8A8": ("vLLM (CPU, W8A8)", "#ef8f4b"),
+    "vLLM": ("vLLM (CPU, W8A8)", "#ef8f4b"),
+    "openvino": ("openvino (int8)", "#e6b77a"),
 }
 
 
@@ -231,7 +230,7 @@ def plot_throughput(theme: str) -> None:
             axes.errorbar(positions, medians, ranges, fmt="none", ecolor=ink, elinewidth=0.8, capsize=2)
         axes.set_xticks(range(len(clients)), [f"{count} client{'s' if count > 1 else ''}" for count in clients])
         axes.set_ylabel("tokens/s")
-        axes.set_title("135M, int8, two cores: 256 tokens in, 64 out", fontsize=10)
+        axes.set_title("135M, int8, two cores of a Zen 4 EPYC: 256 tokens in, 64 out", fontsize=10)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8)
         figure.tight_layout()

@@ -56,7 +56,7 @@ def test_pages_load_nothing_from_other_sites(html: str, is_refused: bool) -> Non
 def test_the_plot_finds_its_figures() -> None:
     rows = measured_throughput(ROOT / "docs" / "performance.md")
     assert {(row.clients, row.arm) for row in rows} == {
-        (clients, arm) for clients in (1, 8, 32) for arm in ("separated", "overflow", "colocated", "vLLM, W8A8")
+        (clients, arm) for clients in (1, 8, 32) for arm in ("separated", "colocated", "vLLM", "openvino")
     }
     assert all(row.minimum <= row.median <= row.maximum for row in rows)
 

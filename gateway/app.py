@@ -158,6 +158,7 @@ class _HostCheck:
         if scope["path"] not in _HEALTH and not is_known_host(host, self._names):
             refusal = await self._refusal(scope["path"], host)
             if refusal is not None:
+                self._backend.metrics.observe_unserved(refusal.status_code)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -177,6 +178,8 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:128]} is not served here"
     kind = _NAMES.get(error.status_code, "HttpException")
+    backend: Backend = request.app.state.backend
+    backend.metrics.observe_unserved(error.status_code)
     return _error(request.url.path, error.status_code, kind, message, error.headers or {})
 
 

@@ -84,6 +84,10 @@ class Metrics:
         else:
             self._success.inc()
 
+    def observe_unserved(self, status: int) -> None:
+        """Count a request that got to no endpoint, because its host, path or method is unknown."""
+        self._requests.labels("none", str(status)).inc()
+
     def observe_max_new_tokens(self, max_new_tokens: int) -> None:
         """Observe the limit of a request that sets one."""
         self._max_new_tokens.observe(max_new_tokens)

@@ -32,6 +32,10 @@ threads of a step would wait for one that has raised.
 """
 
 
+class Terminated(SystemExit):
+    """SIGTERM has come, or the terminal was closed; SystemExit itself is raised by a program's own `sys.exit`."""
+
+
 def end_imports_quietly() -> None:
     """Let Ctrl-C end this process while its program is imported, if it was started as `python -m PACKAGE...`. Python
     would raise KeyboardInterrupt in an import. Call it in the package's `__init__.py`.
@@ -172,7 +176,7 @@ def _raise(number: int) -> NoReturn:
         signal.signal(signal_number, _ignore)
     if number == signal.SIGINT:
         raise KeyboardInterrupt
-    raise SystemExit(128 + number)
+    raise Terminated(128 + number)
 
 
 def _after(seconds: float, call: Callable[[], object]) -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import progress
-from rich.console import Console
 
 from gateway.batches.files import AnswerFile, BatchRefused, check_requests, read_requests
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
 from mesh.settings import load_settings, setting
+from tandem_cli.terminal import error_console
 
 if TYPE_CHECKING:
     from gateway.batches.send import Tally
@@ -86,7 +86,7 @@ def _say_why(problem: str) -> None:
 
 
 def _progress_bar() -> progress.Progress:
-    console = Console(stderr=True)
+    console = error_console()
     columns = (
         progress.TextColumn("{task.description}"),
         progress.BarColumn(),

@@ -1,10 +1,10 @@
 """`tandem bench`: a load test of a mesh, or of any OpenAI-compatible server."""
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -33,8 +33,8 @@ from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
 from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
-from tandem_cli.parser import CommandParser
-from tandem_cli.terminal import wide_console
+from tandem_cli.parser import CommandParser, output_file
+from tandem_cli.terminal import error_console, wide_console
 
 _DEFAULTS = Benchmark()
 # Options that set fields of the benchmark, of its SLO and of its burst: option name to field name.
@@ -58,7 +58,10 @@ def add_arguments(parser: CommandParser) -> None:
     _add_targets(parser)
     results = parser.add_argument_group("results")
     results.add_argument(
-        "--json", metavar="FILE", help="write all results to FILE, including the arrival time of each token"
+        "--json",
+        type=output_file,
+        metavar="FILE",
+        help="write all results to FILE, including the arrival time of each token",
     )
     results.add_argument("--plots", metavar="DIR", help="draw plots; needs the extra: pip install tandem-serve[bench]")
     about = (
@@ -146,14 +149,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.plots or args.plot_from:
         _prepare_plots(Path(args.plots or "."))
-    if args.json and not os.access(Path(args.json).absolute().parent, os.W_OK):
-        raise ConfigurationError(f"cannot write {args.json}")
     try:
         report = Report.load(Path(args.plot_from)) if args.plot_from else _measure(args)
     except RunFailed as error:
         sys.stderr.write(f"tandem: {error}\n")
         return 1
     show(report, wide_console())
+    if args.json and not args.plot_from:
+        report.save(args.json)  # with what is known when the last mesh has stopped
     if args.plots or args.plot_from:
         _draw(report, Path(args.plots or "."))
     if report.is_interrupted:
@@ -169,15 +172,13 @@ def _measure(args: argparse.Namespace) -> Report:
     report = Report(_settings(args, benchmark), describe_machine(), benchmark.slo, benchmark.price_per_hour)
     arms = _arms(args, report)
     try:
-        with Progress(benchmark, len(arms), Console(stderr=True)) as progress:
-            run_async(Sweep(benchmark, arms, report, progress).run(lambda: _save(args, report)))
-        _save(args, report)  # with what is known when the last mesh stops
+        with Progress(benchmark, len(arms), error_console()) as progress:
+            run_async(Sweep(benchmark, arms, report, progress).run(lambda: _save_round(args, report)))
     except (KeyboardInterrupt, SystemExit):
         if not report.points:
             raise
         report.notes.append("interrupted: only the runs that were complete by then are shown")
         report.is_interrupted = True
-        _save(args, report)
     return report
 
 
@@ -186,10 +187,13 @@ def _settings(args: argparse.Namespace, benchmark: Benchmark) -> dict[str, objec
     return {"preset": args.preset, **asdict(benchmark)}
 
 
-def _save(args: argparse.Namespace, report: Report) -> None:
-    """Save the results so far. Called after each round, because a long benchmark may be interrupted."""
+def _save_round(args: argparse.Namespace, report: Report) -> None:
+    """Save the results so far, because a long benchmark may be killed. If that fails, the end is told of it: until then
+    the disk may have space again.
+    """
     if args.json:
-        report.save(Path(args.json))
+        with suppress(OSError):
+            report.save(args.json)
 
 
 def _arms(args: argparse.Namespace, report: Report) -> Mapping[str, Opener]:

@@ -17,7 +17,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
         self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
         self._bars: dict[str, TaskID] = {}
         self._reported: dict[str, float] = {}

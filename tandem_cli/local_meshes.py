@@ -27,7 +27,7 @@ from rich.text import Text
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import suggestion
 from mesh.whole_file import write_whole
-from tandem_cli.parser import Command, CommandParser
+from tandem_cli.parser import Command, CommandParser, whole
 from tandem_cli.service_log import read_log_line
 from tandem_cli.terminal import FittingTable, wide_console
 
@@ -103,7 +103,7 @@ def _wait_ended(meshes: "list[RunningMesh]", deadline_s: float | None) -> "list[
 def _add_logs_arguments(parser: CommandParser) -> None:
     parser.add_argument("service", nargs="*", help="name of a service, such as decode-0 (default: all)")
     parser.add_argument("--mesh", help="process id, address, port or model of the mesh (default: the only one)")
-    parser.add_argument("-n", "--lines", type=int, default=20, metavar="N", help="lines of each service (20)")
+    parser.add_argument("-n", "--lines", type=whole, default=20, metavar="N", help="lines of each service (20)")
     parser.add_argument("-f", "--follow", action="store_true", help="go on with new lines, until Ctrl-C or its end")
 
 
@@ -112,7 +112,7 @@ def _show_logs(args: argparse.Namespace) -> int:
     mesh = find_mesh(args.mesh)
     folder = Path(mesh.log_dir)
     files = {path: _LogFile(path) for path in _log_paths(folder, args.service)}
-    last = [line for file in files.values() for line in deque(file.new_lines(), maxlen=max(0, args.lines))]
+    last = [line for file in files.values() for line in deque(file.new_lines(), maxlen=args.lines)]
     _print_lines(last, files.values())
     goes_on = args.follow
     try:

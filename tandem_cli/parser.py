@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import Field
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from mesh.settings import BARE, flag_name, flag_options, is_bool, suggestion
@@ -116,6 +117,25 @@ def count(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be >= 1, got {text}")
     return value
+
+
+def whole(text: str) -> int:
+    """The type of arguments that are whole numbers, 0 among them."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
+    return value
+
+
+def output_file(text: str) -> Path:
+    """The type of files for results. What cannot be written is refused before the work that leads to them."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write {path}: it is a folder")
+    folder = path.absolute().parent
+    if not folder.is_dir() or not os.access(path if path.exists() else folder, os.W_OK):
+        raise argparse.ArgumentTypeError(f"cannot write {path}")
+    return path
 
 
 def shows_all(words: Sequence[str]) -> bool:

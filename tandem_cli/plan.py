@@ -135,6 +135,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plan on stdout."""
     model_dir, config = _find_decoder(args)
+    require_context(args, config.max_model_len)
     partition = read_partition(model_dir)
     args.quantize = args.quantize or _own_quantize(args, model_dir, partition)
     degrees = _degrees(args, partition)
@@ -186,6 +187,13 @@ def capacity_of(args: argparse.Namespace) -> tuple[Capacity, Device, ModelConfig
         precision = _precision(args, model_dir, config, has_ranks=False)
         capacity, device = _capacity(args, config, precision)
     return capacity, device, config
+
+
+def require_context(args: argparse.Namespace, max_total_tokens: int) -> None:
+    """Raise ConfigurationError if the model refuses requests with the lengths of the load."""
+    if args.input_tokens + args.output_tokens > max_total_tokens:
+        lengths = f"--input-tokens {args.input_tokens} and --output-tokens {args.output_tokens}"
+        raise ConfigurationError(f"{lengths} do not fit: the model has a context of {max_total_tokens:,} tokens")
 
 
 def _find_decoder(args: argparse.Namespace) -> tuple[Path, ModelConfig]:

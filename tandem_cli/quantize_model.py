@@ -22,7 +22,7 @@ from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.deployment import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
-from tandem_cli.terminal import FittingTable, wide_console
+from tandem_cli.terminal import FittingTable, error_console, wide_console
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -41,8 +41,8 @@ def quantize_model(args: argparse.Namespace) -> int:
         max_prompts=args.max_prompts,
         max_tokens=min(args.max_tokens, config.max_model_len),
     )
-    console = Console(stderr=True)
-    console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True, highlight=False)
+    console = error_console()
+    console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True)
     with _progress_bar(console) as bar:
         task = bar.add_task("layers", total=config.num_layers)
         made = quantize_checkpoint(

@@ -15,16 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import progress
-from rich.console import Console
 
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
 from mesh.settings import flag_name, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
-from tandem_cli.load_test.figures import Record, Slo, count_errors
-from tandem_cli.parser import CommandParser, count, positive
-from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs
+from tandem_cli.load_test.figures import Record, RunFailed, Slo, count_errors
+from tandem_cli.parser import CommandParser, count, output_file, positive, whole
+from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs, require_context
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
@@ -32,7 +31,7 @@ from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
 from tandem_cli.simulation.scaling_rules import ScaleLimits
-from tandem_cli.terminal import wide_console
+from tandem_cli.terminal import error_console, wide_console
 
 if TYPE_CHECKING:
     from tandem_cli.simulation.run import Watch
@@ -84,7 +83,9 @@ def _add_trace(parser: CommandParser) -> None:
     )
     group.add_argument("--shift", type=positive, default=1.0, metavar="X", help=about)
     group.add_argument("--seed", type=int, default=0, metavar="N", help="seed of arrivals and lengths (0)")
-    group.add_argument("--write-trace", type=Path, metavar="FILE", help="also write the requests, for tandem bench")
+    group.add_argument(
+        "--write-trace", type=output_file, metavar="FILE", help="also write the requests, for tandem bench"
+    )
 
 
 def _add_profile(parser: CommandParser) -> None:
@@ -92,7 +93,7 @@ def _add_profile(parser: CommandParser) -> None:
     source = group.add_mutually_exclusive_group()
     source.add_argument("--profile", type=Path, metavar="FILE", help="a measured profile")
     about = "measure the idle mesh at --address, write its profile to FILE, and simulate nothing"
-    source.add_argument("--measure", type=Path, metavar="FILE", help=about)
+    source.add_argument("--measure", type=output_file, metavar="FILE", help=about)
     source.add_argument("--model", default="tandem-small", help=MODEL_HELP)
     add_connection_arguments(parser)
     add_precision(group)
@@ -103,7 +104,7 @@ def _add_profile(parser: CommandParser) -> None:
 
 def _add_mesh(parser: CommandParser) -> None:
     group = parser.add_argument_group("mesh")
-    group.add_argument("--prefill", type=_not_negative_count, metavar="N", help="prefill workers (1)")
+    group.add_argument("--prefill", type=whole, metavar="N", help="prefill workers (1)")
     group.add_argument("--decode", type=count, metavar="N", help="decode workers (1)")
     group.add_argument("--sweep", type=count, metavar="N", help="N workers, divided between the roles in each way")
     for field in fields(RouterSettings):
@@ -128,7 +129,11 @@ def _add_mesh(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulate, or measure a profile; print the figures on stdout."""
     if args.measure is not None:
-        profile = run_async(_measure(args))
+        try:
+            profile = run_async(_measure(args))
+        except RunFailed as error:
+            sys.stderr.write(f"tandem: {error}\n")
+            return 1
         profile.save(args.measure)
         sys.stderr.write(f"{profile.about}: {args.measure}\n")
         return 0
@@ -166,7 +171,7 @@ def _profile(args: argparse.Namespace) -> MeshProfile:
         return MeshProfile.load(args.profile)
     capacity, device, config = capacity_of(args)
     about = f"best case: {args.model} on {device.name}"
-    return best_case(capacity, about, config.max_position_embeddings, args.link_gbit_per_s)
+    return best_case(capacity, about, config.max_model_len, args.link_gbit_per_s)
 
 
 def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arrival]:
@@ -175,9 +180,7 @@ def _arrivals(args: argparse.Namespace, profile: MeshProfile) -> list[trace.Arri
             raise ConfigurationError("a trace has its own arrivals: leave out --rate and --day")
         return trace.read(args.trace)
     max_total = profile.decode.max_model_len
-    if args.input_tokens + args.output_tokens > max_total:
-        lengths = f"--input-tokens {args.input_tokens} and --output-tokens {args.output_tokens}"
-        raise ConfigurationError(f"{lengths} do not fit: the model has a context of {max_total:,} tokens")
+    require_context(args, max_total)
     mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, max_total, args.shift)
     if args.day is not None:
         return trace.day(args.day, mix, args.seed)
@@ -245,8 +248,18 @@ def _observe(
 ) -> Observed:
     from tandem_cli.simulation.run import simulate
 
+    # Workers cost as much after the last request of a drawn load.
+    min_duration_s = trace.DAY_S if args.day is not None else 0.0 if args.rate is None else args.duration
     with quiet_logs(logging.ERROR):  # failures of modelled workers are part of the figures
-        return simulate(profile, _settings(args), arrivals, num_workers, watch=watch, on_done=on_done)
+        return simulate(
+            profile,
+            _settings(args),
+            arrivals,
+            num_workers,
+            min_duration_s=min_duration_s,
+            watch=watch,
+            on_done=on_done,
+        )
 
 
 def _settings(args: argparse.Namespace) -> RouterSettings:
@@ -257,7 +270,7 @@ def _settings(args: argparse.Namespace) -> RouterSettings:
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[Record], None]]:
     """Show on standard error how many requests have ended."""
-    console = Console(stderr=True)
+    console = error_console()
     columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
     with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=total)
@@ -273,7 +286,3 @@ def _not_negative(text: str) -> float:
     if not 0 <= value < float("inf"):
         raise argparse.ArgumentTypeError(f"must be >= 0, got {text}")
     return value
-
-
-def _not_negative_count(text: str) -> int:
-    return 0 if int(text) == 0 else count(text)

@@ -81,8 +81,15 @@ def wide_console() -> Console:
     """A console on stdout. In a file or a pipe its width is fixed, so that no cell is cut to the width of a
     terminal.
     """
-    console = Console()
-    return console if console.is_terminal else Console(width=_FILE_COLUMNS)
+    console = Console(markup=False, emoji=False)
+    return console if console.is_terminal else Console(width=_FILE_COLUMNS, markup=False, emoji=False)
+
+
+def error_console() -> Console:
+    """A console on stderr. Like `wide_console`, it shows text as it is: names and errors may have square brackets and
+    colons, which are no markup.
+    """
+    return Console(stderr=True, markup=False, emoji=False, highlight=False)
 
 
 def figures_table(*columns: str) -> Table:

@@ -15,8 +15,6 @@ from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
-
 import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
@@ -41,6 +39,7 @@ from tandem_cli.preparation import limited_download, with_decode_host, with_part
 from tandem_cli.scaling import Scaling
 from tandem_cli.service_log import make_log_folder
 from tandem_cli.supervisor import MeshFailed, Supervisor
+from tandem_cli.terminal import error_console
 from tandem_cli.trial import Trial
 from tandem_cli.up_arguments import add_up_arguments, models_of
 from tandem_cli.up_settings import (
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the mesh and serve until a signal arrives. Returns the exit status."""
     if (parent := os.environ.get(PARENT_ENV)) is not None:
         end_with(int(parent))
-    display = Display(Console(stderr=True, highlight=False))
+    display = Display(error_console())
     unknown = check_names(args.config, os.environ)
     written = None if args.serving_properties else find_written(models_of(args))
     path = str(written) if written is not None else args.serving_properties

@@ -287,10 +287,12 @@ def gaps_over_time(records: Sequence[Record]) -> list[tuple[float, float]]:
     return sorted(gaps)
 
 
-def disturbed_until_s(run: Run) -> float:
-    """The time of the last first token in the burst. After it, all requests of the burst only decode."""
+def disturbed_until_s(run: Run) -> float | None:
+    """The time of the last first token in the burst. After it, all requests of the burst only decode. None if no prompt
+    of the burst had one.
+    """
     first = (record.token_s[0] for record in run.records if record.group == BURST and record.token_s)
-    return max(first, default=run.marks[OVER])
+    return max(first, default=None)
 
 
 def burst_figures(run: Run, slo: Slo) -> dict[str, float]:
@@ -302,11 +304,10 @@ def burst_figures(run: Run, slo: Slo) -> dict[str, float]:
     result = {name: value for name, value in figures(burst, slo).items() if not name.endswith("_per_s")}
     arrived_s, prefill_end_s = run.marks[ARRIVED], disturbed_until_s(run)
     gaps = gaps_over_time(run.records)
-    phases = {
-        "before": [gap for at, gap in gaps if run.marks[BEGUN] < at < arrived_s],
-        "during": [gap for at, gap in gaps if at >= arrived_s and at - gap < prefill_end_s],
-    }
-    result["burst_prefill_ms"] = 1000 * (prefill_end_s - arrived_s)
+    phases = {"before": [gap for at, gap in gaps if run.marks[BEGUN] < at < arrived_s]}
+    if prefill_end_s is not None:
+        phases["during"] = [gap for at, gap in gaps if at >= arrived_s and at - gap < prefill_end_s]
+        result["burst_prefill_ms"] = 1000 * (prefill_end_s - arrived_s)
     for phase, values in phases.items():
         if values:
             result |= {f"steady_gap_{phase}_p{percent}_ms": 1000 * percentile(values, percent) for percent in (50, 99)}

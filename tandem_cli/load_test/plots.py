@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import StrMethodFormatter
 
 from tandem_cli.load_test.benchmark import Kind
-from tandem_cli.load_test.figures import ARRIVED, BEGUN, disturbed_until_s, gaps_over_time
+from tandem_cli.load_test.figures import ARRIVED, BEGUN, Run, disturbed_until_s, gaps_over_time
 from tandem_cli.load_test.report import Point, Report, Series
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -65,8 +65,9 @@ def latency_against_throughput(report: Report) -> Figure:
             _curve(panel, report, series, name, index)
     for panel, title in zip(axes, ("Time per output token", "Time to first token"), strict=True):
         panel.set(title=title, xlabel="throughput, output tokens/s", ylabel="ms")
-        panel.set_xlim(0, 1.08 * panel.dataLim.xmax)
-        panel.set_ylim(-0.03 * panel.dataLim.ymax, 1.08 * panel.dataLim.ymax)
+        if math.isfinite(panel.dataLim.xmax):  # else it has no point: no answer had two tokens, or none came
+            panel.set_xlim(0, 1.08 * panel.dataLim.xmax)
+            panel.set_ylim(-0.03 * panel.dataLim.ymax, 1.08 * panel.dataLim.ymax)
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     legend = "lines: p50; whiskers: up to p90; labels: concurrency; ring: knee"
     figure.suptitle(f"Latency against throughput{_lengths(report)}\n{legend}")
@@ -151,10 +152,11 @@ def burst_timeline(report: Report) -> Figure:
 
 
 def _timeline(panel: Axes, point: Point, colour: str) -> None:
-    run = sorted(point.runs, key=lambda run: disturbed_until_s(run) - run.marks[ARRIVED])[len(point.runs) // 2]
+    run = sorted(point.runs, key=_disturbance_s)[len(point.runs) // 2]
     arrived = run.marks[ARRIVED]
     gaps = [(at - arrived, gap) for at, gap in gaps_over_time(run.records) if at > run.marks[BEGUN]]
-    panel.axvspan(0, disturbed_until_s(run) - arrived, color="#f0e442", alpha=0.35, label="burst being prefilled")
+    if disturbed_until_s(run) is not None:
+        panel.axvspan(0, _disturbance_s(run), color="#f0e442", alpha=0.35, label="burst being prefilled")
     panel.axvline(0, color=_MARK, linewidth=1.5, label="burst arrives")
     times, lengths = [at for at, _ in gaps], [1000 * gap for _, gap in gaps]
     panel.scatter(times, lengths, s=6, color=colour, alpha=0.35, linewidths=0, label="one gap of one stream")
@@ -162,6 +164,12 @@ def _timeline(panel: Axes, point: Point, colour: str) -> None:
     middles = [(bin_number + 0.5) * _BIN_S for bin_number in sorted(longest)]
     highest = [1000 * longest[bin_number] for bin_number in sorted(longest)]
     panel.plot(middles, highest, color=colour, linewidth=1.3, label="longest at the time")
+
+
+def _disturbance_s(run: Run) -> float:
+    """Seconds until the last first token of the burst; infinite if none of its prompts had one."""
+    until_s = disturbed_until_s(run)
+    return math.inf if until_s is None else until_s - run.marks[ARRIVED]
 
 
 def _longest_by_bin(gaps: Sequence[tuple[float, float]]) -> dict[int, float]:

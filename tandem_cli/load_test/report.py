@@ -135,7 +135,7 @@ class Report:
         return memory
 
     def save(self, path: Path) -> None:
-        """Write the report as JSON. Raises ConfigurationError if the file cannot be written."""
+        """Write the report as JSON. Raises OSError with the name of the file."""
         content = {
             "format": _FORMAT,
             "settings": self.settings,
@@ -149,7 +149,7 @@ class Report:
         try:
             path.write_text(json.dumps(content, separators=(",", ":")) + "\n")
         except OSError as error:
-            raise ConfigurationError(f"cannot write {path}: {error.strerror}") from error
+            raise OSError(error.errno, error.strerror, str(path)) from error  # Python names it at some errors only
 
     @classmethod
     def load(cls, path: Path) -> "Report":

@@ -11,7 +11,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from checkpoint.source import ModelSource
@@ -42,7 +41,7 @@ from tandem_cli.optimization.result import (
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Checkpoints, Subject
 from tandem_cli.plan import quiet_logs
-from tandem_cli.terminal import FittingTable, wide_console
+from tandem_cli.terminal import FittingTable, error_console, wide_console
 
 _WORK = "work"
 
@@ -54,7 +53,7 @@ def optimize(args: argparse.Namespace) -> int:
         recipe = replace(recipe, draft_model=str(find_model(ModelSource(recipe.draft_model)).absolute()))
     questions = read_questions(args.data, recipe.output_tokens)
     judge = None if args.judge is None else load_judge(args.judge)
-    console = Console(stderr=True, highlight=False)
+    console = error_console()
     with quiet_logs(logging.ERROR):
         subject = Subject.open(args.model, questions)
         demand = subject.demand(questions, recipe.concurrency)

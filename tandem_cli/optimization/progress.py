@@ -40,7 +40,7 @@ class ShownProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}"), BarColumn())
+        columns = (TextColumn("{task.description}", markup=False), BarColumn())
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._task = self._bar.add_task("", total=1.0)
         self._left = TimeLeft()

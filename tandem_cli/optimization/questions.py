@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import Terminated
 from tandem_cli.load_test.jobs import Job, Lengths, read_entries
 
 Judge = Callable[[dict[str, Any], str], float]
@@ -63,7 +64,9 @@ def load_judge(path: Path) -> Judge:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except Terminated:
+        raise
+    except (Exception, SystemExit) as error:
         raise ConfigurationError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
     judge = getattr(module, "judge", None)
     if not callable(judge):
@@ -72,7 +75,9 @@ def load_judge(path: Path) -> Judge:
     def checked(line: dict[str, Any], answer: str) -> float:
         try:
             score = float(judge(line, answer))
-        except Exception as error:
+        except Terminated:
+            raise
+        except (Exception, SystemExit) as error:
             raise ConfigurationError(f"{path}: judge failed: {type(error).__name__}: {error}; line: {line}") from error
         if not 0 <= score <= 1:
             raise ConfigurationError(f"{path}: judge must return 0 to 1, got {score:g}; line: {line}")

@@ -86,8 +86,9 @@ def duration_ms(text: str) -> float:
 
 def _converted(name: str, value: Any) -> Any:
     if name in ("precisions", "speculation"):
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigurationError(f"{name} must be a list of names, got {value!r}")
+        if not isinstance(value, list) or not value or not all(isinstance(item, str) for item in value):
+            about = "without the key, all that fit are tried"
+            raise ConfigurationError(f"{name} must be a list of names, got {value!r}; {about}")
         return tuple(value)
     if name == "workers":
         if not isinstance(value, list) or not value:

@@ -19,6 +19,7 @@ from itertools import pairwise
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.simulation.profile import MeshProfile, StepTimes, Table, WorkerProfile
 
 _FIRST_ID = 3
@@ -34,10 +35,10 @@ _MAX_ANSWER = 1024
 _MIN_ALONE_S = 0.5
 
 
-def _ratio(seconds: dict[str, list[float]]) -> float:
+def ratio(seconds: dict[str, list[float]]) -> float:
     """How many times as long it takes beside others; at least 1."""
     if not seconds["alone"] or not seconds["beside"]:
-        raise ConfigurationError("no token came while prompts were computed, or beside them: the mesh is not idle")
+        raise RunFailed("no token came while prompts were computed, or beside them: the mesh is not idle")
     return max(1.0, statistics.fmean(seconds["beside"]) / statistics.fmean(seconds["alone"]))
 
 
@@ -86,7 +87,9 @@ class MeshMeter:
         self._rng = random.Random(0)
 
     async def profile(self) -> MeshProfile:
-        """Measure for about a minute. Raises ConfigurationError if the mesh cannot be measured."""
+        """Measure for about a minute. Raises ConfigurationError without workers to measure, RunFailed if what was
+        measured is no profile.
+        """
         workers = [worker for worker in await self._client.workers() if worker.model == self._model.name]
         prefills = [worker for worker in workers if worker.role == "prefill" and worker.serving]
         decodes = [worker for worker in workers if worker.role == "decode" and worker.serving]
@@ -148,7 +151,7 @@ class MeshMeter:
                 steps["beside"] += gaps
         prefills = {when: [prompt.prefill_s for prompt in timed] for when, timed in prompts.items()}
         overheads = {when: [prompt.overhead_s for prompt in timed] for when, timed in prompts.items()}
-        return _Stretches(_ratio(prefills), _ratio(steps), _ratio(overheads))
+        return _Stretches(ratio(prefills), ratio(steps), ratio(overheads))
 
     async def _prompts_together(self, num_tokens: int, num_prefills: int, rest_s: float) -> list[_Prompt]:
         """Several prompts, as many at a time as there are prefill workers, each time after a rest."""
@@ -200,7 +203,7 @@ class MeshMeter:
             first_s = first_s or time.perf_counter() - started_s
             timing = event.timing or timing
         if timing is None or first_s is None:
-            raise ConfigurationError("this router reports no timing: it is older than this command")
+            raise RunFailed("this router reports no timing: it is older than this command")
         phases = timing.phases_ms
         return _Prompt(phases["prefill"] / 1000, first_s, phases["transfer"] / 1000)
 
@@ -228,7 +231,7 @@ class MeshMeter:
             within = [at_s for at_s in times if begun_s <= at_s <= ended_s]
             gaps += [later - earlier for earlier, later in pairwise(within)]
         if not gaps:
-            raise ConfigurationError(f"{batch} answers did not run at the same time: the mesh is too small or not idle")
+            raise RunFailed(f"{batch} answers did not run at the same time: the mesh is too small or not idle")
         return statistics.fmean(gaps)
 
     async def _gaps(self, num_tokens: int) -> Sequence[float]:

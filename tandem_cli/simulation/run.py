@@ -33,10 +33,13 @@ Watch = Callable[[SimulatedMesh, Observed], "asyncio.Task[None]"]
 class TraceRun:
     """One trace on one mesh."""
 
-    def __init__(self, mesh: SimulatedMesh, arrivals: Sequence[Arrival], on_done: Callable[[Record], None]) -> None:
+    def __init__(
+        self, mesh: SimulatedMesh, arrivals: Sequence[Arrival], min_duration_s: float, on_done: Callable[[Record], None]
+    ) -> None:
         self.observed = Observed()
         self._mesh = mesh
         self._arrivals = arrivals
+        self._min_duration_s = min_duration_s
         self._on_done = on_done
         self._hop_s = hop_s(mesh.profile)
         self._loop = asyncio.get_running_loop()
@@ -46,13 +49,14 @@ class TraceRun:
         self._ids = tuple(_FIRST_ID + number % _NUM_IDS for number in range(num_ids))
 
     async def run(self) -> Observed:
-        """Send every request when it is due; return when all have ended."""
+        """Send every request when it is due; return when all have ended, but not before the least duration."""
         sampling = asyncio.create_task(self._sample())
         try:
             async with asyncio.TaskGroup() as requests:
                 for arrival in self._arrivals:
                     await asyncio.sleep(self._started_s + arrival.at_s - self._loop.time())
                     requests.create_task(self._send(arrival))
+            await asyncio.sleep(self._min_duration_s - self._now_s())
         finally:
             sampling.cancel()
         self.observed.duration_s = self._now_s()
@@ -112,6 +116,7 @@ def simulate(
     arrivals: Sequence[Arrival],
     num_workers: tuple[int, int],
     *,
+    min_duration_s: float = 0.0,
     watch: Watch | None = None,
     on_done: Callable[[Record], None] = lambda _: None,
 ) -> Observed:
@@ -121,7 +126,7 @@ def simulate(
 
     async def main(model_dir: str) -> Observed:
         async with simulated_mesh(profile, replace(settings, model=model_dir), *num_workers) as mesh:
-            run = TraceRun(mesh, arrivals, on_done)
+            run = TraceRun(mesh, arrivals, min_duration_s, on_done)
             beside = watch(mesh, run.observed) if watch is not None else None
             try:
                 observed = await run.run()

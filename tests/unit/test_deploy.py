@@ -28,6 +28,8 @@ QUERIES = [
 ]
 TYPES = {name: kind for service in ("Router", "Workers", "Gateway") for name, kind in documented(service).items()}
 PROCESS = {"process_cpu_seconds_total", "process_resident_memory_bytes", "process_open_fds", "up"}
+OF_EACH_SERVICE = {"tandem_event_loop_stop_seconds": "histogram", "process_log_lines_dropped_total": "counter"}
+SIGNS = (DEPLOY.parent / "docs" / "operations.md").read_text().split("## What to watch\n")[1].split("\n#")[0]
 
 
 @pytest.mark.parametrize(("title", "query"), QUERIES)
@@ -37,7 +39,21 @@ def test_every_query_asks_for_what_there_is(title: str, query: str) -> None:
     assert asked
     for name in asked:
         base = re.sub(r"_(bucket|sum|count)$", "", name)
-        assert name in PROCESS or TYPES.get(name) in ("gauge", "counter") or TYPES.get(base) == "histogram", name
+        types = TYPES | OF_EACH_SERVICE
+        assert name in PROCESS or types.get(name) in ("gauge", "counter") or types.get(base) == "histogram", name
+
+
+def test_figures_that_call_for_an_alert_always_have_one() -> None:
+    rows = [row.split(" | ") for row in SIGNS.splitlines() if row.startswith("| ")]
+    always = [name for row in rows if row[-1].startswith("always") for name in re.findall(r"`(\w+_\w+)`", "".join(row))]
+    assert {*OF_EACH_SERVICE} <= {*always}
+    alerts = " ".join(rule["expr"] for rule in ALERTS)
+    assert [name for name in always if name not in alerts] == []
+
+
+def test_an_idle_worker_hides_no_full_one() -> None:
+    """Figures of workers do not name their model: that of the least or of all says nothing of one model."""
+    assert [rule["alert"] for rule in ALERTS if re.search(r"\b(min|avg)\b.*tandem_engine_", rule["expr"])] == []
 
 
 def test_the_dashboard_shows_every_metric() -> None:

@@ -1,5 +1,6 @@
 """Figures of a load test: percentiles, knee, goodput, price. Their report survives its file, with all plots."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,8 @@ from tandem_cli.load_test.figures import (
     price_per_million,
 )
 from tandem_cli.load_test.plots import draw
-from tandem_cli.load_test.report import Point, Report
+from tandem_cli.load_test.report import Point, Report, show
+from tandem_cli.terminal import wide_console
 
 SLO = Slo(ttft_ms=100, tpot_ms=20, share=0.9)
 REPORT_SLO = Slo(ttft_ms=100, tpot_ms=20)
@@ -137,6 +139,44 @@ def test_a_burst_is_told_from_what_was_before() -> None:
     assert (found["num_ok"], found["num_errors"]) == (2, 0)
 
 
+def failed(error: str) -> Record:
+    return Record(1.0, 4, BURST, end_s=1.5, outcome=Outcome.ERROR, error=error)
+
+
+def single_token() -> Record:
+    return Record(0.0, 1, "", [0.5], 8, 1, 0.5, Outcome.OK)
+
+
+def failed_burst() -> Run:
+    run = burst_run()
+    return replace(run, records=[run.records[0], failed("out of memory")])
+
+
+def shown(report: Report, capsys: pytest.CaptureFixture[str]) -> str:
+    show(report, wide_console())
+    return capsys.readouterr().out
+
+
+def test_a_burst_without_a_first_token_has_no_time_of_its_last(capsys: pytest.CaptureFixture[str]) -> None:
+    assert disturbed_until_s(failed_burst()) is None
+    found = burst_figures(failed_burst(), REPORT_SLO)
+    assert "steady_gap_before_p50_ms" in found
+    assert [name for name in found if "during" in name or name == "burst_prefill_ms"] == []
+    lines = shown(report_of(Kind.BURST, [("a", 2, failed_burst())]), capsys).splitlines()
+    (row,) = [line for line in lines if "burst 2 " in line and "│" in line]
+    assert [cell.strip() for cell in row.split("│")[-4:-1]] == ["- / - / -", "-", "-"]
+
+
+def test_errors_are_shown_as_the_server_told_them(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "unexpected token [/INST] after [bold] :warning:"
+    assert f"1 x {text}\n" in shown(report_of(Kind.RATE, [("a", 1, Run([failed(text)], 1.0))]), capsys)
+
+
+def test_a_report_that_cannot_be_written_is_told_by_name(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match=str(tmp_path)):
+        report_of(Kind.RATE, [("a", 1, Run([failed("gone")], 1.0))]).save(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("report", "plot"),
     [
@@ -148,6 +188,10 @@ def test_a_burst_is_told_from_what_was_before() -> None:
         (report_of(Kind.RATE, [("a", n, Run([answer(n / 20, 0.01)], 1.0)) for n in (1, 2, 4)]), "goodput"),
         (report_of(Kind.RATE, [("a", 1, Run([Record(0.0, 4, outcome=Outcome.ERROR)], 1.0))]), "goodput"),
         (report_of(Kind.BURST, [("a", 2, burst_run()), ("b", 2, burst_run())]), "burst"),
+        (report_of(Kind.BURST, [("a", 2, failed_burst())]), "burst"),
+        (report_of(Kind.CONCURRENCY, [("a", n, Run([single_token()], 1.0)) for n in (1, 2)]), "latency-throughput"),
+        (report_of(Kind.CONCURRENCY, [("a", n, Run([failed("gone")], 1.0)) for n in (1, 2)]), "latency-throughput"),
+        (report_of(Kind.RATE, [("a", 1, Run([single_token()], 1.0))]), "goodput"),
     ],
 )
 def test_a_report_survives_its_file_with_its_plots(report: Report, plot: str, tmp_path: Path) -> None:

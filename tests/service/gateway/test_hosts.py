@@ -50,6 +50,18 @@ async def test_a_rebound_name_is_refused(repaired: Repaired) -> None:
     repaired("D11", f"403 from {len(PAGES) + 1} routes, pages among them; --allowed-hosts names others")
 
 
+async def test_requests_that_get_nowhere_are_counted() -> None:
+    async with running_gateway() as gateway:
+        await gateway.http.get("/mesh", headers={"host": "evil.com"})
+        await gateway.http.get("/nothing")
+        await gateway.http.get("/v1/chat/completions")
+        lines = (await gateway.http.get("/metrics")).text.splitlines()
+    counted = [line for line in lines if line.startswith("tandem_http_requests_total{")]
+    assert counted == [
+        f'tandem_http_requests_total{{dialect="none",status="{status}"}} 1.0' for status in (403, 404, 405)
+    ]
+
+
 async def test_any_host_is_accepted_if_keys_are_required(make_mesh: Any, tmp_path: Path) -> None:
     mesh = await make_mesh(api_keys_file=write_keys(tmp_path))
     async with gateway_at(mesh.router.public.address) as (_, _, http):

@@ -1,6 +1,7 @@
 """`tandem bench` against a fake router: table, file, plots, wrong options."""
 
 import asyncio
+import errno
 import json
 from collections import deque
 from collections.abc import Callable
@@ -117,12 +118,26 @@ async def test_a_mesh_that_ends_by_itself_gets_no_signal(monkeypatch: pytest.Mon
         (("--plot-from", "/nowhere"), "holds no results of tandem bench"),
         (("--preset", "bogus"), "invalid choice"),
         (("--json", "/nowhere/file"), "cannot write /nowhere/file"),
+        (("--json", "/tmp"), "cannot write /tmp: it is a folder"),
     ],
 )
 def test_wrong_options_are_one_line(bench: Run, argv: tuple[str, ...], said: str) -> None:
     status, out, err = bench(*argv)
     assert (status, out, err.count("\n")) == (2, "", 1), err
     assert said in err
+
+
+def test_results_that_cannot_be_saved_are_shown(bench: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "results.json"
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    status, out, err = bench(*QUICK, "--concurrency", "1", "--json", str(file))
+    assert status == 1
+    assert "medians of 2 runs" in out
+    assert f"tandem: {file}: Disk quota exceeded" in err
 
 
 def test_presets_are_listed(bench: Run) -> None:

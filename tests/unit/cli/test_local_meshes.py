@@ -142,6 +142,11 @@ def test_logs_are_told_in_the_order_of_time(tmp_path: Path, capsys: pytest.Captu
     ]
     assert main(["logs", "router", "-n", "1"]) == 0
     assert capsys.readouterr().out == "router 00:00:03 info: worker joined\n"
+    assert main(["logs", "-n", "0"]) == 0
+    assert capsys.readouterr().out == ""
+    with pytest.raises(SystemExit, match="2"):
+        main(["logs", "-n", "-1"])
+    assert "must be >= 0, got -1" in capsys.readouterr().err
     assert main(["logs", "decode0"]) == 2
     assert "has no log of decode0; did you mean decode-0?" in capsys.readouterr().err
 

@@ -1,6 +1,7 @@
 """`tandem plan` for a device of the table: what it prints, and how measured figures come beside."""
 
 import json
+import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -107,6 +108,10 @@ def test_measured_figures_come_beside(capsys: pytest.CaptureFixture[str], tmp_pa
         (["--memory-share", "1.5"], "must be in (0, 1], got 1.5"),
         (["--measured", "/nowhere"], "cannot read /nowhere: No such file or directory"),
         (["--measure"], "on this machine, not on h100-sxm"),
+        (
+            ["--input-tokens", "5000"],
+            "--input-tokens 5000 and --output-tokens 64 do not fit: the model has a context of",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +129,13 @@ def test_other_files_hold_no_results(content: str, capsys: pytest.CaptureFixture
     (tmp_path / "other.json").write_text(content)
     assert main([*ON_H100, "--measured", str(tmp_path / "other.json")]) == 2
     assert capsys.readouterr().err == f"tandem: {tmp_path}/other.json holds no results of tandem bench\n"
+
+
+def test_a_model_is_named_as_its_folder_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "m[awq]"
+    shutil.copytree(BUNDLED_MODELS / "tandem-small", folder)
+    assert main([*ON_H100, str(folder)]) == 0
+    assert f"{folder}: " in capsys.readouterr().out
 
 
 def test_a_file_without_such_prompts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

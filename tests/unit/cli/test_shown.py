@@ -12,8 +12,36 @@ from rich.text import Text
 
 import tandem
 from tandem_cli.chat import Conversation, command
-from tandem_cli.terminal import SCALE, FittingTable, Painter, StreamedAnswer, colour_of, show_confidence, strip_controls
+from tandem_cli.optimization.progress import ShownProgress
+from tandem_cli.terminal import (
+    SCALE,
+    FittingTable,
+    Painter,
+    StreamedAnswer,
+    colour_of,
+    error_console,
+    show_confidence,
+    strip_controls,
+    wide_console,
+)
 from tandem_cli.workers import MeshSnapshot, render, tokens_per_s
+
+
+def test_text_with_brackets_and_colons_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    text = "best[awq] [/INST] :warning:"
+    table = Table("name")
+    table.add_row(text)
+    for console in (wide_console(), error_console()):
+        console.print(text)
+        console.print(FittingTable(table))
+    out, err = capsys.readouterr()
+    assert (out.count(text), err.count(text)) == (2, 2)
+
+
+def test_what_a_search_does_is_no_markup() -> None:
+    console = Console(file=io.StringIO(), force_terminal=True)
+    with ShownProgress(console) as bar:
+        bar.doing("best[/awq]", 0.5)
 
 
 def worker(role: str, num_tokens: int) -> tandem.Worker:

@@ -8,7 +8,7 @@ import pytest
 
 from tandem_cli.main import main
 from tandem_cli.simulate import best_split
-from tandem_cli.simulation import trace
+from tandem_cli.simulation import measure, trace
 from tests.unit.simulation.profiles import profile
 
 
@@ -32,6 +32,15 @@ def test_a_drawn_load_and_its_trace(capsys: pytest.CaptureFixture[str], measured
     assert drawn["figures"]["cost"] == pytest.approx(2 * drawn["figures"]["duration_s"] / 3600)
     replayed = simulate(capsys, measured, str(file), "--price-per-hour=1")
     assert replayed["figures"]["ttft_p50_ms"] == pytest.approx(drawn["figures"]["ttft_p50_ms"], rel=0.05)
+
+
+@pytest.mark.parametrize(("load", "seconds"), [(("--day=0.0001",), 86400), (("--rate=0.05", "--duration=100"), 100)])
+def test_workers_are_paid_until_the_end_of_the_load(
+    load: tuple[str, ...], seconds: float, capsys: pytest.CaptureFixture[str], measured: str
+) -> None:
+    found = simulate(capsys, measured, *load)["figures"]
+    assert found["duration_s"] == pytest.approx(seconds)
+    assert found["decode_worker_hours"] == pytest.approx(seconds / 3600)
 
 
 def test_requests_that_no_worker_can_hold_fail_with_the_reason(
@@ -111,6 +120,26 @@ def test_a_spread_may_be_0_and_not_less(capsys: pytest.CaptureFixture[str]) -> N
     with pytest.raises(SystemExit):
         main(["simulate", "--rate=1", "--spread=-1"])
     assert "argument --spread: must be >= 0, got -1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("flag", "file"), [("--measure", "."), ("--measure", "none/file"), ("--write-trace", ".")])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    flag: str, file: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["simulate", "--rate=1", "--address=127.0.0.1:1", flag, str(tmp_path / file)])
+    assert f"argument {flag}: cannot write {tmp_path / file}" in capsys.readouterr().err
+
+
+def test_a_busy_mesh_is_a_failure_and_no_wrong_word(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def measured_while_busy(_: object) -> None:
+        measure.ratio({"alone": [], "beside": []})
+
+    monkeypatch.setattr("tandem_cli.simulate._measure", measured_while_busy)
+    assert main(["simulate", "--measure", str(tmp_path / "profile.json")]) == 1
+    assert "the mesh is not idle" in capsys.readouterr().err
 
 
 def test_times_have_one_source(capsys: pytest.CaptureFixture[str], measured: str) -> None:

@@ -73,10 +73,18 @@ def test_a_judge_is_run(tmp_path: Path) -> None:
         ("def judge(line, answer):\n    return line['y']", "judge failed: KeyError: 'y'; line: {}"),
         ("def judge(line, answer):\n    return 2", "judge must return 0 to 1, got 2"),
         ("def judge(line, answer):\n    return 'x'", "judge failed: ValueError"),
+        ("import sys\nsys.exit('no key')", "cannot be run: SystemExit: no key"),
+        ("import sys\ndef judge(line, answer):\n    sys.exit(0)", "judge failed: SystemExit: 0"),
     ],
 )
 def test_bad_judges_are_named(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
+        load_judge(write_judge(tmp_path, text))({}, "")
+
+
+def test_sigterm_ends_a_judge_as_it_ends_the_rest(tmp_path: Path) -> None:
+    text = "from mesh.interrupts import Terminated\ndef judge(line, answer):\n    raise Terminated(143)"
+    with pytest.raises(SystemExit, match="143"):
         load_judge(write_judge(tmp_path, text))({}, "")
 
 

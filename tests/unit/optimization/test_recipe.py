@@ -43,6 +43,8 @@ def test_durations(text: str, milliseconds: float) -> None:
     [
         ("precisions = ['int3']", "there is no precision 'int3'.*known are base, int8, int4"),
         ("precisions = 'int8'", "precisions must be a list of names"),
+        ("precisions = []", r"precisions must be a list of names, got \[\]; without the key, all that fit are tried"),
+        ("speculation = []", "speculation must be a list of names"),
         ("speculation = ['draft']", "speculation draft needs draft_model"),
         ("speculation = ['guess']", "there is no speculation 'guess'"),
         ("worker = []", "there is no key worker; did you mean workers"),

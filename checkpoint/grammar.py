@@ -28,7 +28,8 @@ T = TypeVar("T")
 _JSON_WHITESPACE = " ?"
 # A rule of GBNF, the notation of llama.cpp and of vLLM's `guided_grammar`. Lark's rules have a single colon.
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
-_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#[^\n]*|[\w-]+', re.DOTALL)
+# An unclosed text or class goes on to the end: otherwise each of many would be looked for there in turn.
+_GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|\[(?:\\.|[^]\\])*+(?:]|\\?\Z)|#[^\n]*|[\w-]+', re.DOTALL)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([][])|.)", re.DOTALL)
 # An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
@@ -47,7 +48,7 @@ _NO_OTHER_PATTERN = frozenset({"patternProperties", "minProperties", "maxPropert
 # The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
 # 50 MiB of stack; untouched stack takes no memory.
 _STACK_BYTES = 256 << 20
-_MAX_CACHED_CHARS = 256 << 10
+_MAX_CACHED_SIZE = 256 << 10
 _MAX_MESSAGE_CHARS = 300
 _stack_size = threading.Lock()
 
@@ -72,10 +73,11 @@ class GrammarCompiler:
     Each `scope` (tenant) has separate cache entries, so that compile times do not reveal another tenant's structures.
     """
 
-    def __init__(self, model_dir: Path, *, max_cached_chars: int = _MAX_CACHED_CHARS) -> None:
+    def __init__(self, model_dir: Path, *, max_cached_size: int = _MAX_CACHED_SIZE) -> None:
         self._model_dir = model_dir
-        self._max_cached_chars = max_cached_chars
+        self._max_cached_size = max_cached_size
         self._cache: OrderedDict[tuple[str, Structure], LLMatcher] = OrderedDict()
+        self._sizes: dict[tuple[str, Structure], int] = {}
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()  # guards the cache
         self._loading = threading.Lock()
@@ -90,16 +92,18 @@ class GrammarCompiler:
                 return cached.deep_copy()
         tokenizer = self._load_tokenizer()
         matcher = _on_deep_stack(lambda: _compile(structure, tokenizer))
+        # A state of `multipleOf` takes half as much memory as a character of the source, and needs none of those.
+        size = structure.num_chars + structure.num_multiple_states // 2
         with self._lock:
-            self._cache[key] = matcher
-            while self.num_cached_chars > self._max_cached_chars and len(self._cache) > 1:
-                self._cache.popitem(last=False)
+            self._cache[key], self._sizes[key] = matcher, size
+            while self.cached_size > self._max_cached_size and len(self._cache) > 1:
+                del self._sizes[self._cache.popitem(last=False)[0]]
             return matcher.deep_copy()
 
     @property
-    def num_cached_chars(self) -> int:
-        """Total size of the cached structures' sources; compiled, they take up to a thousand times as many bytes."""
-        return sum(structure.num_chars for _, structure in self._cache)
+    def cached_size(self) -> int:
+        """Total size of the cached structures; compiled, they take up to a thousand times as many bytes."""
+        return sum(self._sizes.values())
 
     def _load_tokenizer(self) -> LLTokenizer:
         with self._loading:

@@ -88,7 +88,10 @@ class TokenMasks:
         self._masking = ThreadPoolExecutor(1, thread_name_prefix="masks")
 
     def prepare(self, sequence: SequenceState) -> "Future[None] | None":
-        """Start to compile the sequence's grammar; None if it has none. The future fails with InvalidRequest."""
+        """Start to compile the sequence's grammar; None if it has none. The future fails with InvalidRequest.
+
+        First come, first served: routers have compiled it before, one at a time and with turns for tenants.
+        """
         structure, scope = sequence.request.sampling.structure, sequence.request.cache_namespace
         return None if structure is None else self._compiling.submit(self._compile, structure, scope)
 

@@ -24,6 +24,8 @@ _BEARER = "bearer "
 _AWS_KEY_ID = re.compile(r"AWS4-HMAC-SHA256 Credential=([^/,\s]+)/", re.IGNORECASE)
 _CACHE_S = 10.0
 _MAX_CACHED = 1024
+# As at the router (router.tenants).
+MAX_KEY_CHARS = 1024
 _CHECK_TIMEOUT_S = 5.0
 _OPEN = (
     "the router asks for no API keys, so the gateway serves this machine only; "
@@ -41,8 +43,8 @@ def key_in(headers: Headers) -> str | None:
 
 
 def _valid_key(key: str) -> str | None:
-    """Return the key, or None if it is empty or not allowed in gRPC metadata."""
-    return key if key and key.isascii() and key.isprintable() else None
+    """Return the key, or None if it is empty, or gRPC metadata could not hold it."""
+    return key if 0 < len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable() else None
 
 
 class Gate:

@@ -9,10 +9,11 @@ Only the SHA-256 digests of keys are kept; a file has one line for each:
 random bits (`tandem keys new`), which nobody can guess, so a fast hash is enough.
 
 The file is read again when it has changed. A removed key is refused from then on; its running streams continue. While
-the file is broken or missing, the keys read last stay valid.
+the file is broken or missing, the keys read last stay valid; one that cannot be read is tried again every second.
 """
 
 import hmac
+import math
 import re
 import secrets
 import time
@@ -35,10 +36,13 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 _PREFIX = "tandem-"
 _BEARER = "bearer "
+# gRPC takes about 8 KiB of metadata in a call.
+MAX_KEY_CHARS = 1024
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TYPES = {"tenant": str, "operator": bool, "max_concurrent_requests": int, "priority": str}
 # Minimum time between two checks of the file.
 _CHECK_INTERVAL_S = 1.0
+_COMPLAINT_INTERVAL_S = 60.0
 
 
 class Priority(IntEnum):
@@ -142,8 +146,16 @@ class ApiKeys:
     def load(cls, path: Path) -> "ApiKeys":
         """Raises ConfigurationError with the reason and the path of the file."""
         try:
-            content = tomllib.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            return cls.parse(path.read_bytes(), path)
+        except OSError as error:
+            raise ConfigurationError(f"cannot read the API keys file {path}: {error}") from error
+
+    @classmethod
+    def parse(cls, text: bytes, path: Path) -> "ApiKeys":
+        """Raises ConfigurationError with the reason and the path of the file."""
+        try:
+            content = tomllib.loads(text.decode())
+        except ValueError as error:
             raise ConfigurationError(f"cannot read the API keys file {path}: {error}") from error
         if not content:
             raise ConfigurationError(f"the API keys file {path} has no keys; make one with: tandem keys new TENANT")
@@ -155,12 +167,13 @@ class ApiKeys:
 
     def tenant_of(self, metadata: Metadata | None) -> Tenant:
         """Return the caller's tenant. Raises Unauthenticated. Takes constant time, for known and unknown keys alike."""
-        digest = digest_of(_key_in(metadata)).encode()
+        key = _key_in(metadata)
+        digest = digest_of(key).encode()
         match: Tenant | None = None
         for known, tenant in self._entries:
             if hmac.compare_digest(known, digest):
                 match = tenant
-        if match is None:
+        if match is None or len(key) > MAX_KEY_CHARS:
             raise Unauthenticated("the API key is missing or wrong: send it as authorization: Bearer KEY")
         return match
 
@@ -179,8 +192,9 @@ class KeysFile:
         self._more = more or {}
         self._clock = clock
         self._version = self._file_version()
-        self._keys = self._load()
+        self._keys = ApiKeys.load(path).with_keys(self._more)
         self._checked_at_s = clock()
+        self._complained_at_s = -math.inf
 
     def check(self, metadata: Metadata | None) -> None:
         """Raise Unauthenticated unless the call carries a known key."""
@@ -198,9 +212,14 @@ class KeysFile:
         version = self._file_version()
         if version == self._version:
             return
+        try:
+            text = self._path.read_bytes()
+        except OSError as error:
+            self._complain(error)  # and try again in a second: a key may have been taken back
+            return
         self._version = version
         try:
-            self._keys = self._load()
+            self._keys = ApiKeys.parse(text, self._path).with_keys(self._more)
         except ConfigurationError as error:
             log.error("the API keys file is broken, the keys read before stay valid", error=str(error))
         else:
@@ -214,8 +233,10 @@ class KeysFile:
             return None
         return status.st_mtime_ns, status.st_size, status.st_ino
 
-    def _load(self) -> ApiKeys:
-        return ApiKeys.load(self._path).with_keys(self._more)
+    def _complain(self, error: OSError) -> None:
+        if self._clock() - self._complained_at_s >= _COMPLAINT_INTERVAL_S:
+            self._complained_at_s = self._clock()
+            log.error("cannot read the API keys file, the keys read before stay valid", error=str(error))
 
 
 class NoKeys:

@@ -6,6 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import Headers
 from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.responses import FileResponse, JSONResponse, Response
 
@@ -36,10 +38,11 @@ class BatchBody(Body):
 async def upload_file(exchange: Exchange) -> Response:
     """Keep the input of a batch. Its lines are checked when a batch reads them."""
     shelf = _shelf(exchange)
-    headers = exchange.arrival.request.headers
-    if not headers.get("content-type", "").startswith("multipart/form-data"):
+    content_type = exchange.arrival.request.headers.get("content-type", "")
+    if not content_type.startswith("multipart/form-data"):
         raise InvalidRequest("send the file as multipart/form-data, with a purpose")
     try:
+        headers = _without_charset(content_type)
         form = await MultiPartParser(headers, _in_chunks(exchange.body), max_files=1, max_fields=8).parse()
     except (MultiPartException, KeyError) as error:
         raise InvalidRequest(f"the body is no form with a file: {error}") from None
@@ -53,6 +56,14 @@ async def upload_file(exchange: Exchange) -> Response:
     finally:
         await form.close()
     return JSONResponse(await asyncio.to_thread(shelf.add_file, file.filename or "input.jsonl", content))
+
+
+def _without_charset(content_type: str) -> Headers:
+    """Headers with the boundary alone: a client must not choose the codec, of which some are slow or decode to text
+    that cannot be stored. Raises KeyError if there is no boundary.
+    """
+    boundary = parse_options_header(content_type)[1][b"boundary"]
+    return Headers(raw=[(b"content-type", b'multipart/form-data; boundary="%b"' % boundary)])
 
 
 async def list_files(exchange: Exchange) -> Response:

@@ -309,7 +309,7 @@ class ClientFieldNames:
             return None
         path, name = match[1], match[2]
         if name == "prompt" and "prompt" not in self.members:
-            return self.names["chat.messages"]
+            return self.names.get("chat.messages")
         return path if name in self.members else None
 
 

@@ -28,7 +28,9 @@ class _DetokenizeBody(Body):
     tokens: TokenIds
 
 
-_DETOKENIZE_NAMES = ClientFieldNames({"token_ids": "tokens"}, frozenset(_DetokenizeBody.model_fields))
+_DETOKENIZE_NAMES = ClientFieldNames(
+    {"token_ids": "tokens", "chat.messages": "tokens"}, frozenset(_DetokenizeBody.model_fields)
+)
 
 
 async def tokenize_as_vllm(exchange: Exchange, payload: Json) -> Response:

@@ -8,7 +8,7 @@ them.
 import json
 import math
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
@@ -68,16 +68,24 @@ class Structure:
         """Size of the text that must be compiled."""
         return len(self.source) + sum(map(len, self.choices))
 
+    @property
+    def num_multiple_states(self) -> int:
+        """States of the automata for `multipleOf`; see `_multiple_states`. For structures that can be compiled."""
+        if self.kind is StructureKind.JSON_SCHEMA:
+            return _multiple_states(_objects(json.loads(self.source)))
+        return _multiple_states(_embedded_objects(self.source)) if self.kind is StructureKind.GRAMMAR else 0
+
     def validate(self) -> None:
         """Raise InvalidRequest if the structure is too large or empty. Compilation may still fail later."""
         if self.kind is StructureKind.JSON_SCHEMA:
             _at_most(self, MAX_SCHEMA_CHARS)
             _check_schema(self.source)
+            _check_multiples(self)
         elif self.kind is StructureKind.REGEX:
             _at_most(self, MAX_REGEX_CHARS)
         elif self.kind is StructureKind.GRAMMAR:
             _at_most(self, MAX_GRAMMAR_CHARS)
-            _check_embedded_schemas(self.source)
+            _check_multiples(self)
         elif self.kind is StructureKind.CHOICE:
             _check_choices(self)
         if self.kind in (StructureKind.REGEX, StructureKind.GRAMMAR) and not self.source:
@@ -113,10 +121,9 @@ def _check_schema(source: str) -> None:
         raise InvalidRequest(
             f"json_schema: the patterns have {num_chars} characters, at most {MAX_REGEX_CHARS} are allowed"
         )
-    _check_multiples("json_schema", objects)
 
 
-def _check_embedded_schemas(grammar: str) -> None:
+def _embedded_objects(grammar: str) -> list[dict[str, object]]:
     objects: list[dict[str, object]] = []
     for text in grammar.split("%json")[1:]:
         try:
@@ -124,7 +131,7 @@ def _check_embedded_schemas(grammar: str) -> None:
             objects += _objects(schema)
         except (ValueError, RecursionError):
             continue  # no schema, or one that the compiler refuses
-    _check_multiples("grammar", objects)
+    return objects
 
 
 def _objects(schema: object) -> Iterator[dict[str, object]]:
@@ -142,16 +149,23 @@ def _pattern_chars(schema: dict[str, object]) -> int:
     return num_chars + (sum(map(len, properties)) if isinstance(properties, dict) else 0)
 
 
-def _check_multiples(what: str, objects: list[dict[str, object]]) -> None:
-    """Refuse values of `multipleOf` whose automata are too large. The compiler's budgets do not count their states: one
-    for each remainder. Where `allOf`, references and the like combine them, it is the remainders of a common multiple.
+def _check_multiples(structure: Structure) -> None:
+    """Refuse values of `multipleOf` whose automata are too large. The compiler's budgets do not count their states."""
+    if structure.num_multiple_states > MAX_MULTIPLE_STATES:
+        raise InvalidRequest(
+            f"{structure.kind}: the values of `multipleOf` take over {MAX_MULTIPLE_STATES} states to follow: "
+            "use smaller or fewer"
+        )
+
+
+def _multiple_states(objects: Iterable[dict[str, object]]) -> int:
+    """Count the states of the automata for `multipleOf`: one for each remainder. Where `allOf`, references and the like
+    combine them, it is the remainders of a common multiple.
     """
+    objects = list(objects)
     steps = [step for schema in objects if (step := _digits(schema.get("multipleOf")))]
     num_places = len(steps) + sum("$ref" in schema for schema in objects)
-    if steps and math.lcm(*steps) * num_places > MAX_MULTIPLE_STATES:
-        raise InvalidRequest(
-            f"{what}: the values of `multipleOf` take over {MAX_MULTIPLE_STATES} states to follow: use smaller or fewer"
-        )
+    return math.lcm(*steps) * num_places if steps else 0
 
 
 def _digits(step: object) -> int:

@@ -14,6 +14,9 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _UNKNOWN = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
 
 MAX_WATCHERS = 1000
+MAX_READERS = 4
+"""Calls whose request may take `REQUEST_LIMIT_S`, see RequestReader."""
+REQUEST_LIMIT_S = 5.0
 _WRITE_LIMIT_S = 10.0
 _MAX_NAME_CHARS = 256
 

@@ -3,6 +3,9 @@
 The interceptor checks credentials, turns errors into statuses and logs failures, so servicers need no try/except. A
 MeshError becomes its status; any other error becomes INTERNAL, with the traceback in the log only. A cancelled handler
 ends its call, so that the peer never hangs.
+
+grpc.aio reads the request of a unary method whole, for however long it takes, before it runs anything of ours. To grpc
+all methods are therefore streams: a call without a credential is refused unread, and other requests have a time limit.
 """
 
 import asyncio
@@ -21,6 +24,7 @@ from mesh.domain.host import join_host
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
+from mesh.rpc.request_reader import RequestReader
 from mesh.rpc.status import details_of, status_of
 from mesh.tasks import mark_retrieved
 
@@ -154,6 +158,8 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
 
     def __init__(self, guard: Guard | None) -> None:
         self._guard = guard
+        self._requests = RequestReader()
+        self._health_requests = RequestReader(health.REQUEST_LIMIT_S, max_readers=health.MAX_READERS)
 
     async def intercept_service(
         self,
@@ -162,31 +168,53 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler:
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or method in health.METHODS:
+        if handler is None:
             return handler
+        if method in health.METHODS:
+            return self._wrap_health(handler, method)
+        try:
+            if self._guard is not None:
+                self._guard.check(handler_call_details.invocation_metadata)
+        except Exception as error:
+            return _refusal(method, error)
         if handler.response_streaming:
             return self._wrap_streaming(handler, method)
         return self._wrap_unary(handler, method)
 
-    def _wrap_unary(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
-        async def call(raw: bytes, context: grpc.aio.ServicerContext) -> object:
+    def _wrap_health(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        """Health ends its own calls: `_end` would wait for a watcher that reads nothing."""
+        inner = handler.unary_stream or handler.unary_unary
+
+        async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
             try:
-                self._check(context)
-                return await handler.unary_unary(_parse(handler, raw), context)
+                request = _parse(handler, await self._health_requests.read(raws))
+            except BaseException as error:
+                await _end(context, method, error)
+            return await inner(request, context)
+
+        if handler.response_streaming:
+            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
+
+    def _wrap_unary(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
+        async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> object:
+            try:
+                return await handler.unary_unary(_parse(handler, await self._requests.read(raws)), context)
             except BaseException as error:
                 await _end(context, method, error)
 
-        return grpc.unary_unary_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(call, None, handler.response_serializer)
 
     def _wrap_streaming(self, handler: grpc.RpcMethodHandler, method: str) -> grpc.RpcMethodHandler:
         inner = handler.stream_stream or handler.unary_stream
 
-        async def call(raw: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
+        async def call(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> AsyncIterator[object]:
             responses = None
             try:
-                self._check(context)
-                request = _parse_all(handler, raw) if handler.request_streaming else _parse(handler, raw)
-                responses = inner(request, context)
+                if handler.request_streaming:
+                    responses = inner(_parse_all(handler, raws), context)
+                else:
+                    responses = inner(_parse(handler, await self._requests.read(raws)), context)
                 async for response in responses:
                     yield response
             except GeneratorExit:
@@ -197,13 +225,16 @@ class ServiceInterceptor(grpc.aio.ServerInterceptor):
                 if responses is not None and hasattr(responses, "aclose"):
                     await responses.aclose()
 
-        if handler.request_streaming:
-            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
-        return grpc.unary_stream_rpc_method_handler(call, None, handler.response_serializer)
+        return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
 
-    def _check(self, context: grpc.aio.ServicerContext) -> None:
-        if self._guard is not None:
-            self._guard.check(context.invocation_metadata())
+
+def _refusal(method: str, error: Exception) -> grpc.RpcMethodHandler:
+    """A handler that ends the call and reads nothing of its request."""
+
+    async def refuse(raws: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await _end(context, method, error)
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _parse(handler: grpc.RpcMethodHandler, raw: bytes) -> object:

@@ -17,7 +17,7 @@ from google.protobuf.duration_pb2 import Duration
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from mesh.durations import duration_to_proto
+from mesh.durations import duration_from_proto, duration_to_proto
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
 from router.advice import Advice
@@ -116,7 +116,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     ) -> mesh_pb2.GetHistoryResponse:
         """Return what this router has done over time."""
         self._callers.tenant_of(context.invocation_metadata()).require_operator()
-        span_s = request.span.ToTimedelta().total_seconds() if request.HasField("span") else math.inf
+        span_s = duration_from_proto(request.span) if request.HasField("span") else math.inf
         return mesh_pb2.GetHistoryResponse(points=map(self._point, self._history.points(span_s)))
 
     async def SetDraining(

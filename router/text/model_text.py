@@ -59,16 +59,32 @@ class ModelText:
         self.grammars.close()
 
 
+class _Thread:
+    """One worker thread at which tenants take turns."""
+
+    def __init__(self, name: str) -> None:
+        self._slots = FairSlots(1)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    async def run(self, call: Callable[[], T], tenant: str = "", num_chars: int = 0) -> T:
+        """Run `call` on the thread and return its result. Raises Overloaded if too much text waits."""
+        loop = asyncio.get_running_loop()
+        return await self._slots.run(lambda: loop.run_in_executor(self._pool, call), tenant=tenant, num_chars=num_chars)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class Grammars:
     """Compiles structures on a thread of its own, as workers will, so that a bad structure is refused at once."""
 
     def __init__(self, model_dir: Path, *, disabled: bool = False) -> None:
         self._compiler = GrammarCompiler(model_dir)
         self._disabled = disabled
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = _Thread("grammars")
 
     async def check(self, structure: Structure | None, tenant: str = "") -> None:
-        """Raise InvalidRequest if workers could not compile the structure.
+        """Raise InvalidRequest if workers could not compile the structure, Overloaded if too many wait.
 
         Timing reveals nothing about other tenants: a structure that only they have used is compiled again.
         """
@@ -76,10 +92,10 @@ class Grammars:
             return
         if self._disabled:
             raise InvalidRequest("structured output is turned off here: disable_grammar_support is set")
-        await asyncio.get_running_loop().run_in_executor(self._pool, self._compiler.compile, structure, tenant)
+        await self._thread.run(lambda: self._compiler.compile(structure, tenant), tenant, structure.num_chars)
 
     def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,22 +111,6 @@ class EncodedPrompt:
         if num_tokens is None or num_tokens >= len(self.ids):
             return self
         return EncodedPrompt(self.ids[len(self.ids) - num_tokens :], None, self.in_reasoning)
-
-
-class _Thread:
-    """One worker thread at which tenants take turns."""
-
-    def __init__(self, name: str) -> None:
-        self._slots = FairSlots(1)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
-
-    async def run(self, call: Callable[[], T], tenant: str = "", num_chars: int = 0) -> T:
-        """Run `call` on the thread and return its result. Raises Overloaded if too much text waits."""
-        loop = asyncio.get_running_loop()
-        return await self._slots.run(lambda: loop.run_in_executor(self._pool, call), tenant=tenant, num_chars=num_chars)
-
-    def close(self) -> None:
-        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class PromptEncoder:

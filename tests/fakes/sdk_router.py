@@ -100,6 +100,9 @@ class FakeGeneration(generation_pb2_grpc.GenerationServicer):
         if max(ids, default=0) > EOS:
             details = f"token_ids: token id {max(ids)} is not in the vocabulary of 257"
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details, (("tandem-error", "InvalidRequest"),))
+        if len(ids) >= self._script.max_total_tokens:
+            details = f"the prompt has {len(ids)} tokens, at most 999 (max_input_length) are allowed"
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, details, (("tandem-error", "InvalidRequest"),))
         tokens = [pb.Token(id=byte, text=chr(byte)) for byte in ids]
         return pb.TokenizeResponse(tokens=tokens, text=bytes(ids).decode())
 

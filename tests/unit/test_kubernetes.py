@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields
+from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,11 @@ def test_only_public_ports_are_open_to_all(documents: list[Manifest]) -> None:
         "gateway",
         "router",
     }
+    (downloads,) = policies["model-downloads"]["egress"]
+    (block,) = (peer["ipBlock"] for peer in downloads["to"])
+    private = [ip_network(each) for each in block["except"]]
+    for address in ("10.96.0.1", "100.64.0.1", "169.254.169.254", "172.20.0.1", "192.168.1.1"):
+        assert any(ip_address(address) in network for network in private), address
     (workers,) = ingress["workers"]
     callers = workers["from"][0]["podSelector"]["matchExpressions"][0]["values"]
     assert set(callers) == {"router", "prefill", "decode"}

@@ -9,8 +9,9 @@ import httpx2
 import pytest
 from starlette.routing import Mount, Route
 
-from gateway.access import Gate
+from gateway.access import MAX_KEY_CHARS, Gate
 from gateway.app import build_app
+from router import tenants
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
@@ -26,6 +27,8 @@ BAD_CREDENTIALS: list[dict[str, str]] = [
     {"authorization": f"Basic {KEYS['alice']}"},
     {"authorization": "AWS4-HMAC-SHA256 Credential=wrong/20260101/us-east-1/sagemaker/aws4_request"},
     {"x-api-key": "wrong"},
+    {"x-api-key": "a" * 12_000},
+    {"authorization": "Bearer " + "a" * 12_000},
     {"x-api-key": "w\u00f6rng"},
 ]
 
@@ -51,6 +54,7 @@ def endpoints(backend: Any) -> list[tuple[str, str]]:
 
 
 async def test_every_route_requires_a_key(keyed: Any, evidence: Evidence) -> None:
+    assert MAX_KEY_CHARS == tenants.MAX_KEY_CHARS
     backend, http = keyed
     wanted = [each for each in endpoints(backend) if each not in OPEN]
     assert len(wanted) > 15

@@ -10,6 +10,7 @@ from huggingface_hub import AsyncInferenceClient
 from huggingface_hub.errors import OverloadedError, ValidationError
 from pydantic import BaseModel, ConfigDict
 
+from tests.defects import Repaired
 from tests.fakes.sdk_router import STORY, Refusal, Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 
@@ -278,7 +279,7 @@ async def test_another_content_type_is_refused(gateway: RunningGateway) -> None:
     assert response.status_code == 415
 
 
-async def test_tokenize_as_vllm(gateway: RunningGateway) -> None:
+async def test_tokenize_as_vllm(gateway: RunningGateway, repaired: Repaired) -> None:
     ids = list(b"day")
     told = (await gateway.post("/tokenize", {"model": "fake", "prompt": "day", "return_token_strs": True})).json()
     assert told == {"count": 3, "max_model_len": 1000, "tokens": ids, "token_strs": ["d", "a", "y"]}
@@ -290,6 +291,10 @@ async def test_tokenize_as_vllm(gateway: RunningGateway) -> None:
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "tokens"
     assert refused.json()["error"]["message"].startswith("tokens: token id 1000000 is not in the vocabulary")
+    refused = await gateway.post("/detokenize", {"tokens": [5] * 5000})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tokens")
+    assert refused.json()["error"]["message"].startswith("the prompt has 5000 tokens")
     refused = await gateway.post("/tokenize", {"prompt": "day", "add_special_tokens": False})
     assert refused.status_code == 422
     assert "add_special_tokens must be true" in refused.json()["error"]
+    repaired("D38", "401: no key is that long; all of the history; 400, naming tokens")

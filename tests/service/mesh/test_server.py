@@ -1,6 +1,7 @@
 """What every server of the mesh does: statuses, credentials, ports."""
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import grpc
 import pytest
@@ -8,12 +9,16 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from mesh.domain import errors
 from mesh.domain.errors import ConfigurationError, MeshError
+from mesh.rpc import health
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.probe import main as probe
+from mesh.rpc.request_reader import RequestReader
 from mesh.rpc.server import Listen, Server
 from mesh.rpc.status import STATUS_BY_ERROR, error_from_rpc
 from mesh.v1 import worker_pb2, worker_pb2_grpc
+from tests.defects import Repaired
+from tests.waiting import LIMIT_S
 
 
 def all_errors(base: type[MeshError] = MeshError) -> list[type[MeshError]]:
@@ -87,6 +92,45 @@ async def test_garbage_is_an_invalid_request() -> None:
             await send(b"\xff\xff\xff\xff", timeout=5)
     assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     await server.stop(0)
+
+
+async def unsent(channel: grpc.aio.Channel, path: str, limit_s: float) -> grpc.StatusCode:
+    """The status of a unary call whose request does not come. A message that is sent by halves looks the same."""
+    never = asyncio.Event()
+
+    async def requests() -> AsyncIterator[bytes]:
+        await never.wait()
+        yield b""
+
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await channel.stream_unary(path)(requests(), timeout=limit_s)
+    return raised.value.code()
+
+
+async def test_no_request_is_read_before_its_credential_or_for_ever(
+    monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    monkeypatch.setattr(RequestReader.__init__, "__defaults__", (0.5,))
+    monkeypatch.setattr(health, "REQUEST_LIMIT_S", LIMIT_S)
+    servers = [Server(Listen("127.0.0.1", 0, guard)) for guard in (None, MeshKey("a-key-for-tests-only"))]
+    for server in servers:
+        worker_pb2_grpc.add_WorkerServicer_to_server(Failing(errors.InvalidRequest("no")), server.grpc)
+        await server.start(["mesh.v1.Worker"])
+    get, check = "/mesh.v1.Worker/GetWorker", "/grpc.health.v1.Health/Check"
+    async with open_channel(servers[0].address) as free, open_channel(servers[1].address) as guarded:
+        assert await unsent(guarded, get, LIMIT_S) is grpc.StatusCode.UNAUTHENTICATED
+        assert await unsent(free, get, LIMIT_S) is grpc.StatusCode.DEADLINE_EXCEEDED
+        calls = [asyncio.create_task(unsent(guarded, check, LIMIT_S)) for _ in range(health.MAX_READERS + 5)]
+        ended, stuck = await asyncio.wait(calls, timeout=5)
+        assert (len(ended), len(stuck)) == (5, health.MAX_READERS)
+        asked = health_pb2_grpc.HealthStub(guarded).Check(health_pb2.HealthCheckRequest(), timeout=LIMIT_S)
+        assert (await asked).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for call in stuck:
+            call.cancel()
+        await asyncio.gather(*stuck, return_exceptions=True)
+    for server in servers:
+        await server.stop(0)
+    repaired("D32", "refused unread without a credential, after 60 s with one; 4 unfinished health checks at a time")
 
 
 async def test_port_in_use_is_a_clear_error() -> None:

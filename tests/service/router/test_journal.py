@@ -131,6 +131,8 @@ async def test_the_history_has_what_requests_took(make_mesh: Any) -> None:
     recent = mesh_pb2.GetHistoryRequest()
     recent.span.FromMicroseconds(1)
     assert len((await stub.GetHistory(recent, timeout=5)).points) == 1
+    recent.span.seconds = 2**62
+    assert len((await stub.GetHistory(recent, timeout=5)).points) == len(points)
 
 
 async def test_a_drained_worker_gets_nothing_until_it_is_taken_back(make_mesh: Any) -> None:

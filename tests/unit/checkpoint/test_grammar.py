@@ -1,6 +1,7 @@
 """What can be compiled, what is refused and how, and what is kept."""
 
 import json
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -233,15 +234,38 @@ def test_long_chains_of_rules_break_no_stack(compiler: GrammarCompiler) -> None:
 
 
 def test_only_as_much_is_kept_as_may_be(folder: Path) -> None:
-    compiler = GrammarCompiler(folder, max_cached_chars=60)
+    compiler = GrammarCompiler(folder, max_cached_size=60)
     first, *others = [regex(f"[a-{letter}]" * 5) for letter in "bcdefgh"]
     for structure in (first, others[0], first, *others[:2]):
         compiler.compile(structure)
-    assert compiler.num_cached_chars <= 60
+    assert compiler.cached_size <= 60
     assert accepts(compiler, first, "abbab")
     large = regex("a" * 100)
     assert accepts(compiler, large, "a" * 100)
-    assert compiler.num_cached_chars == 100
+    assert compiler.cached_size == 100
+
+
+def test_automata_count_as_what_they_take(folder: Path, repaired: Repaired) -> None:
+    """47 characters of source, and 41 MiB once compiled."""
+    compiler = GrammarCompiler(folder, max_cached_size=3000)
+    for step in (2003, 2011, 2017):
+        compiler.compile(schema({"type": "integer", "multipleOf": step}))
+    compiler.compile(lark('start: a\na: %json {"multipleOf": 1999}'))
+    assert 1900 < compiler.cached_size <= 3000
+    assert schema({"multipleOf": 0.99990}).num_multiple_states == 9999
+    assert schema({"items": {"multipleOf": 50}, "allOf": [{"$ref": "#"}, {"multipleOf": 7}]}).num_multiple_states == 105
+    repaired("D33", "half a character for each state of its automaton: at most 5 such entries are kept")
+
+
+def test_unclosed_texts_cost_no_more_than_closed_ones(compiler: GrammarCompiler, repaired: Repaired) -> None:
+    worst_ms = 0.0
+    for text in ("[" * 8000, "[\\" * 4000, '"\\' * 4000, "[\\[" * 2600, '"[' * 4000, "[" * 7999 + "\\"):
+        began_s = time.process_time()
+        with pytest.raises(InvalidRequest, match="grammar cannot be used"):
+            compiler.compile(lark(f"root ::= {text}"))
+        worst_ms = max(worst_ms, 1000 * (time.process_time() - began_s))
+    assert worst_ms < 100
+    repaired("D35", f"refused in {worst_ms:.0f} ms")
 
 
 def test_ignore_eos_contradicts() -> None:

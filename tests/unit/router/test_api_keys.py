@@ -1,5 +1,6 @@
 """API keys: the file, who a key belongs to, and what tenants may do."""
 
+import errno
 import os
 import tomllib
 from pathlib import Path
@@ -12,8 +13,10 @@ from mesh.domain.kv import block_hashes
 from router.admission.limiter import LocalLimiter
 from router.tenants import ANONYMOUS, ApiKeys, KeysFile, NoKeys, Priority, Tenant, digest_of, new_key
 from tandem_cli.main import main as tandem_command
+from tests.defects import Repaired
 
 DIGEST = digest_of("a")
+LONG = "a" * 1025
 
 
 def write(folder: Path, text: str) -> Path:
@@ -50,11 +53,12 @@ def test_keys_lead_to_tenants(tmp_path: Path) -> None:
         (("x-api-key", "aa"),),
         (("x-api-key-bin", b"a"),),
         (("authorization", "Bearer é\udc80"),),
+        (("authorization", f"Bearer {LONG}"),),
     ],
 )
 def test_everything_else_is_refused(metadata) -> None:
     with pytest.raises(Unauthenticated) as refused:
-        ApiKeys({DIGEST: Tenant("alice")}).tenant_of(metadata)
+        ApiKeys({DIGEST: Tenant("alice"), digest_of(LONG): Tenant("bob")}).tenant_of(metadata)
     assert "alice" not in str(refused.value)
 
 
@@ -150,6 +154,27 @@ def test_a_broken_file_changes_nothing_and_is_complained_of_once(tmp_path: Path,
     os.replace(new, path)
     clock.now_s = 5.0
     assert known(keys, "a", "b") == ["bob"]
+
+
+def test_a_file_that_cannot_be_read_for_a_moment_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    clock, path = Clock(), write(tmp_path, f'{DIGEST} = "alice"\n{digest_of("b")} = "bob"')
+    keys = KeysFile(path, clock=clock)
+    write(tmp_path, f'{digest_of("b")} = "bob"')
+
+    def read(*_: object, **__: object) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patched, structlog.testing.capture_logs() as logs:
+        patched.setattr(Path, "open", read)
+        for second in range(1, 70):
+            clock.now_s = second
+            assert known(keys, "a", "b") == ["alice", "bob"]
+    assert [line["log_level"] for line in logs] == ["error"] * 2
+    clock.now_s = 70.0
+    assert known(keys, "a", "b") == ["bob"]
+    repaired("D37", "tried again every second; the log says so once a minute")
 
 
 def test_a_file_that_is_broken_from_the_start_is_an_error(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers
 
+from checkpoint.grammar import GrammarCompiler
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
 from router.served_model import ServedModel
@@ -20,6 +22,7 @@ from router.text.tokenizer import Tokenizer, max_token_chars
 from tests.defects import Repaired
 from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint
 from tests.fakes.tokenizers import write_gpt2, write_llama, write_t5
+from tests.waiting import LIMIT_S
 
 BUNDLED = Path(__file__).resolve().parents[3] / "demo_model" / "tandem-small"
 TEXTS = st.text(st.sampled_from(" \n\t.=aehlo1é日😀\u0301<|>")) | st.text()
@@ -149,6 +152,26 @@ async def test_structures_are_tried(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="regex cannot be used"):
         await grammars.check(Structure(StructureKind.REGEX, "(a"))
     grammars.close()
+
+
+async def test_tenants_take_turns_at_compiling(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    grammars, may_go, compiled = Grammars(tmp_path), threading.Event(), list[str]()
+
+    def compile_slowly(_: GrammarCompiler, structure: Structure, scope: str) -> None:
+        may_go.wait(LIMIT_S)
+        compiled.append(scope)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", compile_slowly)
+    tenants = ["greedy"] * 40 + ["modest"]
+    checks = [asyncio.create_task(grammars.check(GOOD, tenant)) for tenant in tenants]
+    await asyncio.sleep(0)
+    may_go.set()
+    await asyncio.gather(*checks)
+    grammars.close()
+    assert compiled.index("modest") <= 2
+    repaired("D34", f"of 41 structures, the other tenant's is number {compiled.index('modest') + 1}")
 
 
 async def test_structures_can_be_turned_off(tmp_path: Path) -> None:

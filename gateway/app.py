@@ -29,6 +29,12 @@ from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
 _HEALTH = ("/health", "/ping")
+# Beside those that pages of other origins can always read.
+_HEADERS_FOR_PAGES = (
+    *("x-request-id", "request-id", "retry-after", "retry-after-ms"),
+    *("x-compute-type", "x-compute-characters", "x-compute-time", "x-total-time", "x-validation-time"),
+    *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
+)
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 
@@ -136,7 +142,11 @@ def _middleware(backend: Backend) -> list[Middleware]:
     if not backend.allowed_origins:
         return [host]
     cors = Middleware(
-        CORSMiddleware, allow_origins=sorted(backend.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=sorted(backend.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=_HEADERS_FOR_PAGES,
     )
     return [host, cors]
 

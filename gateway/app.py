@@ -18,7 +18,7 @@ from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
 from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
-from gateway.exchange import Endpoint
+from gateway.exchange import Endpoint, Handler
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
@@ -61,8 +61,8 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
             *_batch_routes(prefix, dialect),
             Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
-            Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
-            Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
+            Route(f"{prefix}/models", _OfEither(list_models), methods=["GET"]),
+            Route(f"{prefix}/models/{{model:path}}", _OfEither(get_model), methods=["GET"]),
         )
     ]
 
@@ -135,6 +135,18 @@ def _web_routes() -> list[BaseRoute]:
         Route("/ping", web.ping, methods=["GET"]),
         Route("/metrics", web.metrics, methods=["GET"]),
     ]
+
+
+class _OfEither:
+    """A route that OpenAI's and Anthropic's APIs share. Anthropic's clients say which version of its API they speak."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._openai = Endpoint(OpenAIDialect(), handler)
+        self._anthropic = Endpoint(AnthropicDialect(), handler, id_header="request-id")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._anthropic if "anthropic-version" in Headers(scope=scope) else self._openai
+        await endpoint(scope, receive, send)
 
 
 def _middleware(backend: Backend) -> list[Middleware]:

@@ -18,7 +18,7 @@ from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
 from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
-from gateway.exchange import Endpoint
+from gateway.exchange import Endpoint, Handler
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SageMakerDialect
 from gateway.openai.chat import chat_completions
@@ -29,6 +29,12 @@ from gateway.tgi import endpoints as tgi
 from tandem import TandemError
 
 _HEALTH = ("/health", "/ping")
+# Beside those that pages of other origins can always read.
+_HEADERS_FOR_PAGES = (
+    *("x-request-id", "request-id", "retry-after", "retry-after-ms"),
+    *("x-compute-type", "x-compute-characters", "x-compute-time", "x-total-time", "x-validation-time"),
+    *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
+)
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 
@@ -55,8 +61,8 @@ def _openai_routes() -> list[BaseRoute]:
             Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
             *_batch_routes(prefix, dialect),
             Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
-            Route(f"{prefix}/models", Endpoint(dialect, list_models), methods=["GET"]),
-            Route(f"{prefix}/models/{{model:path}}", Endpoint(dialect, get_model), methods=["GET"]),
+            Route(f"{prefix}/models", _OfEither(list_models), methods=["GET"]),
+            Route(f"{prefix}/models/{{model:path}}", _OfEither(get_model), methods=["GET"]),
         )
     ]
 
@@ -131,12 +137,28 @@ def _web_routes() -> list[BaseRoute]:
     ]
 
 
+class _OfEither:
+    """A route that OpenAI's and Anthropic's APIs share. Anthropic's clients say which version of its API they speak."""
+
+    def __init__(self, handler: Handler) -> None:
+        self._openai = Endpoint(OpenAIDialect(), handler)
+        self._anthropic = Endpoint(AnthropicDialect(), handler, id_header="request-id")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        endpoint = self._anthropic if "anthropic-version" in Headers(scope=scope) else self._openai
+        await endpoint(scope, receive, send)
+
+
 def _middleware(backend: Backend) -> list[Middleware]:
     host = Middleware(_HostCheck, backend=backend)
     if not backend.allowed_origins:
         return [host]
     cors = Middleware(
-        CORSMiddleware, allow_origins=sorted(backend.allowed_origins), allow_methods=["*"], allow_headers=["*"]
+        CORSMiddleware,
+        allow_origins=sorted(backend.allowed_origins),
+        allow_methods=["*"],
+        allow_headers=["*"],
+        expose_headers=_HEADERS_FOR_PAGES,
     )
     return [host, cors]
 

@@ -3,7 +3,9 @@
     opened ──headers within header_timeout_s──▶ answering ──▶ idle ──headers──▶ answering ...
 A connection is closed, and its unsent bytes are dropped, if the headers of a request take longer than that, or if the
 client reads nothing for `slow_reader_s`. At the connection limit, a new connection evicts the one that has been without
-a request longest, so clients that send nothing cannot lock out others.
+a request longest, so clients that send nothing cannot lock out others. A connection that ends while a body still comes
+is closed for sending only, and the rest is dropped for at most `header_timeout_s`: the kernel resets a connection that
+is closed with bytes unread, and the client loses its answer.
 
 A client that has left and a client that has closed only its sending half look the same: both send FIN. They differ in
 their reply to data, because the kernel of a client that has left replies with a reset. So while an answer is awaited,
@@ -11,7 +13,7 @@ its first bytes, which are always the same, are sent ahead one at a time. A rese
 client gets its answer. A client that sends FIN at any other time has left.
 
 uvicorn has none of these limits, and takes every FIN for a client that has left. It parses HTTP, discards the rest of a
-refused body, and closes idle connections.
+refused body if the connection stays open, and closes idle connections.
 """
 
 import asyncio
@@ -263,6 +265,7 @@ class Connection(H11Protocol):
         super().__init__(**options)
         self._others = others
         self._awaited_s: float | None = None
+        self._is_ending = False
         self._unsent_bytes = 0
         self._unsent_s = 0.0
 
@@ -279,16 +282,25 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         if self._awaited_s is None and not self._is_answering:
             self._awaited_s = self.loop.time()
-        super().data_received(data)
+        if not self._is_ending:
+            super().data_received(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """Return True if the connection stays open until the answer has been sent, or the client resets it."""
         if not self._is_answering or self.cycle.more_body or self.cycle.response_started:
             return False
         self.cycle.keep_alive = False
-        self.cycle.transport = answer = _AnswerTransport(self.transport)
-        self._probe(answer, _FIRST_PROBE_S)
+        self._probe(cast(_AnswerTransport, self.cycle.transport), _FIRST_PROBE_S)
         return True
+
+    def end(self) -> None:
+        """Close the connection behind what has been written. What comes of an unfinished body is read and dropped."""
+        if self.cycle.more_body:
+            self._is_ending, self._awaited_s = True, self.loop.time()
+            self.flow.resume_reading()
+            self.transport.write_eof()
+        else:
+            self.transport.close()
 
     def _probe(self, answer: "_AnswerTransport", interval_s: float) -> None:
         """Close the connection if the client has reset it, else provoke a reset and look again after `interval_s`."""
@@ -307,6 +319,7 @@ class Connection(H11Protocol):
         if self.cycle is before:
             return
         self._awaited_s = None
+        self.cycle.transport = _AnswerTransport(self)
         self._others.has_request(self)
         if _has_two_lengths(self.headers):
             self.cycle.keep_alive = False
@@ -334,29 +347,29 @@ class Connection(H11Protocol):
 
 
 class _AnswerTransport(asyncio.Transport):
-    """The transport of one answer whose first bytes are sent ahead."""
+    """The transport of one answer, whose first bytes may be sent ahead."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, connection: Connection) -> None:
         super().__init__()
-        self._transport = transport
+        self._connection = connection
         self._num_ahead = 0
 
     def send_ahead(self) -> None:
         """Send one more byte of the answer's start, if there is one."""
         byte = _ANSWER_START[self._num_ahead : self._num_ahead + 1]
-        self._transport.write(byte)
+        self._connection.transport.write(byte)
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         """Send the answer without the bytes that were sent ahead."""
-        self._transport.write(data[self._num_ahead :])
+        self._connection.transport.write(data[self._num_ahead :])
         self._num_ahead = 0
 
     def close(self) -> None:
-        self._transport.close()
+        self._connection.end()
 
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self._connection.transport.is_closing()
 
 
 def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:

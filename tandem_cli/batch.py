@@ -42,23 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 0 if every request has an answer that is no error, else 1."""
+    """Return 0 if every request has an answer that is no error, else 1. Answers of earlier runs count, too."""
     if args.concurrency < 1 or args.patience < 0 or args.timeout <= 0:
         raise ConfigurationError("--concurrency must be >= 1, --patience >= 0 and --timeout > 0")
+    if not args.url.lower().startswith(("http://", "https://")):
+        raise ConfigurationError(f"--url must begin with http:// or https://, {args.url!r} does not")
     if args.requests.exists() and args.answers.exists() and args.requests.samefile(args.answers):
         raise ConfigurationError("IN and OUT must be two files")
     try:
         ids = check_requests(args.requests)
         with AnswerFile(args.answers) as answers, _progress_bar() as bar:
-            num_before = len(ids & answers.done)
+            num_before, num_refused_before = len(ids & answers.done), len(ids & answers.refused)
             task = bar.add_task("answers", total=len(ids), completed=num_before)
             tally = run_async(_send_all(args, answers, lambda: bar.advance(task)))
     except BatchRefused as refused:
         raise ConfigurationError(str(refused)) from None
     except OSError as error:
         raise ConfigurationError(f"{args.answers}: {error.strerror or error}") from error
-    sys.stderr.write(_summary(tally, num_before))
-    return 1 if tally.num_refused or tally.num_left else 0
+    sys.stderr.write(_summary(tally, num_before, num_refused_before))
+    return 1 if tally.num_refused or tally.num_left or num_refused_before else 0
 
 
 async def _send_all(args: argparse.Namespace, answers: AnswerFile, on_done: Callable[[], object]) -> "Tally":
@@ -96,9 +98,10 @@ def _progress_bar() -> progress.Progress:
     return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _summary(tally: "Tally", num_before: int) -> str:
+def _summary(tally: "Tally", num_before: int, num_refused_before: int) -> str:
     phrases = [f"{tally.num_answered} answered"]
-    phrases += [f"{num_before} were answered before"] if num_before else []
+    refused = f", {num_refused_before} of them refused" if num_refused_before else ""
+    phrases += [f"{num_before} were answered before{refused}"] if num_before else []
     phrases += [f"{tally.num_refused} refused: see their status_code"] if tally.num_refused else []
     phrases += [f"{tally.num_left} left, run it again: {tally.last_problem}"] if tally.num_left else []
     return "; ".join(phrases) + "\n"

@@ -114,6 +114,7 @@ class MessagesBody(PromptBody):
     max_tokens: Count
     stop_sequences: Few[str] | None = None
     output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # what output_config.format was called in Anthropic's beta
     stream: bool = False
     temperature: Real | None = None
     top_p: Real | None = None
@@ -141,11 +142,9 @@ def chat_of(body: PromptBody) -> Json:
     if isinstance(body, MessagesBody):
         stop = body.stop_sequences or None
         chat |= {"max_tokens": body.max_tokens, "stop": stop, "include_stop_str_in_output": stop and True}
-        if body.output_config is not None and body.output_config.format is not None:
-            chat["response_format"] = {
-                "type": "json_schema",
-                "json_schema": {"schema": body.output_config.format.content},
-            }
+        structure = (body.output_config and body.output_config.format) or body.output_format
+        if structure is not None:
+            chat["response_format"] = {"type": "json_schema", "json_schema": {"schema": structure.content}}
         shared = ("stream", "temperature", "top_p", "top_k", "seed", "priority", "ttft_target")
         chat |= {name: getattr(body, name) for name in shared} | _cache_hints(body)
     return chat

@@ -21,7 +21,9 @@ from gateway.schema import Body, Name
 from tandem import InvalidRequest
 
 _CHUNK_BYTES = 64 << 10
-_MAX_PAGE = 100
+# As many as OpenAI shows at a time. A page has all files of a caller, so clients may delete them as they list them.
+_MAX_BATCHES_A_PAGE = 100
+_MAX_FILES_A_PAGE = 10_000
 
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
@@ -73,7 +75,8 @@ async def list_files(exchange: Exchange) -> Response:
         raise InvalidField("order must be 'asc' or 'desc'", field="order")
     files = await asyncio.to_thread(_shelf(exchange).files)
     shown = [file for file in files if purpose in (None, file["purpose"])]
-    return _page(exchange, shown if order == "desc" else shown[::-1])
+    shown = shown if order == "desc" else shown[::-1]
+    return _page(exchange, shown, default=_MAX_FILES_A_PAGE, most=_MAX_FILES_A_PAGE)
 
 
 async def get_file(exchange: Exchange) -> Response:
@@ -106,7 +109,8 @@ async def create_batch(exchange: Exchange) -> Response:
 
 async def list_batches(exchange: Exchange) -> Response:
     shelf, batches = await _resumed(exchange)
-    return _page(exchange, [_shown(batches.state(batch)) for batch in await asyncio.to_thread(shelf.batches)])
+    shown = [_shown(batches.state(batch)) for batch in await asyncio.to_thread(shelf.batches)]
+    return _page(exchange, shown, default=20, most=_MAX_BATCHES_A_PAGE)
 
 
 async def get_batch(exchange: Exchange) -> Response:
@@ -147,16 +151,16 @@ def _shown(batch: Json) -> Json:
     return {name: value for name, value in batch.items() if not name.startswith("_")}
 
 
-def _page(exchange: Exchange, items: Sequence[Json]) -> Response:
-    """The items behind `after`, as pages of OpenAI's clients."""
+def _page(exchange: Exchange, items: Sequence[Json], *, default: int, most: int) -> Response:
+    """The items behind `after`, as pages of OpenAI's clients: `limit` of them, `default` without one."""
     query = exchange.arrival.request.query_params
-    limit = query.get("limit", "20")
+    limit = query.get("limit", str(default))
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", limit):
         raise InvalidField("limit must be a number above 0", field="limit")
     start = 0
     if after := query.get("after"):
         start = next((number + 1 for number, item in enumerate(items) if item["id"] == after), len(items))
-    page = items[start : start + min(int(limit), _MAX_PAGE)]
+    page = items[start : start + min(int(limit), most)]
     ends = {"first_id": page[0]["id"] if page else None, "last_id": page[-1]["id"] if page else None}
     return JSONResponse({"object": "list", "data": page, "has_more": start + len(page) < len(items)} | ends)
 

@@ -127,7 +127,10 @@ def _sendable(custom_id: str, body: dict[str, Any]) -> bytes:
 
 
 class AnswerFile:
-    """The output, open for appending. `done` has the ids that it holds; a last line that was cut off is removed."""
+    """The output, open for appending. A last line that was cut off is removed.
+
+    `done` has the ids that it holds, `refused` those of them whose answers are errors.
+    """
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigurationError if another run has the file open, or it is no output of a batch."""
@@ -137,7 +140,9 @@ class AnswerFile:
             raise ConfigurationError(f"{path}: {error.strerror}") from error
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self.done, num_bytes = self._read(path)
+            self.done: set[str] = set()
+            self.refused: set[str] = set()
+            num_bytes = self._read(path)
         except BlockingIOError:
             self._file.close()
             raise ConfigurationError(f"{path}: another run is writing to it") from None
@@ -146,20 +151,25 @@ class AnswerFile:
             raise
         os.ftruncate(self._file.fileno(), num_bytes)
 
-    def _read(self, path: Path) -> tuple[set[str], int]:
-        """Return the ids of all whole lines, and the bytes of these lines."""
-        done: set[str] = set()
+    def _read(self, path: Path) -> int:
+        """Note the ids of all whole lines; return the bytes of these lines."""
         num_bytes = 0
         self._file.seek(0)
         for number, line in enumerate(self._file, 1):
             if not line.endswith(b"\n"):
                 break
             try:
-                done.add(json.loads(line)["custom_id"])
+                answer = json.loads(line)
+                self._note(answer["custom_id"], answer["response"]["status_code"])
             except (ValueError, TypeError, KeyError):
                 raise ConfigurationError(f"{path}:{number}: not an answer of a batch") from None
             num_bytes += len(line)
-        return done, num_bytes
+        return num_bytes
+
+    def _note(self, custom_id: str, status: int) -> None:
+        self.done.add(custom_id)
+        if status >= 400:
+            self.refused.add(custom_id)
 
     def write(self, custom_id: str, status: int, request_id: str, body: object) -> int:
         """Append an answer; return its bytes."""
@@ -168,7 +178,7 @@ class AnswerFile:
         text = json.dumps(answer, ensure_ascii=False)
         num_bytes = self._file.write(text.encode(errors="backslashreplace") + b"\n")  # half a surrogate pair: \udXXX
         self._file.flush()
-        self.done.add(custom_id)
+        self._note(custom_id, status)
         return num_bytes
 
     def __enter__(self) -> Self:

@@ -20,6 +20,8 @@ _LATER = (408, 429, 502, 503, 504, 529)
 _OUT_OF_TIME = 504
 _MAX_OUT_OF_TIME = 3
 _BAD_KEY = (401, 403)
+# Error codes and types of a 404 that is about the request's model, and not about its route.
+_NO_MODEL = ("model_not_found", "not_found_error")
 _JSON = {"content-type": "application/json"}
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
@@ -43,6 +45,10 @@ class Answers(Protocol):
 
 class KeyRefused(BatchRefused):
     """The gateway takes no requests with this key."""
+
+
+class NoGateway(BatchRefused):
+    """What answers at the URL does not serve the requests' routes."""
 
 
 class Sender:
@@ -70,7 +76,7 @@ class Sender:
     async def send_all(
         self, requests: Iterator[BatchRequest], answers: Answers, concurrency: int, on_done: Callable[[], object]
     ) -> None:
-        """Send all requests, `concurrency` at a time. Raises KeyRefused, and what `answers` raises."""
+        """Send all requests, `concurrency` at a time. Raises KeyRefused, NoGateway, and what `answers` raises."""
 
         async def work() -> None:
             for request in requests:
@@ -118,12 +124,22 @@ class Sender:
             body: object = json.loads(response.content)
         except (ValueError, RecursionError):
             body = response.text
+        if _is_elsewhere(response, body):
+            raise NoGateway(f"{response.url} is not served, HTTP {response.status_code}: give the gateway's own URL")
         request_id = response.headers.get("x-request-id", "")
         answers.write(request.custom_id, response.status_code, request_id, body)
         if response.is_success:
             self.tally.num_answered += 1
         else:
             self.tally.num_refused += 1
+
+
+def _is_elsewhere(response: httpx2.Response, body: object) -> bool:
+    """True if the answer is about the route, so that all requests would get it."""
+    if response.status_code != 404:
+        return response.status_code == 405 or response.is_redirect
+    error = body.get("error") if isinstance(body, dict) else None
+    return not isinstance(error, dict) or not {error.get("code"), error.get("type")} & set(_NO_MODEL)
 
 
 def _retry_after_s(response: httpx2.Response | None) -> float:

@@ -145,7 +145,8 @@ class Shelf:
 
 
 def new_id(kind: str) -> str:
-    return f"{kind}-{uuid4().hex}"
+    """Ids sort by the time at which they were made: OpenAI's `created_at` has whole seconds only."""
+    return f"{kind}-{time.time_ns():016x}{uuid4().hex[16:]}"
 
 
 def _checked(stored_id: str) -> str:

@@ -74,7 +74,7 @@ export class AnswerView {
 
   async #run(path, makeBody, take, signal) {
     const begun = performance.now();
-    Object.assign(this.node, { ending: "running", error: null });
+    Object.assign(this.node, { ending: "running", error: null, changed: Date.now() });
     this.node.figures = { prompt: this.node.figures?.prompt ?? null };
     [this.isRunning, this.problem.hidden] = [true, true];
     this.element.classList.add("running");
@@ -187,8 +187,9 @@ export class AnswerView {
     const { figures, ending, model, temperature } = this.node;
     const sure = confidence(this.draft.tokens);
     const short = [sure === null ? null : `${percent(sure)} sure`, this.rate && `${rounded(this.rate)} tokens/s`];
-    if (ending && ending !== "stop" && ending !== "running") short.push(ENDINGS[ending] ?? ending);
-    this.facts.hidden = sure === null && !figures?.first;
+    const isUnusual = Boolean(ending) && ending !== "stop" && !this.isRunning;
+    if (isUnusual) short.push(ENDINGS[ending] ?? ending);
+    this.facts.hidden = sure === null && !figures?.first && !isUnusual;
     const summary = this.facts.querySelector("summary") ?? this.facts.appendChild(make("summary"));
     say(summary, short.filter(Boolean).join(" · "));
     if (this.isRunning) return;

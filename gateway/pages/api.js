@@ -1,9 +1,11 @@
 // Calls to the gateway with the user's API key, which is stored for this tab only.
 
+import { tab } from "./remembered.js";
+
 const KEY = "tandem-api-key";
 
-export const savedKey = () => sessionStorage.getItem(KEY) ?? "";
-export const saveKey = (key) => (key ? sessionStorage.setItem(KEY, key) : sessionStorage.removeItem(KEY));
+export const savedKey = () => tab.get(KEY) ?? "";
+export const saveKey = (key) => tab.set(KEY, key);
 
 /** An error response of the gateway; status 0 if there was no response. */
 export class Refusal extends Error {

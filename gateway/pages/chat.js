@@ -1,23 +1,26 @@
 // The chat page: the open conversation, what is done with it, and announcements for screen readers.
 
 import { get } from "./api.js";
-import { $, make, say } from "./dom.js";
+import { $, isSending, make, say } from "./dom.js";
+import { browser } from "./remembered.js";
 import { Sidebar, exportJson, exportMarkdown } from "./sidebar.js";
-import { openSettings, otherTemperature, sampling, startSettings, system } from "./settings.js";
+import { askForKey, keyAccepted, openSettings, otherTemperature, sampling, startSettings, system } from "./settings.js";
 import * as store from "./store.js";
 import { Alternatives } from "./tokens.js";
 import { add, choose, newChat, newId, path, pathTo, remove, titleOf } from "./tree.js";
 import { Turns, edit, showActions } from "./turns.js";
 
 const IDEAS = ["What is 27 + 45?", "Write the times table of 12.", "Tell me a story about a dragon."];
-const SAVE_EVERY_MS = 5000;
+const [FIRST_SAVE_MS, SAVE_EVERY_MS] = [500, 5000];
+const NOT_KEPT = "This browser keeps no conversations: they are lost when the page is closed.";
 const ASK_AGAIN_MS = 3000;
 const prompt = $("prompt");
 const [FEW, ALL] = [40, 1e9];
 
 let chat = newChat();
 let models = [];
-const runs = new Set(); // {chat, controller}
+const runs = new Set(); // {chat, controller, views}
+const behind = new WeakSet(); // conversations that have got something of another tab, which is not shown yet
 
 const runsHere = () => [...runs].filter((run) => run.chat === chat);
 
@@ -28,7 +31,7 @@ const actions = {
   proceed: (view) => proceed(view),
   retry: (view) => (view.draft.ids.length ? proceed(view) : work([view], begin)),
   show: (node) => (choose(chat, node), render(), keep(chat)),
-  keep: (node) => (choose(chat, node), delete node.pair, render(), keep(chat), prompt.focus()),
+  keep: (node) => (choose(chat, node), delete node.pair, (node.changed = Date.now()), render(), keep(chat), prompt.focus()),
   remove: (node) => removeTurn(node),
   branch: (view, number, other) => branch(view, number, other),
 };
@@ -44,13 +47,19 @@ function render(limit = FEW) {
   showRunning();
 }
 
+const save = async (saved) => void ((await store.save(saved)) && behind.add(saved));
+
+const showNotice = async () => say($("notice"), (await store.isLasting()) ? "" : NOT_KEPT);
+
 /** Save, and show the list anew. */
 async function keep(saved) {
   if (saved.isRemoved) return;
   saved.title ||= titleOf(saved);
   try {
-    await store.save(saved);
-    say($("notice"), "");
+    await save(saved);
+    store.tell(saved.id);
+    await showNotice();
+    if (saved === chat && behind.has(chat) && isIdle()) (behind.delete(chat), render());
   } catch (error) {
     say($("notice"), error.name === "QuotaExceededError" ? "This browser has no room left: delete conversations to keep new ones." : "This conversation could not be kept.");
   }
@@ -96,7 +105,7 @@ function branch(view, number, other) {
 /** Run requests side by side, each for one answer, in the open conversation. */
 async function work(views, run) {
   const here = chat;
-  const current = { chat: here, controller: new AbortController() };
+  const current = { chat: here, controller: new AbortController(), views };
   runs.add(current);
   isAtEnd = true;
   here.updated = Date.now();
@@ -109,21 +118,39 @@ async function work(views, run) {
   render();
   stayAtEnd();
   keep(here);
-  const saving = setInterval(() => {
-    for (const { node, draft } of views) Object.assign(node, draft.stored);
-    if (!here.isRemoved) store.save(here).catch(() => {});
-  }, SAVE_EVERY_MS);
+  const saving = [setTimeout(saveSoFar, FIRST_SAVE_MS, current), setInterval(saveSoFar, SAVE_EVERY_MS, current)];
   await Promise.all(ended);
-  clearInterval(saving);
+  saving.forEach(clearTimeout);
   runs.delete(current);
   await keep(here);
   if (here !== chat) return;
   showRunning();
   say($("announce"), views.map((view) => view.summary).join(" "));
   const statuses = views.map(({ node }) => node.error?.status);
-  if (statuses.includes(401)) openSettings(true);
+  if (statuses.includes(401)) askForKey();
   if (statuses.includes(0)) showModels();
   stayAtEnd();
+}
+
+/** Save what there is of answers that run. */
+function saveSoFar({ chat: here, views }, write = save) {
+  for (const { node, draft } of views) Object.assign(node, draft.stored);
+  if (!here.isRemoved) write(here)?.catch(() => {});
+}
+
+/** Nothing runs in the open conversation, and no message is being edited. */
+const isIdle = () => !runsHere().length && !turns.list.querySelector(".editor");
+
+/** Another tab has changed a conversation: show it as it is now, or end what runs for it if it is gone. */
+async function changedElsewhere(id) {
+  await sidebar.refresh();
+  if (id !== chat.id && ![...runs].some((run) => run.chat.id === id)) return;
+  const found = await store.load(id);
+  if (!found) return removed(id);
+  if (id !== chat.id || !isIdle()) return; // what is saved here is merged
+  chat = found;
+  turns.views.clear();
+  render();
 }
 
 function removeTurn(node) {
@@ -131,7 +158,7 @@ function removeTurn(node) {
   remove(chat, node);
   render();
   if (Object.keys(chat.nodes).length) keep(chat);
-  else store.remove(chat.id).then(() => (sidebar.refresh(), startNew()));
+  else store.remove(chat.id).then(() => (store.tell(chat.id), sidebar.refresh(), startNew("replaceState")));
 }
 
 function showRunning() {
@@ -144,9 +171,10 @@ function showRunning() {
 
 const stop = () => runsHere().forEach(({ controller }) => controller.abort());
 
-function startNew() {
+/** `change`: "replaceState" where nothing is left to come back to. */
+function startNew(change = "pushState") {
   chat = newChat();
-  history.replaceState(null, "", location.pathname);
+  if (location.hash) history[change](null, "", location.pathname);
   say($("announce"), "");
   render();
   sidebar.show();
@@ -158,10 +186,11 @@ async function openChat(id) {
   if (id === chat.id) return;
   const running = [...runs].find((run) => run.chat.id === id);
   const found = running?.chat ?? (await store.load(id));
-  if (!found) return;
+  if (!found) return startNew("replaceState"), say($("notice"), "This conversation is not in this browser.");
   chat = found;
   location.hash = id;
   isAtEnd = true;
+  showNotice();
   render();
   sidebar.show();
   stayAtEnd();
@@ -169,7 +198,7 @@ async function openChat(id) {
 
 async function rename(id, title) {
   const renamed = id === chat.id ? chat : ([...runs].find((run) => run.chat.id === id)?.chat ?? (await store.load(id)));
-  renamed.title = title;
+  Object.assign(renamed, { title, renamed: Date.now() });
   await keep(renamed);
   if (renamed === chat) document.title = `${title} – Tandem`;
 }
@@ -181,7 +210,7 @@ function removed(id) {
     run.chat.isRemoved = true;
     run.controller.abort();
   }
-  if (id === chat.id) startNew();
+  if (id === chat.id) startNew("replaceState");
 }
 
 const sidebar = new Sidebar({ current: () => chat, open: openChat, renamed: rename, removed });
@@ -229,29 +258,30 @@ async function showModels() {
     models = (await get("/v1/models")).data;
     const several = models.length > 1;
     const options = () => models.map(({ id }) => make("option", {}, id));
-    const chosen = localStorage.getItem("tandem-model");
+    const chosen = browser.get("tandem-model");
     say($("model"), several ? "" : models.map(({ id }) => id).join(""));
     for (const id of ["models", "other-model"]) $(id).replaceChildren(...options());
     if (models.some(({ id }) => id === chosen)) $("models").value = chosen;
     if (several) $("other-model").value = models.find(({ id }) => id !== $("models").value).id;
     $("models").hidden = !several;
     $("other-model").hidden = $("other-model-label").hidden = !several;
+    keyAccepted();
   } catch (error) {
     say($("model"), error.status === 401 ? "API key needed" : "not reachable");
-    if (error.status === 401) openSettings(true);
+    if (error.status === 401) askForKey();
     else asking = setTimeout(showModels, ASK_AGAIN_MS);
   }
 }
 
 const SHORTCUTS = {
   "Ctrl+k": () => (sidebar.toggle(true), $("search").focus()),
-  "Ctrl+Shift+O": startNew,
+  "Ctrl+Shift+O": () => startNew(),
   "Ctrl+ArrowDown": toEnd,
   "Ctrl+,": () => openSettings(),
 };
 
 function shortcut(event) {
-  if (event.key === "Escape" && !$("settings").open) return stop();
+  if (event.key === "Escape" && !$("settings").open) return sidebar.isInTheWay ? (sidebar.toggle(false), $("menu").focus()) : stop();
   const name = `${event.ctrlKey || event.metaKey ? "Ctrl+" : ""}${event.shiftKey ? "Shift+" : ""}${event.key}`;
   const isTyping = event.target.closest("input, textarea, select, dialog");
   if (name === "/" && !isTyping) (event.preventDefault(), prompt.focus());
@@ -266,7 +296,7 @@ function press(event) {
     const item = last && $("turns").querySelector(`[data-node="${last.id}"]`);
     if (item) (event.preventDefault(), edit(item, last, actions));
   }
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  if (!isSending(event)) return;
   event.preventDefault();
   submit();
 }
@@ -283,13 +313,15 @@ async function start() {
   prompt.addEventListener("keydown", press);
   document.addEventListener("keydown", shortcut);
   $("stop").addEventListener("click", stop);
-  $("new-chat").addEventListener("click", startNew);
+  $("new-chat").addEventListener("click", () => startNew());
   $("to-end").addEventListener("click", toEnd);
   $("compare").addEventListener("click", toggleCompare);
-  $("models").addEventListener("change", () => localStorage.setItem("tandem-model", $("models").value));
+  $("models").addEventListener("change", () => browser.set("tandem-model", $("models").value));
   $("export-markdown").addEventListener("click", () => exportMarkdown(chat));
   $("export-json").addEventListener("click", () => exportJson(chat));
-  addEventListener("hashchange", () => location.hash.length > 1 && openChat(location.hash.slice(1)));
+  addEventListener("hashchange", () => (location.hash.length > 1 ? openChat(location.hash.slice(1)) : startNew()));
+  addEventListener("pagehide", () => runs.forEach((run) => saveSoFar(run, store.leave)));
+  document.addEventListener("visibilitychange", () => document.hidden && runs.forEach((run) => saveSoFar(run)));
   addEventListener("online", showModels);
   addEventListener("highlighter", () => turns.views.forEach((view) => view.redraw()));
   $("ideas").append(...IDEAS.map((text) => make("button", { type: "button", onclick: () => submit(text) }, text)));
@@ -298,7 +330,8 @@ async function start() {
   render();
   await sidebar.refresh();
   if (location.hash.length > 1) await openChat(location.hash.slice(1));
-  if (!(await store.isLasting())) say($("notice"), "This browser keeps no conversations: they are lost when the page is closed.");
+  await store.listen(changedElsewhere);
+  if (!(await store.isLasting())) showNotice();
   store.trim().catch(() => {});
   prompt.focus();
 }

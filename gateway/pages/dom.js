@@ -18,6 +18,9 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+/** True for the Enter that sends: not with Shift, and not the one that ends a composition, which Safari sends behind its end. */
+export const isSending = (event) => event.key === "Enter" && !event.shiftKey && !event.isComposing && event.keyCode !== 229;
+
 /** A button that asks: the first press shows `question`, the second acts. */
 export function askFirst(button, question, act) {
   const label = button.textContent;

@@ -56,7 +56,7 @@ export class Draft {
   /** What is stored of it. */
   get stored() {
     const region = ({ text, numbers, ends }) => ({ text, numbers, ends });
-    return { tokens: this.tokens, ids: this.ids, thoughts: region(this.thoughts), content: region(this.content) };
+    return { tokens: this.tokens, ids: this.ids, thoughts: region(this.thoughts), content: region(this.content), changed: Date.now() };
   }
 
   /** The state in which token `number` was generated, for a Splitter. */

@@ -28,11 +28,11 @@ export function unpack({ ids, logprobs, counts, texts }) {
   return Array.from(counts, (count) => ({ ...take(), top: Array.from({ length: count }, take) }));
 }
 
-/** A conversation with the tokens of its answers packed, or unpacked again. */
-const withTokens = (chat, change) => ({
-  ...chat,
-  nodes: Object.fromEntries(Object.entries(chat.nodes).map(([id, node]) => [id, node.tokens ? { ...node, tokens: change(node.tokens) } : node])),
-});
+const withNodes = (chat, change) => ({ ...chat, nodes: Object.fromEntries(Object.entries(chat.nodes).map(([id, node]) => [id, change(node)])) });
+const packedNode = (node) => (node.tokens ? { ...node, tokens: pack(node.tokens) } : node);
 
-export const packed = (chat) => withTokens(chat, pack);
-export const unpacked = (chat) => withTokens(chat, unpack);
+export const unpackedNode = (node) => (node.tokens ? { ...node, tokens: unpack(node.tokens) } : node);
+
+/** A conversation with the tokens of its answers packed, or unpacked again. */
+export const packed = (chat) => withNodes(chat, packedNode);
+export const unpacked = (chat) => withNodes(chat, unpackedNode);

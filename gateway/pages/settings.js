@@ -1,7 +1,8 @@
 // Settings: remembered in this browser, with presets. The API key stays in its tab.
 
 import { saveKey, savedKey } from "./api.js";
-import { $, make } from "./dom.js";
+import { $, make, say } from "./dom.js";
+import { browser } from "./remembered.js";
 import { storeTheme, storedTheme, useTheme } from "./theme.js";
 
 const [STORED, PRESETS] = ["tandem-settings", "tandem-presets"];
@@ -11,18 +12,12 @@ const OWN = { Exact: { temperature: 0, top_p: 1 }, Balanced: { temperature: 0.7,
 
 const read = (name) => {
   try {
-    return JSON.parse(localStorage.getItem(name)) ?? {};
+    return JSON.parse(browser.get(name)) ?? {};
   } catch {
     return {};
   }
 };
-const write = (name, value) => {
-  try {
-    localStorage.setItem(name, JSON.stringify(value));
-  } catch {
-    // Storage is forbidden or full: settings last as long as the page.
-  }
-};
+const write = (name, value) => browser.set(name, JSON.stringify(value));
 
 const field = (name) => $("controls").elements[name];
 const number = (name) => (field(name).value === "" ? undefined : Number(field(name).value));
@@ -94,9 +89,26 @@ function forgetPreset() {
   $("forget-preset").hidden = true;
 }
 
-export function openSettings(isForKey = false) {
+let isForKey = false;
+
+export function openSettings() {
+  isForKey = false;
   if (!$("settings").open) $("settings").showModal();
-  if (isForKey) $("key").focus();
+}
+
+/** Ask for an API key: there is none, or it has been refused. */
+export function askForKey() {
+  openSettings();
+  isForKey = true;
+  say($("key-status"), savedKey() ? "This key was not accepted." : "");
+  $("key").focus();
+}
+
+/** The gateway has answered with this key, so the settings close if they asked for one. */
+export function keyAccepted() {
+  say($("key-status"), savedKey() ? "This key is accepted." : "");
+  if (isForKey) $("settings").close();
+  isForKey = false;
 }
 
 /** Bring back what was remembered. `onKey` is called when another API key is entered. */
@@ -108,7 +120,7 @@ export function startSettings(onKey) {
   $("preset").addEventListener("change", () => usePreset($("preset").value));
   $("save-preset").addEventListener("click", savePreset);
   $("forget-preset").addEventListener("click", forgetPreset);
-  $("key").addEventListener("change", () => (saveKey($("key").value.trim()), onKey()));
+  $("key").addEventListener("change", () => (saveKey($("key").value.trim()), say($("key-status"), ""), onKey()));
   $("open-settings").addEventListener("click", () => openSettings());
   $("close-settings").addEventListener("click", () => $("settings").close());
   $("settings").addEventListener("click", (event) => event.target === $("settings") && $("settings").close());

@@ -1,6 +1,6 @@
 // The list of conversations: search, rename, delete, export.
 
-import { $, askFirst, download, make } from "./dom.js";
+import { $, askFirst, download, isSending, make } from "./dom.js";
 import * as store from "./store.js";
 import { path, titleOf, toMarkdown } from "./tree.js";
 
@@ -35,6 +35,11 @@ export class Sidebar {
 
   get isOverlay() {
     return !matchMedia("(min-width: 901px)").matches;
+  }
+
+  /** True while it covers the conversation. */
+  get isInTheWay() {
+    return this.isOverlay && !$("sidebar").hidden;
   }
 
   toggle(isOpen = $("sidebar").hidden) {
@@ -92,7 +97,7 @@ export class Sidebar {
     };
     input.addEventListener("keydown", (event) => {
       event.stopPropagation();
-      if (event.key === "Enter") finish(true);
+      if (isSending(event)) finish(true);
       if (event.key === "Escape") finish(false);
     });
     input.addEventListener("blur", () => finish(true));
@@ -103,6 +108,7 @@ export class Sidebar {
 
   async #remove(entry) {
     await store.remove(entry.id);
+    store.tell(entry.id);
     this.hooks.removed(entry.id);
     await this.refresh();
   }

@@ -1,5 +1,7 @@
 // Light, dark, or as the system: chosen on the chat page, kept by both.
 
+import { browser } from "./remembered.js";
+
 const STORED = "tandem-theme";
 
 export function useTheme(theme) {
@@ -7,18 +9,5 @@ export function useTheme(theme) {
   else delete document.documentElement.dataset.theme;
 }
 
-export function storedTheme() {
-  try {
-    return localStorage.getItem(STORED) ?? "system";
-  } catch {
-    return "system";
-  }
-}
-
-export function storeTheme(theme) {
-  try {
-    localStorage.setItem(STORED, theme);
-  } catch {
-    // Storage is forbidden: the choice lasts as long as the page.
-  }
-}
+export const storedTheme = () => browser.get(STORED) ?? "system";
+export const storeTheme = (theme) => browser.set(STORED, theme);

@@ -15,6 +15,7 @@ export const PHASES = [
 ];
 
 const ENDINGS = { eos_token: "complete", length: "length", stop_sequence: "stop string" };
+const STOPPED = "CancelledError"; // the client has left or cancelled: no failure
 
 /** The phases of all attempts in order: [phase, milliseconds]. */
 export function parts({ timing }) {
@@ -44,11 +45,12 @@ class Row {
     this.parts = list.map(([phase, ms]) => [make("span", { class: `part ${phase}`, title: `${phase} ${duration(ms)}` }), ms]);
     const lane = make("span", { class: "lane", role: "img", "aria-label": list.map(([phase, ms]) => `${phase} ${duration(ms)}`).join(", ") || "no phases" }, ...this.parts.map(([span]) => span));
     this.age = make("span");
-    const ending = trace.error || ENDINGS[trace.finish_reason] || trace.finish_reason || "ended";
+    const isStopped = trace.error === STOPPED;
+    const ending = isStopped ? "stopped by the client" : trace.error || ENDINGS[trace.finish_reason] || trace.finish_reason || "ended";
     const replays = (trace.timing?.attempts.length ?? 1) - 1;
     const tokens = `${count(trace.prompt_tokens)} + ${count(trace.completion_tokens)} tokens`;
     const about = "Tokens of the prompt + tokens of the answer";
-    const what = make("span", { class: "what" }, make("b", {}, duration(this.totalMs)), ", ", make("span", { title: about }, tokens), ", ", make("span", { class: trace.error ? "failed" : "" }, ending), replays > 0 ? `, replayed ${replays}×` : "");
+    const what = make("span", { class: "what" }, make("b", {}, duration(this.totalMs)), ", ", make("span", { title: about }, tokens), ", ", make("span", { class: trace.error && !isStopped ? "failed" : "" }, ending), replays > 0 ? `, replayed ${replays}×` : "");
     const id = make("span", { class: "id" }, trace.request_id.slice(0, 8));
     const summary = make("summary", { title: trace.request_id }, id, lane, what);
     this.element = make("details", { class: "trace" }, summary, trace.timing ? table(trace) : make("p", { class: "inside" }, "It never reached the queue."));

@@ -2,7 +2,7 @@
 
 export const newId = () => [...crypto.getRandomValues(new Uint8Array(12))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 
-export const newChat = () => ({ id: newId(), title: "", created: Date.now(), updated: Date.now(), nodes: {}, chosen: null });
+export const newChat = () => ({ id: newId(), title: "", created: Date.now(), updated: Date.now(), nodes: {}, removed: [], chosen: null });
 
 const byAge = (one, other) => one.order - other.order;
 
@@ -12,7 +12,7 @@ export const childrenOf = (chat, parent) => Object.values(chat.nodes).filter((no
 /** Append a node below `parent` and choose it. */
 export function add(chat, parent, node) {
   const order = 1 + Math.max(0, ...Object.values(chat.nodes).map((each) => each.order));
-  const added = { id: newId(), parent, order, chosen: null, ...node };
+  const added = { id: newId(), parent, order, chosen: null, changed: Date.now(), ...node };
   chat.nodes[added.id] = added;
   choose(chat, added);
   return added;
@@ -44,9 +44,41 @@ export function remove(chat, node) {
   const at = siblings.indexOf(node);
   for (const child of childrenOf(chat, node.id)) remove(chat, child);
   delete chat.nodes[node.id];
+  (chat.removed ??= []).push(node.id); // for other copies of the conversation
   const next = siblings[at - 1] ?? siblings[at + 1] ?? null;
   if (node.parent === null) chat.chosen = next?.id ?? null;
   else if (chat.nodes[node.parent]) chat.nodes[node.parent].chosen = next?.id ?? null;
+}
+
+/** Two copies of a conversation as one: with what either added, without what either removed. Of a node that both have the
+ * one that changed last counts, and `ours` says which branches are shown. `theirs` may be undefined. */
+export function merged(theirs, ours) {
+  if (!theirs) return ours;
+  const removed = [...new Set([...(theirs.removed ?? []), ...(ours.removed ?? [])])];
+  const title = (theirs.renamed ?? 0) > (ours.renamed ?? 0) ? theirs.title : ours.title;
+  const nodes = { ...theirs.nodes };
+  for (const [id, node] of Object.entries(ours.nodes)) nodes[id] = { ...newer(nodes[id], node), chosen: node.chosen };
+  for (const id of removed) delete nodes[id];
+  for (const { id, parent } of Object.values(nodes).sort(byAge)) if (parent !== null && !nodes[parent]) delete nodes[id];
+  const all = { ...theirs, ...ours, title, updated: Math.max(theirs.updated, ours.updated), removed, nodes };
+  for (const [id, place] of [[null, all], ...Object.entries(nodes)]) {
+    if (!nodes[place.chosen]) place.chosen = childrenOf(all, id).at(-1)?.id ?? null;
+  }
+  return all;
+}
+
+const newer = (one, other) => ((one?.changed ?? 0) > (other.changed ?? 0) ? one : other);
+
+/** Give a conversation what a merged copy of it has more, as `opened`, or less. Returns true if there was something. */
+export function adopt(chat, all, opened) {
+  const added = Object.keys(all.nodes).filter((id) => !chat.nodes[id]);
+  const gone = Object.keys(chat.nodes).filter((id) => !all.nodes[id]);
+  for (const id of added) chat.nodes[id] = opened(all.nodes[id]);
+  for (const id of gone) delete chat.nodes[id];
+  for (const [id, node] of Object.entries(chat.nodes)) node.chosen = all.nodes[id].chosen;
+  const { title, updated, removed, chosen } = all;
+  Object.assign(chat, { title, updated, removed, chosen });
+  return added.length + gone.length > 0;
 }
 
 /** How many nodes there are at and below `node`. */

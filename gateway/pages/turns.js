@@ -1,7 +1,7 @@
 // The turns of a conversation as elements, with what can be done with each.
 
 import { AnswerView, isOpen } from "./answer.js";
-import { askFirst, copyText, make } from "./dom.js";
+import { askFirst, copyText, isSending, make } from "./dom.js";
 import { childrenOf, pairOf, sizeOf } from "./tree.js";
 
 const button = (label, onclick, attributes = {}) => make("button", { type: "button", class: "quiet", onclick, ...attributes }, label);
@@ -39,7 +39,7 @@ export function edit(item, node, actions) {
   const send = () => input.value.trim() && actions.edit(node, input.value.trim());
   input.addEventListener("keydown", (event) => {
     if (event.key === "Escape") (event.stopPropagation(), actions.render());
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+    if (!isSending(event)) return;
     event.preventDefault();
     send();
   });

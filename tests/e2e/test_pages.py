@@ -220,7 +220,9 @@ async def check_running(page: Page, url: str) -> None:
             await expect(row).to_contain_text(re.compile(r"Decode, .* 4 \+ [\d,]+ tokens, .*decode-\d"))
             await expect(row.locator(".lane")).to_have_attribute("aria-label", re.compile("decode "))
     await expect(page.locator("#no-running")).to_be_visible()
-    await expect(page.locator(".trace .what").filter(has_text="CancelledError")).to_have_count(1)
+    stopped = page.locator(".trace .what").filter(has_text="stopped by the client")
+    await expect(stopped).to_have_count(1)
+    await expect(stopped.locator(".failed")).to_have_count(0)
 
 
 async def check_finding(page: Page) -> None:

@@ -112,6 +112,7 @@ class ResponsesBody(Body):
     metadata: JsonObject | None = None
     user: Name | None = None
     top_logprobs: Count | None = None
+    include: Few[Name] | None = None
 
     previous_response_id: Name | None = None
     conversation: AnyJson = None
@@ -139,6 +140,7 @@ def check_stateless(body: ResponsesBody) -> None:
         "conversation": body.conversation is not None,
         "background": body.background,
         "top_logprobs": bool(body.top_logprobs),
+        "include": "message.output_text.logprobs" in (body.include or ()),
     }
     for name, is_used in unsupported.items():
         if is_used:

@@ -163,6 +163,8 @@ async def test_pages_of_other_sites_may_not_call() -> None:
         good = {"origin": "https://good.example"}
         response = await gateway.http.post("/v1/chat/completions", json=CHAT, headers=good)
         assert response.headers["access-control-allow-origin"] == "https://good.example"
+        shown = response.headers["access-control-expose-headers"].split(", ")
+        assert {"x-request-id", "request-id", "retry-after", "retry-after-ms", "x-queue-time"} <= set(shown)
 
 
 @pytest.mark.parametrize("announced", [True, False])

@@ -175,6 +175,26 @@ async def test_refusals(gateway: RunningGateway, changes: dict[str, Any], messag
     assert message in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("member", ["output_config", "output_format"])
+async def test_a_structure_has_two_names(gateway: RunningGateway, member: str) -> None:
+    """`output_format` is that of Anthropic's beta."""
+    structure = {"type": "json_schema", "schema": {"type": "object"}}
+    named = {"output_config": {"format": structure}} if member == "output_config" else {"output_format": structure}
+    response = await gateway.post("/v1/messages", {"messages": QUESTION, "max_tokens": 9} | named)
+    assert response.status_code == 200, response.text
+    sent: Any = gateway.script.requests[-1]
+    assert json.loads(sent.sampling.structure.json_schema) == {"type": "object"}
+
+
+async def test_a_missing_model_in_the_words_of_either_api(gateway: RunningGateway) -> None:
+    openai = await gateway.http.get("/v1/models/none")
+    assert (openai.status_code, openai.json()["error"]["code"]) == (404, "model_not_found")
+    answer = await gateway.http.get("/v1/models/none", headers={"anthropic-version": "2023-06-01"})
+    assert (answer.status_code, answer.json()["type"]) == (404, "error")
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert answer.headers["request-id"]
+
+
 async def test_stop_sequences_over_a_real_router(make_mesh: Any) -> None:
     """The text ends before the sequence, which the answer names, whole and streamed."""
     mesh = await make_mesh()

@@ -101,8 +101,33 @@ async def test_refusals_are_answers_and_overload_is_not(batch: Batch, gateway: R
     assert "1 refused" in err
     assert "1 left, run it again: HTTP 429" in err
     assert batch.answers()["wrong"]["body"]["error"]["param"] == "n"
-    status, err = await batch.run([wrong, LINES[0]])
-    assert (status, err.splitlines()[-1]) == (0, "1 answered; 1 were answered before")
+    for num_answered, num_before in ((1, 1), (0, 2)):
+        status, err = await batch.run([wrong, LINES[0]])
+        said = f"{num_answered} answered; {num_before} were answered before, 1 of them refused"
+        assert (status, err.splitlines()[-1]) == (1, said)
+
+
+async def test_a_missing_model_is_an_answer(batch: Batch, gateway: RunningGateway) -> None:
+    """Of either API; a missing route is none."""
+    gone = Refusal(grpc.StatusCode.NOT_FOUND, "no model", (("tandem-error", "ModelNotFound"),))
+    gateway.script.refusals.extend([gone] * 4)
+    assert (await batch.run(LINES))[0] == 1
+    assert {answer["status_code"] for answer in batch.answers().values()} == {404}
+
+
+async def test_a_url_that_is_no_gateway_leaves_no_answers(batch: Batch, gateway: RunningGateway) -> None:
+    for wrong in (f"{gateway.url}/api", f"{gateway.url}/v1/v2"):
+        status, err = await batch.run(LINES, "--url", wrong)
+        assert (status, f"{wrong}/v1/" in err, "is not served, HTTP 404" in err) == (2, True, True), err
+        assert batch.answers() == {}
+    assert (await batch.run(LINES))[0] == 0
+
+
+async def test_a_url_without_a_scheme_is_refused(batch: Batch, gateway: RunningGateway) -> None:
+    for wrong in (gateway.url.removeprefix("http://"), "localhost:8080", ""):
+        status, err = await batch.run(LINES, "--url", wrong)
+        assert (status, "--url must begin with http:// or https://" in err) == (2, True), err
+    assert not batch.output.exists()
 
 
 async def test_a_full_disk_is_named(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:

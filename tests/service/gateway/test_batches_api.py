@@ -180,6 +180,16 @@ async def test_a_page_has_a_limit(tmp_path: Path, limit: str) -> None:
         assert (response.status_code, response.json()["error"]["param"]) == (400, "limit")
 
 
+async def test_files_are_deleted_as_they_are_listed(tmp_path: Path) -> None:
+    """The loop that people write: a page goes on behind a file that is gone by then."""
+    async with batches(tmp_path) as gateway, client_of(gateway) as client:
+        for _ in range(25):
+            await client.files.create(file=("a.jsonl", b"{}"), purpose="batch")
+        async for file in client.files.list():
+            await client.files.delete(file.id)
+        assert (await client.files.list()).data == []
+
+
 async def test_files_are_listed_in_either_order(tmp_path: Path) -> None:
     async with batches(tmp_path) as gateway, client_of(gateway) as client:
         for text in (b"{}", b"[]"):

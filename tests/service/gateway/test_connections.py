@@ -1,6 +1,7 @@
 """Clients that connect and keep the server waiting: each is let go in time, and keeps nobody else out."""
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -22,7 +23,7 @@ from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
 from tests.service.gateway.http import gateway_at, running_gateway
-from tests.service.gateway.raw_http import address_of
+from tests.service.gateway.raw_http import address_of, request
 from tests.service.gateway.test_hostile import connection, most_allocated, status_of
 from tests.service.gateway.test_life import CHAT
 from tests.service.security.keys import KEYS, write_keys
@@ -55,13 +56,8 @@ async def ended(reader: asyncio.StreamReader) -> None:
 
 async def drip(writer: asyncio.StreamWriter) -> None:
     """A byte of a header now and then, for ever."""
-    try:
-        while True:
-            writer.write(b"x")
-            await writer.drain()
-            await asyncio.sleep(0.02)
-    except ConnectionError:
-        pass
+    with contextlib.suppress(ConnectionError):
+        await drip_until_refused(writer)
 
 
 @pytest.mark.parametrize(
@@ -225,6 +221,39 @@ async def test_a_refusal_does_not_wait_for_the_body(keyed: Any) -> None:
     await asyncio.wait_for(reader.readuntil(b"HTTP/1.1 503 "), PATIENCE_S)
     writer.close()
     await writer.wait_closed()
+
+
+async def test_a_refusal_reaches_a_client_that_sends_on() -> None:
+    """It reads nothing before it has sent the whole body, as urllib does; then its connection ends with the answer."""
+    async with running_gateway() as gateway:
+        for size in (9 << 20, 30 << 20):
+            answer = await asyncio.to_thread(_send_then_read, gateway.url, request("/v1/completions", b"x" * size))
+            assert answer.startswith(b"HTTP/1.1 413 ")
+            assert b"8388608 bytes at most" in answer
+
+
+def _send_then_read(url: str, raw: bytes) -> bytes:
+    """What a client gets. Raises ConnectionError if the connection is reset before."""
+    with socket.create_connection(address_of(url), PATIENCE_S) as client:
+        client.sendall(raw)
+        with client.makefile("rb") as answer:
+            return answer.read()
+
+
+async def test_a_client_that_sends_on_for_ever_is_cut_off() -> None:
+    async with running_gateway(header_timeout_s=0.3) as gateway, connection(gateway) as (reader, writer):
+        writer.write(HEAD % (9 << 20) + b"connection: close\r\n\r\n")
+        assert b"HTTP/1.1 413 " in await asyncio.wait_for(reader.read(), PATIENCE_S)
+        with pytest.raises(ConnectionError):  # it is closed, so a byte more is one too many
+            async with asyncio.timeout(PATIENCE_S):
+                await drip_until_refused(writer)
+
+
+async def drip_until_refused(writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(b"x")
+        await writer.drain()
+        await asyncio.sleep(0.02)
 
 
 @pytest.fixture

@@ -154,6 +154,7 @@ async def test_a_stream_that_fails_before_its_first_token_begins_like_any_other(
         ({"background": True}, "background", "unsupported_parameter", "not supported"),
         ({"conversation": "conv_1"}, "conversation", "unsupported_parameter", "not supported"),
         ({"top_logprobs": 2}, "top_logprobs", "unsupported_parameter", "not supported"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "unsupported_parameter", "not supported"),
         ({"max_output_tokens": 0}, "max_output_tokens", "integer_below_min_value", "Expected a value >= 1"),
         ({"input": [IMAGE]}, "input[0].content[0].type", "invalid_value", "'input_image'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "invalid_value", "'item_reference'"),

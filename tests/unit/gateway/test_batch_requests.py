@@ -9,7 +9,7 @@ import pytest
 
 from gateway.batches import send
 from gateway.batches.files import AnswerFile, BatchRequest, read_requests
-from gateway.batches.send import Sender, Tally
+from gateway.batches.send import NoGateway, Sender, Tally
 
 
 @pytest.fixture(autouse=True)
@@ -53,6 +53,22 @@ async def test_a_pause_that_is_no_time_is_none(tmp_path: Path, pause: str) -> No
     full = httpx2.Response(429, headers={b"retry-after-ms": pause.encode()})
     tally, num_asked = await sent(tmp_path, [full, httpx2.Response(200, json={})])
     assert (tally.num_answered, num_asked) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        httpx2.Response(405),
+        httpx2.Response(307, headers={"location": "https://gateway/"}),
+        httpx2.Response(404, text="<h1>Not Found</h1>"),
+        httpx2.Response(404, json={"detail": "Not Found"}),
+        httpx2.Response(404, json={"error": {"code": None, "type": "invalid_request_error"}}),
+    ],
+)
+async def test_what_is_said_of_a_route_is_no_answer(tmp_path: Path, answer: httpx2.Response) -> None:
+    with pytest.raises(NoGateway, match="is not served"):
+        await sent(tmp_path, [answer])
+    assert (tmp_path / "out.jsonl").read_bytes() == b""
 
 
 async def test_an_answer_that_is_no_json_is_kept_as_text(tmp_path: Path) -> None:

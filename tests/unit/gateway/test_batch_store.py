@@ -79,6 +79,12 @@ def test_files_together_keep_to_their_number(shelf: Shelf, monkeypatch: pytest.M
     assert len(shelf.files()) == 3
 
 
+def test_files_of_one_second_are_listed_newest_first(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_800_000_000.5)
+    made = [shelf.add_file("in.jsonl", b"x")["id"] for _ in range(20)]
+    assert [file["id"] for file in shelf.files()] == made[::-1]
+
+
 def test_a_file_is_deleted_once(shelf: Shelf) -> None:
     for _ in range(20):
         file_id = shelf.add_file("in.jsonl", b"x")["id"]

@@ -47,7 +47,7 @@ class SourceFile:
 @dataclass(frozen=True, slots=True)
 class Partition:
     """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
-    are not quantised are of `dtype`. `source` has each file of the checkpoint, by name.
+    are not quantised are of `dtype`. `source` has each file of the checkpoint, by its path.
     """
 
     folder: Path
@@ -80,7 +80,7 @@ class Partition:
     def require_source(self, model_dir: Path) -> None:
         """Raise ConfigurationError unless the partition was made of the files in `model_dir` as they are now."""
         try:
-            paths = {path.name: path for path in checkpoint_files(model_dir)}
+            paths = _paths(model_dir)
             same = {name for name, path in paths.items() if name in self.source and self.source[name].is_still(path)}
         except OSError as error:
             raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
@@ -105,11 +105,15 @@ class Partition:
 
 
 def source_of(model_dir: Path) -> dict[str, SourceFile]:
-    """The files of a checkpoint as they are now, by name; reads each of them. Raises ConfigurationError."""
+    """The files of a checkpoint as they are now, by their path in it; reads each of them. Raises ConfigurationError."""
     try:
-        return {path.name: _source_file(path) for path in checkpoint_files(model_dir)}
+        return {name: _source_file(path) for name, path in _paths(model_dir).items()}
     except OSError as error:
         raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+
+
+def _paths(model_dir: Path) -> dict[str, Path]:
+    return {str(path.relative_to(model_dir)): path for path in checkpoint_files(model_dir)}
 
 
 def _source_file(path: Path) -> SourceFile:

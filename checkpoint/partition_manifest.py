@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import xxhash
@@ -114,6 +115,38 @@ def source_of(model_dir: Path) -> dict[str, SourceFile]:
 
 def _paths(model_dir: Path) -> dict[str, Path]:
     return {str(path.relative_to(model_dir)): path for path in checkpoint_files(model_dir)}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of weights in `folder` as they were once, by name. `digest` is of all of their bytes: those of a
+    partition have that of the checkpoint that it was made of.
+    """
+
+    folder: Path
+    files: Mapping[str, SourceFile]
+
+    @classmethod
+    def read(cls, folder: Path) -> "WeightFiles":
+        """Reads them all, except those of a partition. Raises ConfigurationError."""
+        partition = read_partition(folder)
+        files = source_of(folder) if partition is None else partition.source
+        return cls(folder, {name: file for name, file in files.items() if is_of_weights(Path(name))})
+
+    @property
+    def digest(self) -> str:
+        return blake2b(repr([(name, file.xxh3) for name, file in sorted(self.files.items())]).encode()).hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Raise ConfigurationError if they have changed since. A partition's are verified when they are loaded."""
+        if read_partition(self.folder) is not None:
+            return
+        try:
+            changed = [name for name, file in self.files.items() if not file.is_still(self.folder / name)]
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.folder}: {error}") from error
+        if changed:
+            raise ConfigurationError(f"{self.folder}: {changed[0]} has changed while it was loaded: start again")
 
 
 def _source_file(path: Path) -> SourceFile:

@@ -46,15 +46,14 @@ def copy_other_files(model_dir: Path, folder: Path, *, but: Collection[str] = ()
     """Copy the files of a checkpoint to `folder`, except its weights and those that `but` names."""
     for path in checkpoint_files(model_dir):
         if not is_of_weights(path) and path.name not in but:
-            shutil.copyfile(path, folder / path.name)
-    for path in model_dir.glob(NAMED_TEMPLATES):
-        (folder / path.parent.name).mkdir(exist_ok=True)
-        shutil.copyfile(path, folder / path.parent.name / path.name)
+            copy = folder / path.relative_to(model_dir)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def checkpoint_files(model_dir: Path) -> list[Path]:
-    """All files of a checkpoint."""
-    return sorted({path for pattern in FILES for path in model_dir.glob(pattern)})
+    """All files of a checkpoint, named chat templates included."""
+    return sorted({path for pattern in (*FILES, NAMED_TEMPLATES) for path in model_dir.glob(pattern)})
 
 
 def is_of_weights(path: Path) -> bool:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import xxhash
@@ -47,7 +48,7 @@ class SourceFile:
 @dataclass(frozen=True, slots=True)
 class Partition:
     """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
-    are not quantised are of `dtype`. `source` has each file of the checkpoint, by name.
+    are not quantised are of `dtype`. `source` has each file of the checkpoint, by its path.
     """
 
     folder: Path
@@ -80,7 +81,7 @@ class Partition:
     def require_source(self, model_dir: Path) -> None:
         """Raise ConfigurationError unless the partition was made of the files in `model_dir` as they are now."""
         try:
-            paths = {path.name: path for path in checkpoint_files(model_dir)}
+            paths = _paths(model_dir)
             same = {name for name, path in paths.items() if name in self.source and self.source[name].is_still(path)}
         except OSError as error:
             raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
@@ -105,11 +106,47 @@ class Partition:
 
 
 def source_of(model_dir: Path) -> dict[str, SourceFile]:
-    """The files of a checkpoint as they are now, by name; reads each of them. Raises ConfigurationError."""
+    """The files of a checkpoint as they are now, by their path in it; reads each of them. Raises ConfigurationError."""
     try:
-        return {path.name: _source_file(path) for path in checkpoint_files(model_dir)}
+        return {name: _source_file(path) for name, path in _paths(model_dir).items()}
     except OSError as error:
         raise ConfigurationError(f"cannot read {model_dir}: {error}") from error
+
+
+def _paths(model_dir: Path) -> dict[str, Path]:
+    return {str(path.relative_to(model_dir)): path for path in checkpoint_files(model_dir)}
+
+
+@dataclass(frozen=True, slots=True)
+class WeightFiles:
+    """The files of weights in `folder` as they were once, by name. `digest` is of all of their bytes: those of a
+    partition have that of the checkpoint that it was made of.
+    """
+
+    folder: Path
+    files: Mapping[str, SourceFile]
+
+    @classmethod
+    def read(cls, folder: Path) -> "WeightFiles":
+        """Reads them all, except those of a partition. Raises ConfigurationError."""
+        partition = read_partition(folder)
+        files = source_of(folder) if partition is None else partition.source
+        return cls(folder, {name: file for name, file in files.items() if is_of_weights(Path(name))})
+
+    @property
+    def digest(self) -> str:
+        return blake2b(repr([(name, file.xxh3) for name, file in sorted(self.files.items())]).encode()).hexdigest()
+
+    def require_unchanged(self) -> None:
+        """Raise ConfigurationError if they have changed since. A partition's are verified when they are loaded."""
+        if read_partition(self.folder) is not None:
+            return
+        try:
+            changed = [name for name, file in self.files.items() if not file.is_still(self.folder / name)]
+        except OSError as error:
+            raise ConfigurationError(f"cannot read {self.folder}: {error}") from error
+        if changed:
+            raise ConfigurationError(f"{self.folder}: {changed[0]} has changed while it was loaded: start again")
 
 
 def _source_file(path: Path) -> SourceFile:

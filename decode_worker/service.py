@@ -151,7 +151,7 @@ class DecodeService:
         try:
             if endings:
                 await asyncio.wait(endings)
-            if not await self._prepare([*entry.sequence.forks, entry.sequence]):
+            if not await self._prepare(entry):
                 return
             await self._engine.fetch_evicted(entry.sequence)
             if transfer_id:
@@ -164,16 +164,24 @@ class DecodeService:
             log.error("cannot start a sequence", request_id=key[0], exc_info=error)
             self._fail(key, SequenceFailure.INTERNAL, str(error))
 
-    async def _prepare(self, choices: list[SequenceState]) -> bool:
+    async def _prepare(self, entry: SessionEntry) -> bool:
         """Prepare the grammars and the adapter of a request's choices, the main one last. If that fails, fail all of
-        them and return False.
+        them and return False; return False, too, once the sequence has ended.
         """
-        try:
-            await self._engine.prepare(choices)
-        except (InvalidRequest, ModelFailed) as error:
+        choices = [*entry.sequence.forks, entry.sequence]
+        if entry.sequence.key not in self._owners:
+            return False
+        entry.preparing = asyncio.create_task(self._engine.prepare(choices))
+        await asyncio.wait([entry.preparing])
+        if entry.preparing.cancelled():
+            return False
+        error = entry.preparing.exception()
+        if isinstance(error, InvalidRequest | ModelFailed):
             for sequence in choices:  # forks first: they would be replayed if their prompt's sequence ended before
                 self._fail(sequence.key, failure_of(error), str(error))
             return False
+        if error is not None:
+            raise error
         return True
 
     async def _reserve(self, session: Session, entry: SessionEntry, transfer_id: str) -> None:
@@ -208,6 +216,8 @@ class DecodeService:
     def _retire(self, key: SequenceKey) -> "asyncio.Task[None]":
         """Forget a sequence. The returned task ends when the engine has been told to free its blocks."""
         entry = self._forget(key).entry
+        if entry.preparing is not None:
+            entry.preparing.cancel()
         for fork in entry.forks:
             self._fail(fork, SequenceFailure.NO_CAPACITY, _NO_ORIGIN)
         return self._spawn(self._release(entry))

@@ -47,12 +47,13 @@ Event = Reserved | Step | Failed
 class SessionEntry:
     """A sequence of a session. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
     time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
-    of the prompt; they fail if the sequence ends before."""
+    of the prompt; they fail if the sequence ends before. `preparing` may be cancelled, `starting` may not."""
 
     sequence: SequenceState
     transfer_id: str = ""
     reserved_s: float = 0.0
     starting: asyncio.Task[None] | None = None
+    preparing: asyncio.Task[None] | None = None
     deadline: asyncio.TimerHandle | None = None
     span: Span = INVALID_SPAN
     transfer_span: Span = INVALID_SPAN

@@ -4,11 +4,12 @@
     a prompt     before it is added, the disk's thread reads the blocks that memory lacks, and checks them
     admission    the engine's thread copies them into blocks of the cache, which are then indexed as any others
 
-A file is named after the hash of a block, which covers all tokens before it, in a folder for each KV layout, so that
-all workers of a machine that serve a model find each other's blocks. A file gets its name when it is complete, and its
-content is verified against a digest: a crash or a flipped bit costs a block, never a wrong answer. If blocks are
-evicted faster than they can be written, or the disk is full, they are lost, as they would be without a disk. The files
-that were not used for the longest time go when the folder is over its size.
+A file is named after the hash of a block, which covers all tokens before it, in a folder for each kind of KV: layout,
+bytes of the weights, decoder, version of the files. So all workers of a machine that serve a model find each other's
+blocks. A file gets its name when it is complete, and its content is verified against a digest: a crash or a flipped bit
+costs a block, never a wrong answer. If blocks are evicted faster than they can be written, or the disk is full, they
+are lost, as they would be without a disk. The files that were not used for the longest time go when the folder is over
+its size.
 """
 
 import contextlib
@@ -45,6 +46,9 @@ _SUFFIX = ".kv"
 _OWN_FOLDER = re.compile(r"[0-9a-f]{24}")
 _OWN_FILE = re.compile(rf"[0-9a-f]+\{_SUFFIX}(\.\w+)?")
 _DIGEST_BYTES = 8
+_VERSION = 1
+"""Counts changes of the files, and of the order of KV within a block of the same layout."""
+_CLOSE_S = 10.0
 
 
 @dataclass(slots=True)
@@ -91,16 +95,17 @@ def private_folder(root: Path) -> None:
 
 
 class BlockFiles:
-    """Blocks as files below `root`, in a folder for their layout; all folders together have at most `max_bytes`.
+    """Blocks as files below `root`, in a folder for their kind; all folders together have at most `max_bytes`. KV of
+    one kind is equal to the bit wherever the hashes of blocks are.
 
     Several processes may share a root, and other files may be there: they are left alone. A process looks at what all
     of them have written each time it has written a twentieth of `max_bytes`, so each one beside it may exceed the limit
     by as much. Raises ConfigurationError as `private_folder`, and if no block fits into `max_bytes`.
     """
 
-    def __init__(self, root: Path, layout: str, block_bytes: int, max_bytes: int) -> None:
+    def __init__(self, root: Path, kind: str, block_bytes: int, max_bytes: int) -> None:
         self._root = root
-        self._folder = root / blake2b(layout.encode(), digest_size=12).hexdigest()
+        self._folder = root / blake2b(f"{_VERSION}:{kind}".encode(), digest_size=12).hexdigest()
         self._block_bytes = block_bytes
         self._file_bytes = _DIGEST_BYTES + block_bytes
         self._max_bytes = max_bytes
@@ -254,10 +259,12 @@ class DiskCache:
         self.counts.found += len(block_ids)
 
     def close(self) -> None:
-        """Write what was evicted so far, and end the threads."""
-        self._reader.shutdown()
+        """Write what was evicted so far, and end the threads. A disk that hangs costs what is not written yet."""
+        self._reader.shutdown(wait=False, cancel_futures=True)
         self._queue.put(None)
-        self._writer.join()
+        self._writer.join(_CLOSE_S)
+        if self._writer.is_alive():
+            log.warning("KV was left unwritten: the disk is too slow", blocks=self._queue.qsize())
 
     def _fetch(self, hashes: Sequence[BlockHash]) -> BlockPayloads:
         found, begun_ns = BlockPayloads(), time.time_ns()
@@ -289,13 +296,13 @@ class DiskCache:
                 if not self._files.mark_used(block_hash):
                     self._files.write(block_hash, bytes(copy))
                     self.counts.written += 1
-            except OSError as error:
+            except (OSError, MemoryError) as error:
                 self.counts.dropped += 1
                 self._complain(error)
             finally:
                 self._writes.give_back(self._block_bytes)
 
-    def _complain(self, error: OSError) -> None:
+    def _complain(self, error: Exception) -> None:
         if time.monotonic() - self._complained_s >= _COMPLAIN_EVERY_S:
             self._complained_s = time.monotonic()
-            log.warning("KV cannot be kept on disk", error=str(error))
+            log.warning("KV cannot be kept on disk", error=repr(error))

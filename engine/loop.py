@@ -284,9 +284,16 @@ class EngineLoop:
         await self.call(lambda _: self._engine.begin_role(config, on_layers))
 
     async def prepare(self, choices: Sequence[SequenceState]) -> None:
-        """Wait for `Runner.prepare` of a request's choices while steps continue. Raises its errors."""
-        for preparing in self._engine.prepare(choices):
-            await asyncio.wrap_future(preparing)
+        """Wait for `Runner.prepare` of a request's choices while steps continue. Raises its errors. If the caller is
+        cancelled, all that is prepared is, too.
+        """
+        preparing = self._engine.prepare(choices)
+        try:
+            for future in preparing:
+                await asyncio.wrap_future(future)
+        finally:
+            for future in preparing:
+                future.cancel()
 
     async def fetch_evicted(self, sequence: SequenceState) -> None:
         """Give the sequence those of its blocks that were evicted and kept. Called before it is added.

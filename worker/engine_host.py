@@ -25,6 +25,7 @@ import torch
 
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
+from checkpoint.partition_manifest import WeightFiles
 from engine.block_pool import BlockPool
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
@@ -138,11 +139,10 @@ def load_engine_host(
     """Load the model and size the KV cache. Raises ConfigurationError."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model), settings.rope_override())
-    if settings.kv_disk:
-        private_folder(Path(settings.kv_disk))  # before the model is loaded, which may take minutes
     max_model_len = _max_model_len(settings, config)
     runner_settings = _runner_settings(settings, limits, max_model_len)
     adapters = runner_settings.adapters
+    weights = _weights_of_kv(settings)
     runner = load(runner_settings, on_progress)
     num_blocks = runner.kv_cache.num_blocks
     speculator = load_speculator(
@@ -175,7 +175,7 @@ def load_engine_host(
         ranks=str(runner_settings.degrees),
         speculative=limits.speculation.kind,
     )
-    disk = _kv_disk(settings, scheduler_config, runner.kv_cache)
+    disk = None if weights is None else _kv_disk(settings, scheduler_config, runner, weights)
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
     degrees = runner_settings.degrees
     return EngineHost(settings, runner, scheduler, limits.speculation, speculator, degrees, disk, adapters)
@@ -196,16 +196,31 @@ def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles
             )
 
 
-def _kv_disk(settings: WorkerSettings, config: SchedulerConfig, cache: AnyKVCache) -> DiskCache | None:
-    """None without `kv_disk`, and for models whose prompts share no KV. Raises ConfigurationError."""
+def _weights_of_kv(settings: WorkerSettings) -> WeightFiles | None:
+    """The weights that decide which KV on disk is this model's; None without `kv_disk`. Called before the model is
+    loaded, which may take minutes. Raises ConfigurationError, also if the folder cannot be used.
+    """
     if not settings.kv_disk:
         return None
+    private_folder(Path(settings.kv_disk))
+    return WeightFiles.read(Path(settings.model))
+
+
+def _kv_disk(
+    settings: WorkerSettings, config: SchedulerConfig, runner: HostedRunner, weights: WeightFiles
+) -> DiskCache | None:
+    """None for models whose prompts share no KV. Raises ConfigurationError.
+
+    The layout's fingerprint has a sample of the weights, which serves to compare workers of one time. A folder outlives
+    many changes of a model, so its name has all bytes.
+    """
     if config.whole_prompts or not config.prefix_caching:
         log.warning("kv_disk is not used: prompts of this model share no KV", model=settings.model)
         return None
-    layout = cache.layout
-    max_bytes = int(settings.kv_disk_gib * (1 << 30))
-    return DiskCache(BlockFiles(Path(settings.kv_disk), repr(layout), layout.block_bytes, max_bytes), cache)
+    weights.require_unchanged()
+    layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))
+    kind = f"{layout!r}:{weights.digest}:{runner.attention_backend}"
+    return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
 
 def model_settings(settings: WorkerSettings) -> RunnerSettings:

@@ -86,7 +86,8 @@ class Subject:
 
     def other_files(self) -> dict[str, str]:
         """A hash of each file of the model but its weights: settings, tokenizer, chat template. Raises OSError."""
-        return {path.name: checksum(path) for path in checkpoint_files(self.folder) if not is_of_weights(path)}
+        files = [path for path in checkpoint_files(self.folder) if not is_of_weights(path)]
+        return {str(path.relative_to(self.folder)): checksum(path) for path in files}
 
     def calibration(self, num_judged: int) -> list[tuple[int, ...]]:
         """Prompts with their references to calibrate with: those that are not judged by, if there are some."""

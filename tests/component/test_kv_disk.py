@@ -1,22 +1,37 @@
 """KV that came back from disk gives the same answers, to the bit, without computing the prompt again."""
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from decode_worker.settings import DecodeSettings
 from engine.block_pool import BlockPool
 from engine.kv_disk import BlockFiles, DiskCache
+from engine.load_runner import load_model_runner
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
+from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from engine.weights import Progress
+from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SampledToken
+from tandem_cli.main import main
 from tests.component.arms import load_arm
+from tests.component.test_load import edit_weights
+from tests.defects import Repaired
 from tests.fakes.requests import make_request
+from worker.engine_host import HostedRunner, load_engine_host
+from worker.role import EngineLimits
 
 Checkpoint = Callable[[str], Path]
+
+KEPT = bytes(32)
 
 PROMPTS = {
     name: [(number * factor) % 250 for number in range(1, 121)] for name, factor in (("a", 7), ("b", 11), ("c", 13))
@@ -61,3 +76,49 @@ def test_answers_are_equal_to_the_bit(
     assert tokens == alone
     assert engine.scheduler.load().computed_tokens == 120 - 112
     disk.close()
+
+
+def disk_of(model_dir: Path, folder: Path, **changes: Any) -> BlockFiles:
+    """The disk of a worker that starts now."""
+    settings = DecodeSettings(
+        model=str(model_dir), registry_address="none", device="cpu", kv_disk=str(folder), kv_disk_gib=0.1, **changes
+    )
+    disk = load_engine_host(settings, EngineLimits(64, 4, max_kv_tokens=256)).kv_disk
+    assert disk is not None
+    disk.close()
+    return disk._files
+
+
+def test_workers_find_kv_of_the_same_weights_and_decoder_only(
+    checkpoint: Checkpoint, tmp_path: Path, repaired: Repaired
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    before = disk_of(model_dir, tmp_path / "kv")
+    payload = bytes(before._block_bytes)
+    before.write(KEPT, payload)
+    for path in model_dir.iterdir():
+        os.utime(path, ns=(0, 0))
+    assert disk_of(model_dir, tmp_path / "kv").read(KEPT) == payload, "downloaded anew"
+    assert main(["partition", str(model_dir), str(tmp_path / "parts")]) == 0
+    assert disk_of(tmp_path / "parts", tmp_path / "kv").read(KEPT) == payload, "a partition of these weights"
+    assert disk_of(model_dir, tmp_path / "kv", enforce_eager=True).read(KEPT) is None
+    # One row, which is not where the fingerprint looks.
+    edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
+    after = disk_of(model_dir, tmp_path / "kv")
+    assert after._block_bytes == before._block_bytes
+    assert after.read(KEPT) is None
+    repaired("D43", "nothing is found: the folder's name has all bytes of the weights, and the decoder")
+
+
+def test_weights_that_change_while_they_are_loaded_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    settings = DecodeSettings(model=str(model_dir), registry_address="none", device="cpu", kv_disk=str(tmp_path / "kv"))
+
+    def load_and_edit(runner_settings: RunnerSettings, on_progress: Progress | None) -> HostedRunner:
+        runner = load_model_runner(runner_settings, on_progress)
+        edit_weights(model_dir, lambda stored: stored["model.embed_tokens.weight"][3].add_(1.0))
+        return runner
+
+    with pytest.raises(ConfigurationError, match=r"model\.safetensors has changed while it was loaded"):
+        load_engine_host(settings, EngineLimits(64, 4, max_kv_tokens=256), load=load_and_edit)

@@ -26,6 +26,7 @@ from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import run_mixed
 from tests.component.ranked import ranked_runner
 from tests.component.test_load import edit_weights
+from tests.defects import Repaired
 
 
 def partitioned(model_dir: Path, out: Path, degrees: Degrees = ALONE, quantize: str = "none") -> Path:
@@ -223,6 +224,23 @@ def test_a_partition_of_what_the_checkpoint_was_is_not_used_again(
     assert f"another checkpoint than {model_dir}, where {name} differs: remove the folder" in capsys.readouterr().err
     shutil.move(out, tmp_path / "moved")
     load_model_runner(settings(tmp_path / "moved"))
+
+
+def test_a_named_chat_template_is_part_of_the_checkpoint(
+    checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], repaired: Repaired
+) -> None:
+    load_arm(checkpoint("llama"), "compiled")
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    template = model_dir / "additional_chat_templates" / "tool_use.jinja"
+    template.parent.mkdir()
+    template.write_text("{{ messages }}")
+    out = partitioned(model_dir, tmp_path / "out")
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 0
+    template.write_text("{{ tools }}")
+    capsys.readouterr()
+    assert main(["partition", "--reuse", str(model_dir), str(out)]) == 2
+    assert "where additional_chat_templates/tool_use.jinja differs" in capsys.readouterr().err
+    repaired("D44", "refused, and the file is named")
 
 
 def test_a_partition_of_a_checkpoint_that_was_downloaded_anew_is_used_again(

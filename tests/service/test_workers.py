@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from dataclasses import replace
 
 import grpc
@@ -14,6 +15,7 @@ from mesh.domain.request import Fork, SequenceSpec
 from mesh.rpc.channel import open_channel
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from tandem.v1 import sampling_pb2
+from tests.defects import Repaired
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation, fake_token
 from tests.service.fake_router import fake_router
@@ -304,6 +306,26 @@ async def test_a_choice_whose_grammar_is_refused_takes_the_others_with_it(refuse
             event = await asyncio.wait_for(router.box(name).get(), 60)
             assert (event.failed.reason, event.failed.detail) == (decode_pb2.SEQUENCE_FAILURE_REFUSED, "early")
         assert rig.decode_service.num_sequences == 0
+
+
+async def test_a_request_that_ends_while_it_is_prepared_needs_nothing_more(repaired: Repaired) -> None:
+    """Such as an adapter that others would have to make room for."""
+    async with worker_rig() as rig, fake_router(rig) as router:
+        asked: list[list[Future[None]]] = []
+        for runner in (rig.decode.runner, rig.prefill.runner):
+            runner.prepare = lambda _: asked.append([Future(), Future()]) or asked[-1]  # type: ignore[method-assign]
+        request = forking(list(range(9)))
+        await router.start(request)
+        await until(lambda: len(asked) == 1)
+        await router.abort(request)
+        call = router.prefill(make_request("b", [1, 2, 3]), "t", 0)
+        reading = asyncio.create_task(anext(aiter(call)))
+        await until(lambda: len(asked) == 2)
+        reading.cancel()
+        await until(lambda: all(future.cancelled() for futures in asked for future in futures))
+        await asyncio.wait_for(rig.decode_service.drained(), 60)
+        await rig.wait_whole()
+    repaired("D42", "both workers give up what they prepare as soon as the request ends")
 
 
 async def test_forks_without_a_slot_fail_for_capacity_and_are_no_preemption() -> None:

@@ -11,6 +11,7 @@ from checkpoint.adapters import AdapterFiles
 from engine.adapter_slots import AdapterSlots
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError, ModelFailed, WorkerBusy
+from tests.defects import Repaired
 from tests.fakes.requests import make_request
 
 WAIT_S = 60.0
@@ -44,9 +45,9 @@ def unchanged(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return changed
 
 
-def slots_of(model: Model, names: str, max_wait_s: float = WAIT_S) -> AdapterSlots:
+def slots_of(model: Model, names: str, max_wait_s: float = WAIT_S, kept_closed_s: float = 0.1) -> AdapterSlots:
     adapters = [AdapterFiles(name, Path(name), name, "", {}) for name in names]
-    return AdapterSlots(adapters, len(model.slots), model.put, max_wait_s)
+    return AdapterSlots(adapters, len(model.slots), model.put, max_wait_s, kept_closed_s)
 
 
 def sequence(adapter: str, request: str = "") -> SequenceState:
@@ -152,7 +153,65 @@ def test_nobody_waits_for_ever() -> None:
     for future in waiting:
         with pytest.raises(WorkerBusy, match="other requests use all adapters"):
             ready(future)
-    assert slots.prepare([sequence("a", "later")]) is None
+    ready(slots.prepare([sequence("a", "later")]))
+    assert slots.prepare([sequence("a", "open again")]) is None
+
+
+def test_steady_traffic_for_one_adapter_keeps_no_other_out(repaired: Repaired) -> None:
+    """Sequences of the one overlap, so there is always one; the other's request gives up, and comes again."""
+    model = Model(1)
+    slots = slots_of(model, "ab", max_wait_s=0.2, kept_closed_s=WAIT_S)
+    first = sequence("a", "r1")
+    slots.prepare([first])
+    with pytest.raises(WorkerBusy):
+        ready(slots.prepare([sequence("b")]))
+    second = sequence("a", "r2")
+    for_second = slots.prepare([second])
+    assert waits(for_second), "the adapter is still to leave"
+    slots.forget(first)
+    replay = sequence("b", "again")
+    for_replay = slots.prepare([replay])
+    ready(for_replay)
+    slots.forget(replay)
+    for_third = slots.prepare([sequence("a", "r3")])
+    ready(for_third)
+    assert model.reads == ["a", "b", "a"]
+    repaired("D41", "the adapter stays closed until the replay comes: served as soon as what runs has ended")
+
+
+def test_a_cancelled_request_closes_no_adapter(repaired: Repaired) -> None:
+    slots = slots_of(Model(1), "ab", kept_closed_s=WAIT_S)
+    first = sequence("a", "r1")
+    slots.prepare([first])
+    other = slots.prepare([sequence("b")])
+    assert other is not None
+    second, third = slots.prepare([sequence("a", "r2")]), slots.prepare([sequence("b", "another")])
+    assert waits(second)
+    assert other.cancel()
+    assert waits(second), "another request needs the slot, too"
+    assert third is not None
+    assert third.cancel()
+    ready(second)
+    assert slots.prepare([sequence("a", "r4")]) is None
+    assert slots.slots == {"a": 0}
+    repaired("D42", "once the request is cancelled, the others go on")
+
+
+def test_who_waits_for_an_adapter_that_may_stay_goes_on_while_another_is_read() -> None:
+    model = Model(2)
+    slots = slots_of(model, "abc", kept_closed_s=WAIT_S)
+    long, short = sequence("a"), sequence("b")
+    slots.prepare([long])
+    slots.prepare([short])
+    other, later = slots.prepare([sequence("c")]), slots.prepare([sequence("a", "later")])
+    assert waits(later), "the adapter is to leave"
+    model.gate.clear()
+    slots.forget(short)
+    ready(later)
+    assert waits(other)
+    model.gate.set()
+    ready(other)
+    assert slots.slots == {"a": 0, "c": 1}
 
 
 def test_requests_for_one_adapter_read_it_once() -> None:
@@ -176,13 +235,35 @@ def test_an_adapter_that_cannot_be_read_fails_its_requests_and_throws_none_out(u
     assert slots.prepare([sequence("a")]) is None
 
 
+def test_an_adapter_that_changes_while_its_request_waits_is_not_used(unchanged: set[str], repaired: Repaired) -> None:
+    model = Model(1)
+    slots = slots_of(model, "ab")
+    first = sequence("a")
+    slots.prepare([first])
+    other = slots.prepare([sequence("b")])
+    assert waits(other)
+    unchanged.add("b")
+    slots.forget(first)
+    with pytest.raises(ModelFailed, match="adapter b has changed"):
+        ready(other)
+    assert slots.slots == {}
+    ready(slots.prepare([sequence("a")]))
+    assert slots.slots == {"a": 0}, "its slot is free"
+    repaired("D40", "its requests fail, and the log says why")
+
+
+def test_an_adapter_that_changes_before_the_start_is_over_is_refused(unchanged: set[str]) -> None:
+    unchanged.add("a")
+    with pytest.raises(ConfigurationError, match="adapter a has changed"):
+        slots_of(Model(1), "ab")
+
+
 def test_closing_cancels_what_waits() -> None:
     slots = slots_of(Model(1), "ab", max_wait_s=0.2)
     first = sequence("a")
     slots.prepare([first])
     waiting = [slots.prepare([sequence("b", f"r{number}")]) for number in range(2)]
     slots.close()
-    with pytest.raises(WorkerBusy):
-        ready(waiting[0])
-    with pytest.raises(CancelledError):
-        ready(waiting[1])
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            ready(future)

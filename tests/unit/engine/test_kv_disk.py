@@ -22,6 +22,7 @@ from engine.settings import SchedulerConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 from mesh.domain.tokens import SampledToken
+from tests.defects import Repaired
 from tests.fakes.requests import make_request
 from tests.waiting import until
 
@@ -30,8 +31,8 @@ SIZE = LAYOUT.block_bytes
 HASHES = [bytes([number]) * 32 for number in range(40)]
 
 
-def files(root: Path, max_blocks: int = 100, layout: str = "layout") -> BlockFiles:
-    return BlockFiles(root, layout, SIZE, max_blocks * (SIZE + 8))
+def files(root: Path, max_blocks: int = 100, kind: str = "kind") -> BlockFiles:
+    return BlockFiles(root, kind, SIZE, max_blocks * (SIZE + 8))
 
 
 def payload(number: int) -> bytes:
@@ -44,7 +45,7 @@ def test_blocks_come_back_to_every_process_with_this_layout(tmp_path: Path) -> N
     assert files(tmp_path).mark_used(HASHES[1])
     assert not files(tmp_path).mark_used(HASHES[2])
     assert files(tmp_path).read(HASHES[2]) is None
-    assert files(tmp_path, layout="another").read(HASHES[1]) is None
+    assert files(tmp_path, kind="another").read(HASHES[1]) is None
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_a_block_under_the_name_of_another_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_was_not_used_goes_first_in_all_folders(tmp_path: Path) -> None:
-    other = files(tmp_path, layout="another")
+    other = files(tmp_path, kind="another")
     other.write(HASHES[0], payload(0))
     folder = files(tmp_path, max_blocks=20)
     for number in range(1, 20):
@@ -279,6 +280,47 @@ def test_a_full_disk_costs_blocks_and_says_so_once(tmp_path: Path, monkeypatch: 
     disk.close()
     assert (disk.counts.written, disk.counts.dropped) == (0, 3)
     assert list(tmp_path.glob("*/*")) == []
+
+
+def test_without_memory_blocks_are_lost_and_the_next_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    folder, write = files(tmp_path), BlockFiles.write
+
+    def failing(self: BlockFiles, block_hash: bytes, payload: bytes) -> None:
+        if block_hash == HASHES[0]:
+            raise MemoryError
+        write(self, block_hash, payload)
+
+    monkeypatch.setattr(BlockFiles, "write", failing)
+    disk = DiskCache(folder, cache_of(4), max_waiting_bytes=SIZE)
+    disk.evicted(0, HASHES[0])
+    asyncio.run(until(lambda: disk.counts.dropped == 1 and not disk._writes.used, state=lambda: disk.counts))
+    disk.evicted(1, HASHES[1])
+    disk.close()
+    assert (disk.counts.written, disk.counts.dropped) == (1, 1)
+    repaired("D45", "the block is lost, the next ones are written")
+
+
+def test_a_disk_that_hangs_does_not_keep_a_worker_from_ending(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    monkeypatch.setattr("engine.kv_disk._CLOSE_S", 0.1)
+    goes_on = threading.Event()
+    monkeypatch.setattr(BlockFiles, "write", lambda *_: goes_on.wait(60))
+    monkeypatch.setattr(BlockFiles, "read", lambda *_: goes_on.wait(60) and None)
+    disk = DiskCache(files(tmp_path), cache_of(4))
+    disk.evicted(0, HASHES[0])
+    disk.fetch([HASHES[1]])
+    closing = threading.Thread(target=disk.close, daemon=True)
+    closing.start()
+    closing.join(30)
+    try:
+        assert not closing.is_alive()
+    finally:
+        goes_on.set()
+    disk._writer.join()
+    repaired("D45", "an orderly stop waits 10 s for the disk")
 
 
 def test_a_disk_that_has_become_read_only_costs_damaged_blocks_and_no_requests(

@@ -2,10 +2,14 @@
 
 import argparse
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import tandem
+from mesh.domain.errors import ConfigurationError
 from mesh.settings import env_name, flag_name, load_settings, setting
 from tandem_cli.parser import CommandParser
+
+C = TypeVar("C", tandem.Client, tandem.AsyncClient)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +48,18 @@ def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
 
 
 def open_client(args: argparse.Namespace) -> tandem.Client:
-    """A client for the router of `args`. The caller closes it."""
-    settings = connection_settings(args)
-    return tandem.Client(settings.address, api_key=settings.api_key, tls=settings.client_tls)
+    """A client for the router of `args`, which the caller closes. Raises ConfigurationError."""
+    return _opened(tandem.Client, args)
 
 
 def open_async_client(args: argparse.Namespace) -> tandem.AsyncClient:
     """As `open_client`, with a client for asyncio."""
+    return _opened(tandem.AsyncClient, args)
+
+
+def _opened(client_class: type[C], args: argparse.Namespace) -> C:
     settings = connection_settings(args)
-    return tandem.AsyncClient(settings.address, api_key=settings.api_key, tls=settings.client_tls)
+    try:
+        return client_class(settings.address, api_key=settings.api_key, tls=settings.client_tls)
+    except tandem.InvalidRequest as error:
+        raise ConfigurationError(str(error)) from error

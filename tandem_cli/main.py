@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def execute(args: argparse.Namespace) -> int:
-    """Run one subcommand. Returns 2 for wrong settings or requests, 130 after Ctrl-C, and 1 for other failures."""
+    """Run one subcommand. Returns 2 for a wrong configuration, 130 after Ctrl-C, and 1 for any other failure."""
     try:
         status: int = args.run(args)
         sys.stdout.flush()
@@ -163,13 +163,12 @@ def execute(args: argparse.Namespace) -> int:
         reason = error.strerror or str(error)
         return _fail(f"{error.filename}: {reason}" if error.filename else reason, 1)
     except Exception as error:
-        from tandem import InvalidRequest, TandemError
+        from tandem import TandemError
 
         if not isinstance(error, TandemError):
             raise
         advice = _ADVICE.get(type(error).__name__)
-        status = 2 if isinstance(error, InvalidRequest) else 1
-        return _fail(f"{error}; {advice}" if advice else str(error), status)
+        return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
 
 

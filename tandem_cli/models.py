@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 import tandem
+from mesh.domain.errors import ConfigurationError
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.parser import Command, CommandParser
 from tandem_cli.terminal import FittingTable, strip_controls, wide_console
@@ -45,9 +46,9 @@ def _add_traffic_arguments(parser: CommandParser) -> None:
 
 
 def _share_out(args: argparse.Namespace) -> int:
-    """Set the shares of one name, then print those of all names. Raises TandemError."""
+    """Set the shares of one name, then print those of all names. Raises TandemError, ConfigurationError."""
     if _NOT_IN_NAMES & set(args.name):
-        raise tandem.InvalidRequest(f"the name comes first, as in tandem traffic chat v1=90 v2=10, got {args.name!r}")
+        raise ConfigurationError(f"the name comes first, as in tandem traffic chat v1=90 v2=10, got {args.name!r}")
     shares = dict(map(_share, args.shares))
     with open_client(args) as client:
         if shares:
@@ -91,12 +92,12 @@ def _percent(share: float) -> str:
 
 
 def _share(text: str) -> tuple[str, float]:
-    """Raises InvalidRequest."""
+    """Raises ConfigurationError."""
     model, _, share = text.rpartition("=")
     try:
         return model, float(share)
     except ValueError:
-        raise tandem.InvalidRequest(f"shares are given as MODEL=SHARE, such as v2=10, got {text!r}") from None
+        raise ConfigurationError(f"shares are given as MODEL=SHARE, such as v2=10, got {text!r}") from None
 
 
 COMMANDS = {

@@ -87,7 +87,8 @@ def _schema_of_answer(body: ChatBody) -> Json | None:
 def _with_recommended(body: SamplingBody, model: Model | None) -> SamplingBody:
     """Return the body with what its client leaves out and the model recommends, as vLLM has it."""
     recommended = {} if model is None else asdict(model.sampling_defaults)
-    return body.model_copy(update={name: value for name, value in recommended.items() if getattr(body, name) is None})
+    missing = {name: value for name, value in recommended.items() if value is not None and getattr(body, name) is None}
+    return body.model_copy(update=missing) if missing else body
 
 
 def _sampling(body: SamplingBody, model: Model | None) -> GenerateArguments:

@@ -294,7 +294,7 @@ class Connection(H11Protocol):
         return True
 
     def end(self) -> None:
-        """Close the connection behind what has been written. What comes of an unfinished body is read and dropped."""
+        """Close the connection behind the bytes written. The rest of an unfinished body is read and dropped."""
         if self.cycle.more_body:
             self._is_ending, self._awaited_s = True, self.loop.time()
             self.flow.resume_reading()

@@ -128,7 +128,7 @@ def whole(text: str) -> int:
 
 
 def output_file(text: str) -> Path:
-    """The type of files for results. What cannot be written is refused before the work that leads to them."""
+    """The type of files for results. A path that cannot be written is refused before the work begins."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write {path}: it is a folder")

@@ -32,7 +32,7 @@ class RowCut(NamedTuple):
 
 
 class RowCosts:
-    """What the rows of a step cost in a model.
+    """The costs of a step's rows in a model, relative to each other.
 
     row_context: tokens of context to which one query attends in the time of a row's products. windows: of the layers.
     """

@@ -48,7 +48,7 @@ class KeyRefused(BatchRefused):
 
 
 class NoGateway(BatchRefused):
-    """What answers at the URL does not serve the requests' routes."""
+    """The server at the URL does not serve the requests' routes."""
 
 
 class Sender:

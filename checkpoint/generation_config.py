@@ -20,8 +20,9 @@ def read_sampling_defaults(model_dir: Path) -> dict[str, Any]:
     raw = read_json(path, optional=True)
     given = {key: raw[key] for key in _KEYS if raw.get(key) is not None}
     for key, value in given.items():
-        if type(value) not in (int, float) or abs(value) > _MAX or (key == "top_k" and not isinstance(value, int)):
-            raise ConfigurationError(f"{path}: {key} must be a number, got {value!r:.100}; {_HINT}")
+        types, kind = ((int,), "a whole number") if key == "top_k" else ((int, float), "a number")
+        if type(value) not in types or abs(value) > _MAX:
+            raise ConfigurationError(f"{path}: {key} must be {kind} of at most {_MAX}, got {value!r:.100}; {_HINT}")
     if "top_k" in given:
         given["top_k"] = max(0, given["top_k"])  # -1 is off, too
     try:

@@ -15,6 +15,7 @@ from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
+from engine.models.recurrent.mixer import RecurrentMixer, take_mixer
 from engine.models.rope import rotate
 from engine.models.share import rank_share
 from mesh.domain.kv import Span
@@ -22,6 +23,8 @@ from mesh.domain.kv import Span
 Rotation = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
+Recur = Callable[[RecurrentMixer, Tensor], Tensor]
+"""A layer's recurrence, and what it mixes: [num_tokens, projected] -> [num_tokens, result_width]."""
 
 
 class LinearLayers(Protocol):
@@ -172,6 +175,7 @@ class Summed:
 class Layer:
     """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS, whose key is `block`.
 
+    In a layer with a `recurrence` instead of attention, `qkv` and `o` are the projections before and behind that.
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
     the block "post" `input_norm` is applied after attention, `post_norm` after the MLP.
     """
@@ -186,6 +190,8 @@ class Layer:
     post_norm: Norm
     mlp: Mlp
     mlp_out_norm: Norm | None
+    gates_attention: bool = False
+    recurrence: RecurrentMixer | None = None
 
     @property
     def parallel(self) -> bool:
@@ -210,8 +216,8 @@ def take_layer(
     """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    o = _take_linear(parameters, f"{prefix}o", linears)
-    facts = config.experts
+    is_recurrent, facts = config.is_recurrent(index), config.experts
+    o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
     if facts is None or not facts.layers[index]:
         mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
     else:
@@ -220,14 +226,18 @@ def take_layer(
     return Layer(
         block=config.block,
         input_norm=norms["input_norm"],
-        qkv=_take_linear(parameters, f"{prefix}qkv", linears),
-        q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
-        k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
+        qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
+        q_norm=None if is_recurrent else _take_head_norm(parameters, f"{prefix}q_norm", config),
+        k_norm=None if is_recurrent else _take_head_norm(parameters, f"{prefix}k_norm", config),
         o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
         mlp=Summed(mlp, ranks) if ranks is not None and ranks.sums else mlp,
         mlp_out_norm=norms.get("mlp_out_norm"),
+        gates_attention=config.attention_gate,
+        recurrence=take_mixer(parameters, prefix, config.recurrent, config.norm_eps)
+        if is_recurrent and config.recurrent is not None
+        else None,
     )
 
 
@@ -290,15 +300,19 @@ def _take_mixture(
 
 
 def run_layer(
-    layer: Layer, heads: AttentionShape, residual: Tensor, rotation: Rotation | None, attend: Attend
+    layer: Layer,
+    heads: AttentionShape,
+    residual: Tensor,
+    rotation: Rotation | None,
+    attend: Attend,
+    recur: Recur | None = None,
 ) -> Tensor:
     """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
-    tokens, see RotaryEmbedding.cos_sin; `attend` sees the tokens' context.
+    tokens, see RotaryEmbedding.cos_sin; `attend` and `recur` see the tokens' context.
     """
     is_post = layer.block == "post"
     x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
-    queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
-    mixed = layer.o.ops.rows(attend(queries, keys, values))
+    mixed = layer.o.ops.rows(_mix(layer.qkv(x), layer, heads, rotation, attend, recur))
     if layer.parallel:
         beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -307,6 +321,27 @@ def run_layer(
         return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
     residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
     return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
+
+
+def _mix(
+    projected: Tensor,
+    layer: Layer,
+    shape: AttentionShape,
+    rotation: Rotation | None,
+    attend: Attend,
+    recur: Recur | None,
+) -> Tensor:
+    """What `o` projects."""
+    if layer.recurrence is not None:
+        assert recur is not None
+        return recur(layer.recurrence, projected)
+    gate = None
+    if layer.gates_attention:
+        width = shape.num_heads * shape.head_dim
+        queries, gate, rest = projected.split((width, width, projected.shape[1] - 2 * width), 1)
+        projected = torch.cat((queries, rest), 1)
+    mixed = attend(*_project(projected, layer, shape, rotation))
+    return mixed if gate is None else mixed * gate.sigmoid()
 
 
 def _project(

@@ -24,8 +24,9 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES
+from mesh.domain.kv import DTYPE_BYTES, Span
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
@@ -149,6 +150,8 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
+    recurrent: str = field(default="", repr=False)
+    """The module that recurrent layers have in place of attention; see `engine.models.parameters` for its tensors."""
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -250,6 +253,9 @@ class ModelConfig:
     """Rotary positions of the layers with a window, if they differ from `rope`."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
+    attention_gate: bool = field(default=False, repr=False)
+    """The result of each head is multiplied by a sigmoid. The query projection has its rows behind each head's own."""
+    recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
@@ -295,7 +301,30 @@ class ModelConfig:
     @property
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
-        return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+        return self.recurrent is None and (self.positions != "rotary" or not self.rope.depends_on_prompt_length)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True if the layer has a recurrent state, and no KV."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with attention, which have KV."""
+        return self.num_kv_layers_before(self.num_layers)
+
+    def num_kv_layers_before(self, layer: int) -> int:
+        return layer if self.recurrent is None else layer - sum(self.recurrent.layers[:layer])
+
+    def kv_layers(self, computed: Span) -> Span:
+        """The layers of KV that are final once these layers are computed. The last one waits for the model's last
+        layer: who sees it is sure that recurrent states are final, too.
+        """
+        if self.recurrent is None:
+            return computed
+        last = self.num_kv_layers - 1
+        first = min(self.num_kv_layers_before(computed.first), last)
+        end = last + 1 if computed.end == self.num_layers else min(self.num_kv_layers_before(computed.end), last)
+        return Span(first, end - first)
 
     @property
     def queries_per_kv_head(self) -> int:

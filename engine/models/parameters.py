@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
+from engine.models.recurrent.config import fused_rows
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -124,7 +125,10 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
         builder.norm(norm, getattr(names, norm))
-    _add_attention(builder, config)
+    if config.is_recurrent(layer):
+        _add_recurrent(builder, config)
+    else:
+        _add_attention(builder, config)
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         return builder.specs
@@ -169,8 +173,13 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     names, heads, kv_heads, head_dim = config.tensors, config.num_heads, config.num_kv_heads, config.head_dim
     if len(names.qkv) == 3:
         q, k, v = names.qkv
+        q_rows = _rows_of_heads(np.arange(heads), order)
+        if config.attention_gate:  # stored are, for each head, the query and the gate; all gates follow all queries
+            stored = np.arange(heads)
+            gates = _rows_of_heads(2 * stored + 1, np.arange(head_dim))
+            q_rows = np.concatenate((_rows_of_heads(2 * stored, order), gates))
         return [
-            (q, heads * head_dim, _rows_of_heads(np.arange(heads), order)),
+            (q, len(q_rows), q_rows),
             (k, kv_heads * head_dim, _rows_of_heads(np.arange(kv_heads), order)),
             (v, kv_heads * head_dim, np.arange(kv_heads * head_dim)),
         ]
@@ -181,6 +190,34 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     rotated, values = stored[: heads + kv_heads], stored[heads + kv_heads :]
     rows = np.concatenate((_rows_of_heads(rotated, order), _rows_of_heads(values, np.arange(head_dim))))
     return [(names.qkv[0], len(rows), rows)]
+
+
+def _add_recurrent(builder: "_SpecBuilder", config: ModelConfig) -> None:
+    """The parameters of a recurrent layer between its norms; see `engine/models/recurrent/`."""
+    facts, module = config.recurrent, config.tensors.recurrent
+    assert facts is not None
+    conv = (facts.channels, 1, facts.kernel)
+    if facts.kind == "conv":
+        tensors: list[tuple[str, int, RowOrder | None]] = [(f"{module}.in_proj", facts.projected, None)]
+        builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=facts.bias)
+        builder.add("conv", conv, [Source(f"{builder.source}{module}.conv.weight", conv)])
+        if facts.bias:
+            bias = Source(f"{builder.source}{module}.conv.bias", (facts.channels,))
+            builder.add("conv_bias", (facts.channels,), [bias])
+    else:
+        parts = (("qkv", facts.channels), ("z", facts.value_width), ("b", facts.num_heads), ("a", facts.num_heads))
+        tensors = [(f"{module}.in_proj_{part}", width, None) for part, width in parts]
+        if facts.is_fused:
+            tensors = [(f"{module}.in_proj_{part}", len(rows), rows) for part, rows in fused_rows(facts)]
+        builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=False)
+        builder.add("conv", conv, [Source(f"{builder.source}{module}.conv1d.weight", conv)])
+        for name, stored in (("decay_log", "A_log"), ("decay_bias", "dt_bias")):
+            source = Source(f"{builder.source}{module}.{stored}", (facts.num_heads,))
+            builder.add(name, (facts.num_heads,), [source])
+        norm = (facts.value_dim,)
+        builder.add("recurrent_norm", norm, [Source(f"{builder.source}{module}.norm.weight", norm)])
+    outputs = [(f"{module}.out_proj", config.hidden_size, None)]
+    builder.linear("recurrent_out", outputs, facts.result_width, has_bias=facts.bias)
 
 
 def _rows_of_heads(heads: NDArray[np.int64], order: RowOrder) -> RowOrder:

@@ -17,6 +17,7 @@ from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
+from engine.models.families.lfm2 import lfm2
 from engine.models.families.llama import (
     baichuan,
     granite,
@@ -33,6 +34,7 @@ from engine.models.families.llama import (
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
+from engine.models.families.qwen_hybrid import qwen3_5
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
@@ -84,6 +86,8 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "Lfm2ForCausalLM": Family("LFM2", lfm2),
+    "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
 }
 """Families by the names in `architectures` of config.json."""
 
@@ -158,6 +162,13 @@ def _check(config: ModelConfig) -> None:
     if config.positions == "rotary":
         for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
             _check_rope(rope, config.head_dim)
+    if config.recurrent is not None:
+        if len(config.recurrent.layers) != config.num_layers:
+            raise ConfigurationError(
+                f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
+            )
+        if config.num_kv_layers == 0:
+            raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
 

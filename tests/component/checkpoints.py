@@ -47,6 +47,16 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
     return llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -127,6 +137,14 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
     "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    "lfm2": lambda: llama_like(
+        "lfm2",
+        num_hidden_layers=5,
+        layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+        conv_bias=True,
+        block_multiple_of=32,
+    ),
+    "qwen3.5": lambda: llama_like("qwen3_5_text", **_DELTA),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""

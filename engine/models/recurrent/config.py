@@ -1,0 +1,122 @@
+"""RecurrentConfig: the recurrent layers of a model, and how many KV blocks the states of a sequence take.
+
+A sequence's state is bytes in KV blocks of its own, at the beginning of its block table, so that everything that knows
+blocks only (reservation, transfer, preemption, the end of a sequence) needs to know no states. In these blocks the
+numbers of a state are fp32, in rows that no other memory interrupts:
+
+    block of a layer, keys or values    a piece: contiguous bytes
+    piece                               rows of the same width, at most MAX_ROW numbers
+    state of a sequence                 the states of its recurrent layers, each in whole rows; rows fill the pieces of
+                                        a block, [layers, 2], and then those of the next
+"""
+
+from dataclasses import dataclass
+from math import gcd
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
+
+MAX_ROW = 128
+"""Numbers of a row at most: a head of the gated delta net has rows of this width."""
+_NUMBER_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """`layers` marks the recurrent layers, which are of one kind:
+
+    conv: a short convolution between two gates (LFM2).
+    delta: a gated delta net (Yang et al. 2024) behind a short convolution (Qwen 3.5). Each of `num_key_heads` heads of
+    `key_dim` serves equally many of `num_heads` heads of `value_dim`.
+
+    The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the convolution and projections.
+    `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see `fused_rows`.
+    """
+
+    kind: str
+    layers: tuple[bool, ...]
+    kernel: int
+    channels: int
+    bias: bool = False
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    is_fused: bool = False
+
+    @property
+    def conv_numbers(self) -> int:
+        """Numbers of the convolution's state: its last inputs, but for the current one."""
+        return (self.kernel - 1) * self.channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the state of one layer."""
+        return self.conv_numbers + self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Width of a layer's first projection: conv, the two gates and the input; delta, queries, keys and values, the
+        gate of the result, then the strength of updates and the decay of each head.
+        """
+        return 3 * self.channels if self.kind == "conv" else self.channels + self.value_width + 2 * self.num_heads
+
+    @property
+    def result_width(self) -> int:
+        """Width of what a layer's last projection takes."""
+        return self.channels if self.kind == "conv" else self.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """The rows of a sequence's state in the blocks of a layout: `width` numbers each, `in_piece` of them in a piece,
+    `of_layer` for a recurrent layer.
+    """
+
+    width: int
+    in_piece: int
+    of_layer: int
+    num_pieces: int
+    num_blocks: int
+
+
+def state_rows(recurrent: RecurrentConfig, layout: KVLayout) -> StateRows:
+    """Raises ConfigurationError if blocks of this layout can hold no fp32 numbers."""
+    piece_bytes = layout.layer_block_bytes // 2
+    if piece_bytes % _NUMBER_BYTES:
+        raise ConfigurationError(
+            f"blocks of {layout.block_size} tokens hold no recurrent states: block_size must be a multiple of 4"
+        )
+    numbers = piece_bytes // _NUMBER_BYTES
+    width, num_pieces = gcd(numbers, MAX_ROW), 2 * layout.num_layers
+    of_layer = -(-recurrent.state_numbers // width)
+    rows_in_block = num_pieces * (numbers // width)
+    num_blocks = -(-of_layer * sum(recurrent.layers) // rows_in_block)
+    return StateRows(width, numbers // width, of_layer, num_pieces, num_blocks)
+
+
+def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:
+    """The names of two fused tensors, and the order of their rows that puts the parts of all heads behind each other.
+    Stored are, for each key head: its query, its key, the values and gates of its heads; and, in the second tensor, the
+    strengths and the decays of its heads.
+    """
+    served = facts.num_heads // facts.num_key_heads
+    sizes = {"qkvz": (facts.key_dim, facts.key_dim, *2 * (served * facts.value_dim,)), "ba": (served, served)}
+    ordered = []
+    for name, parts in sizes.items():
+        stored = np.arange(facts.num_key_heads * sum(parts)).reshape(facts.num_key_heads, -1)
+        columns = np.split(stored, np.cumsum(parts)[:-1], 1)
+        ordered.append((name, np.concatenate([column.ravel() for column in columns])))
+    return ordered

@@ -19,7 +19,7 @@ from engine.models.encodings import PACKED
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
-from engine.models.recurrent.config import state_rows
+from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from engine.stored_parameters import has_fp8, int4_group, is_exact

@@ -130,7 +130,6 @@ class Decoder:
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
         return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
 
-
     def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
         assert self._states is not None
         number = index - self.config.num_kv_layers_before(index)

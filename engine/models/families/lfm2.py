@@ -58,7 +58,9 @@ def _conv_layers(plain: ModelConfig, raw: RawConfig) -> tuple[bool, ...]:
 def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]:
     """The recurrent ones of `layer_types`, by the name that they have there."""
     if other := sorted(set(types) - {recurrent, "full_attention"}):
-        raise ConfigurationError(f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}")
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}"
+        )
     return tuple(kind == recurrent for kind in types)
 
 

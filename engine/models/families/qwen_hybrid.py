@@ -20,8 +20,14 @@ def qwen3_5(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def _hybrid(plain: ModelConfig, raw: RawConfig, *, is_fused: bool = False) -> ModelConfig:
-    key_heads, key_dim = integer(raw, "linear_num_key_heads", default=16), integer(raw, "linear_key_head_dim", default=128)
-    heads, value_dim = integer(raw, "linear_num_value_heads", default=32), integer(raw, "linear_value_head_dim", default=128)
+    key_heads, key_dim = (
+        integer(raw, "linear_num_key_heads", default=16),
+        integer(raw, "linear_key_head_dim", default=128),
+    )
+    heads, value_dim = (
+        integer(raw, "linear_num_value_heads", default=32),
+        integer(raw, "linear_value_head_dim", default=128),
+    )
     if heads % key_heads:
         raise ConfigurationError(
             f"linear_num_value_heads ({heads}) must be a multiple of linear_num_key_heads ({key_heads})"

@@ -1,27 +1,12 @@
-"""RecurrentConfig: the recurrent layers of a model, and how many KV blocks the states of a sequence take.
-
-A sequence's state is bytes in KV blocks of its own, at the beginning of its block table, so that everything that knows
-blocks only (reservation, transfer, preemption, the end of a sequence) needs to know no states. In these blocks the
-numbers of a state are fp32, in rows that no other memory interrupts:
-
-    block of a layer, keys or values    a piece: contiguous bytes
-    piece                               rows of the same width, at most MAX_ROW numbers
-    state of a sequence                 the states of its recurrent layers, each in whole rows; rows fill the pieces of
-                                        a block, [layers, 2], and then those of the next
-"""
+"""RecurrentConfig: the recurrent layers of a model. Data only, no tensors."""
 
 from dataclasses import dataclass
-from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout
-
-MAX_ROW = 128
-"""Numbers of a row at most: a head of the gated delta net has rows of this width."""
-_NUMBER_BYTES = 4
+NUMBER_BYTES = 4
+"""A state is in fp32, whatever the type of the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +43,11 @@ class RecurrentConfig:
         return self.conv_numbers + self.num_heads * self.key_dim * self.value_dim
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence's state, in all layers."""
+        return sum(self.layers) * self.state_numbers * NUMBER_BYTES
+
+    @property
     def key_width(self) -> int:
         """Width of all keys, and of all queries."""
         return self.num_key_heads * self.key_dim
@@ -77,34 +67,6 @@ class RecurrentConfig:
     def result_width(self) -> int:
         """Width of what a layer's last projection takes."""
         return self.channels if self.kind == "conv" else self.value_width
-
-
-@dataclass(frozen=True, slots=True)
-class StateRows:
-    """The rows of a sequence's state in the blocks of a layout: `width` numbers each, `in_piece` of them in a piece,
-    `of_layer` for a recurrent layer.
-    """
-
-    width: int
-    in_piece: int
-    of_layer: int
-    num_pieces: int
-    num_blocks: int
-
-
-def state_rows(recurrent: RecurrentConfig, layout: KVLayout) -> StateRows:
-    """Raises ConfigurationError if blocks of this layout can hold no fp32 numbers."""
-    piece_bytes = layout.layer_block_bytes // 2
-    if piece_bytes % _NUMBER_BYTES:
-        raise ConfigurationError(
-            f"blocks of {layout.block_size} tokens hold no recurrent states: block_size must be a multiple of 4"
-        )
-    numbers = piece_bytes // _NUMBER_BYTES
-    width, num_pieces = gcd(numbers, MAX_ROW), 2 * layout.num_layers
-    of_layer = -(-recurrent.state_numbers // width)
-    rows_in_block = num_pieces * (numbers // width)
-    num_blocks = -(-of_layer * sum(recurrent.layers) // rows_in_block)
-    return StateRows(width, numbers // width, of_layer, num_pieces, num_blocks)
 
 
 def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.encodings import Parameters
-from engine.models.linear import rms_norm
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.short_conv import CausalConv
 
@@ -78,8 +77,8 @@ class GatedDelta:
         return q * facts.key_dim**-0.5, k, v.view(len(v), -1, facts.value_dim)
 
     def _gated(self, out: Tensor, gate: Tensor) -> Tensor:
-        normed = rms_norm(out.contiguous(), self._norm, self._eps)
-        return normed * F.silu(gate).view(normed.shape)
+        scale = torch.rsqrt(out.square().mean(-1, keepdim=True) + self._eps)
+        return out * scale * self._norm * F.silu(gate).view(out.shape)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ class RecurrentMixer:
 def take_mixer(parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> RecurrentMixer:
     """Take the parameters of a recurrent layer between its projections."""
     recurrence: Recurrence = (
-        ShortConv(parameters, prefix, facts) if facts.kind == "conv" else GatedDelta(parameters, prefix, facts, norm_eps)
+        ShortConv(parameters, prefix, facts)
+        if facts.kind == "conv"
+        else GatedDelta(parameters, prefix, facts, norm_eps)
     )
     return RecurrentMixer(recurrence, facts.result_width)

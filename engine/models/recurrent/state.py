@@ -7,7 +7,8 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kv_cache import KVCache
-from engine.models.recurrent.config import RecurrentConfig, state_rows
+from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.rows import state_rows
 
 
 class RecurrentStates:

@@ -175,7 +175,7 @@ class PrefillService:
             end_span(prompt.trace_span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
-                moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1].id)
+                moved = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
                 yield KVSent(moved.num_bytes, moved.transport, duration_s)

@@ -34,7 +34,7 @@ from engine.models.families.llama import (
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
-from engine.models.families.qwen_hybrid import qwen3_5
+from engine.models.families.qwen_hybrid import qwen3_5, qwen3_5_moe, qwen3_next
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
@@ -88,6 +88,8 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 MoE", qwen3_5_moe),
+    "Qwen3NextForCausalLM": Family("Qwen3-Next", qwen3_next),
 }
 """Families by the names in `architectures` of config.json."""
 

@@ -47,16 +47,6 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
     return llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
-_DELTA = {
-    "num_hidden_layers": 4,
-    "head_dim": 32,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
-}
-
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -137,6 +127,27 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
     "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
+}
+"""One for each shape of all others."""
+
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_DELTA_EXPERTS = _DELTA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: llama_like(
         "lfm2",
         num_hidden_layers=5,
@@ -144,19 +155,20 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         conv_bias=True,
         block_multiple_of=32,
     ),
-    "qwen3.5": lambda: llama_like("qwen3_5_text", **_DELTA),
-    **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
+    "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
+    "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS),
+    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
 }
-"""One for each shape of all others."""
+"""Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
-    """Save a random model of `family` (a key of either table) with a tokenizer; returns `model_dir`.
+    """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`.
 
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
-    model = (FAMILIES | OTHER_FAMILIES)[family]()
+    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES)[family]()
     randomise(model)
     if family in REMOTE_FAMILIES:
         save_remote(family, model, model_dir)

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, texts
 from engine.models.families.lfm2 import recurrent_layers
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
+from engine.models.families.mixtures import qwen_experts
+from engine.models.model_config import ExpertsConfig, ModelConfig, TensorNames, rotated_dim
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
 
@@ -17,6 +18,23 @@ _NAMES = TensorNames(recurrent="linear_attn", norm_offset=1.0)
 def qwen3_5(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3.5, dense."""
     return _hybrid(plain, raw)
+
+
+def qwen3_5_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Qwen 3.5 with experts in all layers, and a gated shared expert."""
+    experts = replace(qwen_experts(plain, raw), normalised=True)
+    return replace(_hybrid(plain, raw), experts=_with_shared(experts, raw))
+
+
+def qwen3_next(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Qwen3-Next: as Qwen 3.5 MoE, with the projections of delta nets in fewer tensors."""
+    experts = replace(qwen_experts(plain, raw), normalised=flag(raw, "norm_topk_prob", default=True))
+    return replace(_hybrid(plain, raw, is_fused=True), experts=_with_shared(experts, raw))
+
+
+def _with_shared(experts: ExpertsConfig, raw: RawConfig) -> ExpertsConfig:
+    shared = integer(raw, "shared_expert_intermediate_size", default=512)
+    return replace(experts, shared_size=shared, shared_gate=True)
 
 
 def _hybrid(plain: ModelConfig, raw: RawConfig, *, is_fused: bool = False) -> ModelConfig:

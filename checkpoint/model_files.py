@@ -23,6 +23,7 @@ from checkpoint.config_json import (
     section,
     stretched_positions,
 )
+from checkpoint.text_part import read_config
 from mesh.domain.errors import ConfigurationError
 
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
@@ -120,10 +121,7 @@ def read_model_facts(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> 
     file.
     """
     path = model_dir / "config.json"
-    config = read_json(path)
-    text_config = config.get("text_config")  # multimodal checkpoints keep the decoder's facts there
-    if isinstance(text_config, dict):
-        config = text_config | config
+    config = read_config(model_dir)
     generation = read_json(model_dir / "generation_config.json", optional=True)
     vocab_size = _integer(config, VOCAB_KEYS, path)
     if vocab_size is None:

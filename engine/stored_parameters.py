@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
+from checkpoint.text_part import possible_names
 from engine.models.encodings import OUTPUT
 from engine.models.parameters import ParameterSpec
 from engine.quantized_formats.config import Quantization, read_quantization
@@ -16,9 +17,8 @@ _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
-    bare = name.partition(".")[2]
-    return bare if name not in stored and bare in stored else name
+    """The name under which the checkpoint stores tensor `name`."""
+    return next((other for other in possible_names(name) if other in stored), name)
 
 
 def find_modules(
@@ -32,11 +32,13 @@ def find_modules(
     for source in (source for spec in specs for source in spec.sources):
         if len(source.shape) == 2 and source.name.endswith(".weight"):
             name = source.name.removesuffix(".weight")
-            if source.name in stored and quantization is not None and quantization.storage_of(name) is not None:
-                promised.append(source.name)
+            other_names, as_stored = possible_names(name), stored_name(source.name, stored)
+            module_name = as_stored.removesuffix(".weight")
+            if as_stored in stored and quantization is not None and quantization.storage_of(module_name, other_names):
+                promised.append(as_stored)
             shape = source.shape[::-1] if source.transposed else source.shape
-            for candidate in (name, name.partition(".")[2]):
-                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
+            for candidate in other_names:
+                module = find_module(candidate, (shape[0], shape[1]), stored, quantization, other_names)
                 if module is not None:
                     modules[source.name] = module
                     break

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.config_json import RawConfig, read_json, texts
+from checkpoint.config_json import RawConfig, texts
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.text_part import WRAPPERS, read_config
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
@@ -98,7 +99,7 @@ def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyCo
     Raises ConfigurationError if the file is absent, a member has a wrong type, or the model is not supported.
     """
     path = Path(model_dir) / "config.json"
-    raw = read_json(path)
+    raw = read_config(path.parent)
     try:
         return _parse(rope.apply(raw), rope)
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
@@ -139,7 +140,7 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
-    supported = ", ".join((*FAMILIES, *ARCHITECTURES))
+    supported = ", ".join((*FAMILIES, *ARCHITECTURES, *WRAPPERS))
     raise ConfigurationError(
         f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {supported}"
     )

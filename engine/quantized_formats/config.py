@@ -1,12 +1,13 @@
 """The quantisation of a checkpoint as config.json describes it: the format of each module's matrix. Needs no torch."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from checkpoint.config_json import read_json
+from checkpoint.text_part import read_config
 from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 
@@ -77,13 +78,15 @@ class Quantization:
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
 
-    def storage_of(self, module: str) -> MatrixStorage | None:
+    def storage_of(self, module: str, other_names: Iterable[str] = ()) -> MatrixStorage | None:
         """The storage of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
-        of modules.
+        of modules. `other_names`: those that the module has in programs, if `module` is that of the file.
         """
         if any(_rank(target, module) for target in self.ignored):
             return None
-        ranked = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
+        names = (module, *other_names)
+        targets = [(target, group.storage) for group in self.groups for target in group.targets]
+        ranked = [(_rank(target, name), storage) for target, storage in targets for name in names]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))
         return best[1] if best[0] else None
 
@@ -108,7 +111,7 @@ def _rank(target: str, module: str) -> int:
 def read_quantization(model_dir: Path) -> Quantization | None:
     """The quantisation of the checkpoint in a folder; None if it has none. Raises ConfigurationError."""
     path = model_dir / "config.json"
-    config = read_json(path)
+    config = read_config(model_dir)
     raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
         path = model_dir / "quantize_config.json"  # of AutoGPTQ

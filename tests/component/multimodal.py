@@ -1,0 +1,55 @@
+"""Small random multimodal checkpoints, of whose models the text part is served."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from tests.component.checkpoints import WINDOW, randomise, save_tokenizer
+
+_TEXT = {
+    "vocab_size": 264,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+_VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+_VISION |= {"image_size": 8, "patch_size": 4}
+_QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32}
+_QWEN3_VISION = _QWEN_VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+_MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
+
+CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "gemma3": ({"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 2}, _VISION),
+    "llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
+    "mistral3": ({"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True}, _VISION | {"model_type": "pixtral"}),
+    "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),
+    "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
+    "smolvlm": ({"model_type": "llama"}, _VISION),
+}
+"""Members of `text_config` and `vision_config`, by the model_type of the whole."""
+
+
+def multimodal(model_type: str) -> PreTrainedModel:
+    """transformers' own class, with random weights."""
+    text, vision = CASES[model_type]
+    config = AutoConfig.for_model(model_type, text_config=_TEXT | text, vision_config=vision)
+    torch.manual_seed(0)
+    name = type(config).__name__.removesuffix("Config") + "ForConditionalGeneration"
+    model: PreTrainedModel = getattr(transformers, name)(config)
+    randomise(model)
+    model.tie_weights()
+    return model.eval()
+
+
+def build_multimodal(model_type: str, model_dir: Path) -> Path:
+    multimodal(model_type).save_pretrained(model_dir)
+    save_tokenizer(model_dir)
+    return model_dir

@@ -29,7 +29,10 @@ _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_0
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": ({"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 2}, _VISION),
     "llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
-    "mistral3": ({"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True}, _VISION | {"model_type": "pixtral"}),
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
+        _VISION | {"model_type": "pixtral"},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),
     "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
     "smolvlm": ({"model_type": "llama"}, _VISION),

@@ -17,13 +17,13 @@ from checkpoint.config_json import (
     VOCAB_KEYS,
     kept_rope,
     read_bytes,
+    read_config,
     read_json,
     rope_section,
     rope_stretch,
     section,
     stretched_positions,
 )
-from checkpoint.text_part import read_config
 from mesh.domain.errors import ConfigurationError
 
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'

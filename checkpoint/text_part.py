@@ -1,19 +1,14 @@
-"""The text part of a multimodal model: its config.json, and the names of its tensors. Standard library only.
+"""The text parts of multimodal models: the architectures that compute them, and the names of their tensors.
 
-Everything that reads a model's config.json takes it from `read_config`, which returns the text part as if it were a
-model of its own. Published files leave out what is the default of transformers' class for `text_config`, so these
-defaults are written down here.
+Published files leave out what is the default of transformers' class for `text_config`, so these defaults are written
+down here. `checkpoint.config_json.read_config` makes the config.json of a model of text alone of them.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-from checkpoint.config_json import RawConfig, first_of, read_json, section, text, texts
-from mesh.domain.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,14 +19,15 @@ class TextModel:
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-_LLAMA = {"vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
-_QWEN = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32}
+_Facts = dict[str, float]
+_LLAMA: _Facts = {"vocab_size": 32_000, "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_QWEN: _Facts = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32}
 _QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 32, "max_position_embeddings": 32_768}
-_QWEN_VL = {"vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80}
+_QWEN_VL: _Facts = {"vocab_size": 152_064, "hidden_size": 8192, "intermediate_size": 29_568, "num_hidden_layers": 80}
 _QWEN_VL |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
 _QWEN_VL |= {"rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6}
 _QWEN3_VL = _QWEN | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 5e5}
-_GEMMA3 = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
+_GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 
@@ -71,44 +67,13 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
 )
 """The multimodal architectures, and the kind of text part of those whose `text_config` does not name it."""
 
-_KINDS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
+OTHER_KINDS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "gemma3": "gemma3_text"}
 """Other names of kinds: early Qwen 2 VL has its text part's members beside `vision_config`, and one model_type."""
-_TIED, _DTYPE = "tie_word_embeddings", ("dtype", "torch_dtype")
-_OF_CHECKPOINT = ("eos_token_id", "quantization_config", "compression_config", "is_encoder_decoder")
-"""Members that stand outside of `text_config`."""
 
-
+_TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 _OTHER_PARTS = re.compile(
     r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|perceiver_resampler|image_newline)\b"
 )
-
-
-def read_config(model_dir: Path) -> dict[str, Any]:
-    """Read config.json of a checkpoint; of a multimodal one, its text part. Raises ConfigurationError."""
-    return text_part(read_json(model_dir / "config.json"))
-
-
-def text_part(raw: RawConfig) -> dict[str, Any]:
-    """A config.json as it is, or its text part if its architecture is in WRAPPERS. Raises ConfigurationError."""
-    wrapper = next((name for name in texts(raw, "architectures") if name in WRAPPERS), None)
-    if wrapper is None:
-        return dict(raw)
-    stated = section(raw, "text_config") or raw
-    kind = text(stated, "model_type", default=WRAPPERS[wrapper])
-    model = TEXT_MODELS.get(_KINDS.get(kind, kind))
-    if model is None:
-        raise ConfigurationError(
-            f"{wrapper} with a text_config of model_type {kind!r} is not supported; supported: {', '.join(TEXT_MODELS)}"
-        )
-    part = {**model.defaults, **stated, "architectures": [model.architecture]}
-    part |= {key: raw[key] for key in _OF_CHECKPOINT if raw.get(key) is not None}
-    if section(stated, "rope_parameters").get("rope_theta") is not None:
-        part["rope_theta"] = stated.get("rope_theta")
-    # Where both say so, transformers 4 takes what text_config says.
-    if part.get(_TIED) is None:
-        part.pop(_TIED, None)
-        part |= {_TIED: raw[_TIED]} if raw.get(_TIED) is not None else {}
-    return part | {"dtype": first_of(raw, _DTYPE, first_of(stated, _DTYPE))}
 
 
 def possible_names(name: str) -> tuple[str, ...]:
@@ -117,6 +82,11 @@ def possible_names(name: str) -> tuple[str, ...]:
     """
     bare = name.partition(".")[2]
     return name, bare, f"language_model.{name}", f"model.language_model.{bare}", f"model.text_model.{bare}"
+
+
+def names_in_programs(stored: str) -> tuple[str, ...]:
+    """The names by which config.json may call a module that the file has as `stored`."""
+    return stored, *possible_names(_TEXT.sub("model.", stored))
 
 
 def other_part(name: str) -> str | None:

@@ -32,13 +32,13 @@ def find_modules(
     for source in (source for spec in specs for source in spec.sources):
         if len(source.shape) == 2 and source.name.endswith(".weight"):
             name = source.name.removesuffix(".weight")
-            other_names, as_stored = possible_names(name), stored_name(source.name, stored)
+            as_stored = stored_name(source.name, stored)
             module_name = as_stored.removesuffix(".weight")
-            if as_stored in stored and quantization is not None and quantization.storage_of(module_name, other_names):
+            if as_stored in stored and quantization is not None and quantization.storage_of(module_name) is not None:
                 promised.append(as_stored)
             shape = source.shape[::-1] if source.transposed else source.shape
-            for candidate in other_names:
-                module = find_module(candidate, (shape[0], shape[1]), stored, quantization, other_names)
+            for candidate in possible_names(name):
+                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
                 if module is not None:
                     modules[source.name] = module
                     break

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.config_json import RawConfig, texts
+from checkpoint.config_json import RawConfig, read_config, texts
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from checkpoint.text_part import WRAPPERS, read_config
+from checkpoint.text_part import WRAPPERS
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4

@@ -1,13 +1,13 @@
 """The quantisation of a checkpoint as config.json describes it: the format of each module's matrix. Needs no torch."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.config_json import read_json
-from checkpoint.text_part import read_config
+from checkpoint.config_json import read_config, read_json
+from checkpoint.text_part import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 
@@ -78,15 +78,15 @@ class Quantization:
     groups: tuple[ModuleGroup, ...]
     ignored: tuple[str, ...] = ()
 
-    def storage_of(self, module: str, other_names: Iterable[str] = ()) -> MatrixStorage | None:
-        """The storage of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
-        of modules. `other_names`: those that the module has in programs, if `module` is that of the file.
+    def storage_of(self, module: str) -> MatrixStorage | None:
+        """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
+        patterns, these before kinds of modules.
         """
         if any(_rank(target, module) for target in self.ignored):
             return None
-        names = (module, *other_names)
+        names = names_in_programs(module)
         targets = [(target, group.storage) for group in self.groups for target in group.targets]
-        ranked = [(_rank(target, name), storage) for target, storage in targets for name in names]
+        ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))
         return best[1] if best[0] else None
 

@@ -1,6 +1,6 @@
 """The tensors of a quantised module in a checkpoint: found, checked against config.json, and read."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -63,14 +63,9 @@ class QuantizedModule:
 
 
 def find_module(
-    name: str,
-    shape: Shape,
-    stored: StoredTensors,
-    quantization: Quantization | None,
-    other_names: Collection[str] = (),
+    name: str, shape: Shape, stored: StoredTensors, quantization: Quantization | None
 ) -> QuantizedModule | None:
-    """The quantised matrix of module `name`; None if the checkpoint stores it as it is, or not at all. `other_names`:
-    see Quantization.storage_of.
+    """The quantised matrix of module `name`; None if the checkpoint stores it as it is, or not at all.
 
     Modules are quantised if their tensors are, whatever lists of exceptions config.json has. Raises ConfigurationError
     with the file and the tensor if config.json and the tensors do not fit.
@@ -88,7 +83,7 @@ def find_module(
             f"{where} is quantised, but config.json has no quantization_config: copy it from where the checkpoint is "
             "from"
         )
-    storage = quantization.storage_of(name, other_names)
+    storage = quantization.storage_of(name)
     if storage is None:
         raise ConfigurationError(
             f"{where} is quantised, but config.json says that {name} is not ({quantization}): one of them is from "

@@ -33,6 +33,7 @@ from engine.models.families.llama import (
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
+from engine.models.families.recent import smollm3
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
@@ -84,6 +85,7 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "SmolLM3ForCausalLM": Family("SmolLM 3", smollm3),
 }
 """Families by the names in `architectures` of config.json."""
 

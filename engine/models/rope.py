@@ -4,7 +4,8 @@ Cosines and sines are computed for the tokens of each step and shared by all lay
 
 There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
 or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
-(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0.
+(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0, in layers without rotary
+positions all of them.
 
 With dynamic NTK and LongRoPE the frequencies depend on the length of the sequence, but cached keys keep their rotation.
 transformers rotates a complete prompt with the frequencies of the prompt's length, and every later token with those of
@@ -72,16 +73,23 @@ class RotaryEmbedding:
 
 
 def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[RotaryEmbedding]:
-    """No rope, one for all layers, or one for layers without a window and one for layers with it, in this order."""
+    """Without rotary positions none. Else one for all layers, or for those without a window; then one for layers with
+    a window, if it differs; then one for unrotated layers, if there are any.
+    """
     if config.positions != "rotary":
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+    if config.unrotated:
+        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
     return [RotaryEmbedding(rope, config.head_dim, device, dtype) for rope in ropes]
 
 
 def rope_of_layer(config: ModelConfig, layer: int) -> int:
     """The place of a layer's rope in `ropes_of`."""
-    return int(config.window_rope is not None and config.windows[layer] is not None)
+    has_window_rope = config.window_rope is not None
+    if layer in config.unrotated:
+        return 1 + has_window_rope
+    return int(has_window_rope and config.windows[layer] is not None)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -127,6 +127,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
     "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    "smollm3": lambda: llama_like("smollm3", use_sliding_window=True, sliding_window=WINDOW, no_rope_layer_interval=2),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""

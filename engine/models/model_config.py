@@ -59,6 +59,10 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attn_factor: float = field(default=1.0, repr=False)
     """YaRN: multiplies the attention factor where config.json does not state that, as in vLLM."""
+    alpha: float = field(default=1.0, repr=False)
+    """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
+    query_growth: float = field(default=0.0, repr=False)
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -155,6 +159,7 @@ class TensorNames:
     """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
+    xielu: str = field(default="mlp.act_fn", repr=False)
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
@@ -243,6 +248,8 @@ class ModelConfig:
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
     norm_bias: bool = False
+    norm_weight: bool = field(default=True, repr=False)
+    """False: the checkpoint has no weights of norms, which are 1."""
     qk_norm: bool = False
     """Queries and keys are normed, with a root-mean-square norm or a layer norm as `norm` says, without biases."""
     qk_norm_of: str = field(default="head", repr=False)
@@ -263,6 +270,9 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+
+    clip_qkv: float | None = field(default=None, repr=False)
+    """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
     gated: bool = True

@@ -16,12 +16,24 @@ this is not reproduced.
 """
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.model_config import ModelConfig, RopeConfig
+
+
+class Rotation(NamedTuple):
+    """How the tokens of a step are rotated: see RotaryEmbedding.cos_sin. `query_factors` [num_tokens, 1, 1] multiply
+    rotated queries; None: nothing does.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None
 
 
 class RotaryEmbedding:
@@ -34,6 +46,7 @@ class RotaryEmbedding:
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self._exponents = exponents.to(device)  # [dim / 2]
         self._ntk_power = dim / (dim - 2) if dim > 2 else 1.0
+        config = replace(config, theta=config.theta * config.alpha**self._ntk_power)
         self._num_still = (head_dim - dim) // 2
         self._inv_freq = self._with_still(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
         self._long_inv_freq = self._inv_freq
@@ -42,6 +55,10 @@ class RotaryEmbedding:
             self._long_inv_freq = self._with_still(long.to(device))
         scale = torch.full((dim // 2,), _attention_factor(config), device=device)
         self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
+
+    def rotation(self, positions: Tensor, lengths: Tensor) -> Rotation:
+        """The rotation of these tokens; see `cos_sin`."""
+        return Rotation(*self.cos_sin(positions, lengths), self._query_factors(positions))
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sines of the first half are negated.
@@ -58,6 +75,13 @@ class RotaryEmbedding:
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
+
+    def _query_factors(self, positions: Tensor) -> Tensor | None:
+        growth = self._config.query_growth
+        if not growth:
+            return None
+        stretches = (positions // self._config.original_positions).to(torch.float32)
+        return (1 + growth * stretches.log1p()).to(self._dtype)[:, None, None]
 
     def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
         # -> [num_tokens, head_dim / 2]

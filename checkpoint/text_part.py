@@ -30,9 +30,12 @@ _QWEN3_VL = _QWEN | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_
 _GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_COHERE2: _Facts = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40}
+_COHERE2 |= {"num_attention_heads": 64, "max_position_embeddings": 8192}
 
 TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
     {
+        "cohere2": TextModel("Cohere2ForCausalLM", _COHERE2),
         "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
         "granite": TextModel("GraniteForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
         "llama": TextModel("LlamaForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
@@ -51,6 +54,8 @@ Ministral 3, which its files state.
 
 WRAPPERS: Mapping[str, str] = MappingProxyType(
     {
+        "AyaVisionForConditionalGeneration": "cohere2",
+        "Cohere2VisionForConditionalGeneration": "cohere2",
         "Gemma3ForConditionalGeneration": "gemma3_text",
         "Idefics2ForConditionalGeneration": "mistral",
         "Idefics3ForConditionalGeneration": "llama",

@@ -1,13 +1,18 @@
 """Small random multimodal checkpoints, of whose models the text part is served."""
 
+import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 
+from checkpoint.config_json import text_part
+from checkpoint.text_part import other_part
 from tests.component.checkpoints import WINDOW, randomise, save_tokenizer
 
 _TEXT = {
@@ -56,3 +61,21 @@ def build_multimodal(model_type: str, model_dir: Path) -> Path:
     multimodal(model_type).save_pretrained(model_dir)
     save_tokenizer(model_dir)
     return model_dir
+
+
+def text_alone(model_dir: Path, out: Path) -> Path:
+    """A copy with nothing but the text part, under the names of a model of text. Returns `out`."""
+    shutil.copytree(model_dir, out)
+    stored = load_file(model_dir / "model.safetensors")
+    kept = {_plain(name): tensor for name, tensor in stored.items() if other_part(name) is None}
+    save_file(kept, out / "model.safetensors", {"format": "pt"})
+    path = out / "config.json"
+    path.write_text(json.dumps(text_part(json.loads(path.read_text()))))
+    return out
+
+
+def _plain(name: str) -> str:
+    for prefix in ("model.language_model.", "language_model.model.", "model.text_model."):
+        if name.startswith(prefix):
+            return f"model.{name.removeprefix(prefix)}"
+    return name.removeprefix("language_model.")

@@ -30,6 +30,8 @@ _QWEN3_VL = _QWEN | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_
 _GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
+_MINISTRAL3 = _MISTRAL | {"vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128, "rms_norm_eps": 1e-5}
+_MINISTRAL3 |= {"max_position_embeddings": 262_144}
 _COHERE2: _Facts = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40}
 _COHERE2 |= {"num_attention_heads": 64, "max_position_embeddings": 8192}
 
@@ -39,7 +41,7 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
         "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
         "granite": TextModel("GraniteForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
         "llama": TextModel("LlamaForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
-        "ministral3": TextModel("Ministral3ForCausalLM"),
+        "ministral3": TextModel("Ministral3ForCausalLM", _MINISTRAL3),
         "mistral": TextModel("MistralForCausalLM", _MISTRAL),
         "qwen2": TextModel("Qwen2ForCausalLM", _QWEN),
         "qwen2_vl_text": TextModel("Qwen2ForCausalLM", _QWEN_VL),
@@ -48,9 +50,7 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
         "qwen3_vl_text": TextModel("Qwen3ForCausalLM", _QWEN3_VL),
     }
 )
-"""By the `model_type` of `text_config`. Members whose default is that of our own readers are left out, and those of
-Ministral 3, which its files state.
-"""
+"""By the `model_type` of `text_config`. Members whose default is that of our own readers are left out."""
 
 WRAPPERS: Mapping[str, str] = MappingProxyType(
     {

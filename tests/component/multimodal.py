@@ -29,6 +29,8 @@ _VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "
 _VISION |= {"image_size": 8, "patch_size": 4}
 _QWEN_VISION = {"depth": 1, "hidden_size": 32, "embed_dim": 32, "num_heads": 2, "intermediate_size": 32}
 _QWEN3_VISION = _QWEN_VISION | {"out_hidden_size": 64, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+_GROWING = {"rope_type": "yarn", "factor": 16.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 32}
+_GROWING |= {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5}
 _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_000.0}
 
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -38,17 +40,21 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},
         _VISION | {"model_type": "pixtral"},
     ),
+    "mistral3-ministral3": (
+        {"model_type": "ministral3", "rope_parameters": _GROWING, "tie_word_embeddings": True},
+        _VISION | {"model_type": "pixtral"},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),
     "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
     "smolvlm": ({"model_type": "llama"}, _VISION),
 }
-"""Members of `text_config` and `vision_config`, by the model_type of the whole."""
+"""Members of `text_config` and `vision_config`, by the model_type of the whole, and of its text if it may be others."""
 
 
-def multimodal(model_type: str) -> PreTrainedModel:
+def multimodal(case: str) -> PreTrainedModel:
     """transformers' own class, with random weights."""
-    text, vision = CASES[model_type]
-    config = AutoConfig.for_model(model_type, text_config=_TEXT | text, vision_config=vision)
+    text, vision = CASES[case]
+    config = AutoConfig.for_model(case.partition("-")[0], text_config=_TEXT | text, vision_config=vision)
     torch.manual_seed(0)
     name = type(config).__name__.removesuffix("Config") + "ForConditionalGeneration"
     model: PreTrainedModel = getattr(transformers, name)(config)
@@ -57,8 +63,8 @@ def multimodal(model_type: str) -> PreTrainedModel:
     return model.eval()
 
 
-def build_multimodal(model_type: str, model_dir: Path) -> Path:
-    multimodal(model_type).save_pretrained(model_dir)
+def build_multimodal(case: str, model_dir: Path) -> Path:
+    multimodal(case).save_pretrained(model_dir)
     save_tokenizer(model_dir)
     return model_dir
 

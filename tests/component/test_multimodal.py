@@ -22,14 +22,14 @@ from tests.component.parity import expect, prompts, require_same, run_mixed
 from tests.component.quantized import quantize_checkpoint
 
 
-@pytest.mark.parametrize("model_type", CASES)
-def test_text_part_says_what_transformers_says(tmp_path: Path, model_type: str) -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_text_part_says_what_transformers_says(tmp_path: Path, case: str) -> None:
     """transformers' whole model, without images: all axes of Qwen's positions are equal."""
-    model_dir = build_multimodal(model_type, tmp_path)
+    model_dir = build_multimodal(case, tmp_path)
     with capture_logs() as logs:
         runner = load_model_runner(settings(model_dir))
     for run, prompt in zip(run_mixed(runner), prompts(), strict=True):
-        require_same(run, expect(multimodal(model_type), prompt))
+        require_same(run, expect(multimodal(case), prompt))
     not_read = next(line["tensors_not_read"] for line in logs if "tensors_not_read" in line)
     assert not_read.keys() & {"vision_tower", "visual", "vision_model"}
     assert not [line for line in logs if "does not use" in line["event"]]

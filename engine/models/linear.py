@@ -25,6 +25,7 @@ from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.encodings import LinearParameters
+from engine.models.xielu import xielu
 from mesh.domain.errors import ConfigurationError
 
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
@@ -40,6 +41,10 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -47,6 +52,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _relu_squared,
+    "xielu": xielu,
 }
 """Activations by their names in config.json."""
 

@@ -23,7 +23,7 @@ _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 def require_norms(config: ModelConfig) -> None:
     """Raise ConfigurationError if no norm is before the matrices."""
-    if config.block == "post":
+    if config.block in ("post", "behind"):
         raise ConfigurationError(
             f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: no norm is "
             "before the matrices. Take another scheme"

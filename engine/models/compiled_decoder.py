@@ -51,8 +51,9 @@ from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
+from engine.models.experts_config import NO_EXPERTS
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import BLOCKS, NO_EXPERTS, ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.experts_config import ExpertsConfig
 from engine.models.head_norms import HeadNorms, ProjectionNorms, take_head_norms
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router

@@ -61,7 +61,7 @@ def _softmax_experts(plain: ModelConfig, raw: RawConfig, *, normalised: bool) ->
 
 def glm4_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """GLM-4.5, 4.5 Air, 4.6 and 4.7. Their layer that predicts a second token is not used."""
-    raw = {"first_k_dense_replace": 1, "n_shared_experts": 1} | raw
+    raw = {"first_k_dense_replace": 1, "n_shared_experts": 1, **raw}
     return replace(
         plain,
         tensors=DEEPSEEK,
@@ -75,7 +75,7 @@ def glm4_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def solar_open(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Solar Open 100B: GLM-4.5 with experts in all layers."""
     plain = replace(plain, rope=default_rope(plain, raw, 1_000_000.0))
-    raw = {"partial_rotary_factor": 1.0} | raw | {"first_k_dense_replace": 0, "use_qk_norm": False}
+    raw = {"partial_rotary_factor": 1.0, **raw, "first_k_dense_replace": 0, "use_qk_norm": False}
     return glm4_moe(plain, raw)
 
 
@@ -85,9 +85,9 @@ def dots1(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     windows = layer_windows(raw, plain.num_layers, window)
     if raw.get("layer_types") is None:
         windows = tuple(window if layer >= first else None for layer in range(plain.num_layers))
-    raw = {"norm_topk_prob": False} | raw
+    raw = {"norm_topk_prob": False, **raw}
     experts = sigmoid_experts(plain, raw)
-    return replace(qwen3(plain, raw | {"sliding_window": None}), tensors=DEEPSEEK, windows=windows, experts=experts)
+    return replace(qwen3(plain, {**raw, "sliding_window": None}), tensors=DEEPSEEK, windows=windows, experts=experts)
 
 
 def minimax_m2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -166,7 +166,7 @@ def hunyuan_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     for key, width in (("num_shared_expert", 1), ("moe_intermediate_size", plain.intermediate_size)):
         if (given := _same_in_layers(raw, key, width)) != width:
             raise ConfigurationError(f"config.json: {key} {given} is not supported, only {width} is")
-    raw = raw | {key: _same_in_layers(raw, key, 1) for key in ("num_experts", "moe_topk")}
+    raw = {**raw, **{key: _same_in_layers(raw, key, 1) for key in ("num_experts", "moe_topk")}}
     experts = _softmax_experts(plain, raw, normalised=True)
     dense = hunyuan(plain, raw)
     return replace(
@@ -208,7 +208,7 @@ def phimoe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         o_bias=bias,
         lm_head_bias=flag(raw, "lm_head_bias", default=False),
         experts=replace(
-            _softmax_experts(plain, {"num_experts_per_tok": 2} | raw, normalised=False),
+            _softmax_experts(plain, {"num_experts_per_tok": 2, **raw}, normalised=False),
             scoring="sparse-mixer",
             mixer_range=2 * number(raw, "router_jitter_noise", default=0.01, may_be_zero=True),
         ),

@@ -79,15 +79,6 @@ _SIGMOID_EXPERTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 2.5,
 }
-_GRANITE_EXPERTS = {
-    "num_local_experts": 8,
-    "num_experts_per_tok": 3,
-    "intermediate_size": 32,
-    "embedding_multiplier": 3.0,
-    "attention_multiplier": 0.2,
-    "residual_multiplier": 0.7,
-    "logits_scaling": 2.0,
-}
 
 OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: _model("gpt2"),
@@ -190,8 +181,17 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "ernie4-5-moe": lambda: llama_like(
         "ernie4_5_moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, tie_word_embeddings=False
     ),
-    "granite-moe": lambda: llama_like("granitemoe", **_GRANITE_EXPERTS),
-    "granite-moe-shared": lambda: llama_like("granitemoeshared", **_GRANITE_EXPERTS, shared_intermediate_size=48),
+    "granite-moe": lambda: llama_like(
+        "granitemoeshared",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=32,
+        shared_intermediate_size=48,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
     "olmoe": lambda: llama_like("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "flex-olmo": lambda: llama_like("flex_olmo", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "hunyuan-moe": lambda: llama_like(

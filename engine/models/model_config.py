@@ -24,6 +24,7 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.experts_config import ExpertsConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
@@ -168,8 +169,14 @@ class TensorNames:
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
+    """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
+    stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
+    """The whole name. `choice_bias_is_row`: it is stored as [1, num_experts]."""
+    choice_bias_is_row: bool = field(default=False, repr=False)
 
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
@@ -202,24 +209,6 @@ Parallel: both read the layer's input, through separate norms or a shared one. S
 attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
 the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
 and MLP."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP: the router sends each token to `top_k` of `num_experts` experts.
-
-    `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
-    processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
-    layers with experts; the others have the MLP.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalised: bool
-    layers: tuple[bool, ...]
-    shared_size: int = 0
-    shared_gate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,8 +41,8 @@ def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence
     cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
         cos, sin = (
-            torch.cat([rotation[part] for rotation in rotations], 1).transpose(0, 1).contiguous().numpy()
-            for part in range(2)
+            torch.cat(parts, 1).transpose(0, 1).contiguous().numpy()
+            for parts in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
         )
     if any(rotation.query_factors is not None for rotation in rotations):
         ones = torch.ones(cos.shape[1])

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,15 +13,18 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.experts_config import ExpertsConfig
+from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Ops, Rows
+from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.mixer import RecurrentMixer, take_mixer
-from engine.models.rope import rotate
+from engine.models.rope import Rotation, rotate
+from engine.models.routing import Router
 from engine.models.share import rank_share
+from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
 
-Rotation = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
 Recur = Callable[[RecurrentMixer, Tensor], Tensor]
@@ -78,8 +82,8 @@ class DenseMlp:
 
 
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
-    quantised. `experts`: by number, all of them or those of this rank.
+    """A mixture of experts (Shazeer et al. 2017): each row is processed by those that the router chooses. The router is
+    never quantised. `experts`: by number, all of them or those of this rank.
 
     On a GPU, `on_device` computes steps of few rows, and those that are captured. Otherwise the host reads once how
     many rows each expert has, and the experts run in order, each with all of its rows, so a row's result does not
@@ -89,35 +93,27 @@ class Experts:
     def __init__(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: Router,
         experts: Mapping[int, DenseMlp],
         linears: LinearLayers,
         on_device: ChosenExperts | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
-        self.router = router  # [num_experts, hidden_size]
+        self.router = router
         self._experts = experts
         self._linears = linears
         self._on_device = on_device
 
     def __call__(self, x: Rows) -> Tensor:
         values = self.ops.values(x)
-        chosen, shares = self._choose(values)
+        chosen, shares = self.router(values)
         if self._on_device is not None and self._on_device.products.fit_step:
             return self._on_device(values, chosen, shares)
         return self._one_by_one(values, chosen.flatten(), shares.flatten())
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)
-
-    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and the weights of their results: both [rows, top_k]."""
-        scores = F.linear(values, self.router).softmax(-1, dtype=torch.float32)
-        shares, chosen = scores.topk(self._config.top_k, -1)
-        if self._config.normalised:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return chosen, shares.to(values.dtype)
 
     def _one_by_one(self, values: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """chosen, shares: [choices], `top_k` of each row."""
@@ -177,17 +173,18 @@ class Layer:
 
     In a layer with a `recurrence` instead of attention, `qkv` and `o` are the projections before and behind that.
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
-    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP.
+    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP; the block "behind" has neither.
     """
 
     block: str
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: LinearLayer
-    q_norm: Norm | None
-    k_norm: Norm | None
+    qk_norm: HeadNorms | ProjectionNorms | None
+    norms_rotated: bool
+    clip_qkv: float | None
     o: LinearLayer
     attn_out_norm: Norm | None
-    post_norm: Norm
+    post_norm: Norm | None
     mlp: Mlp
     mlp_out_norm: Norm | None
     gates_attention: bool = False
@@ -201,6 +198,13 @@ class Layer:
     def shares_norm(self) -> bool:
         """True if attention and MLP take the same normed rows."""
         return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
+
+    @property
+    def like(self) -> Tensor:
+        """A vector of the residual's width, dtype and device."""
+        norm = self.input_norm or self.attn_out_norm
+        assert norm is not None
+        return norm.weight
 
 
 def take_layer(
@@ -223,16 +227,21 @@ def take_layer(
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
+    summing = ranks if ranks is not None and ranks.sums else None
+    num_tensor_ranks = 1 if ranks is None else ranks.degrees.tensor
     return Layer(
         block=config.block,
-        input_norm=norms["input_norm"],
+        input_norm=norms.get("input_norm"),
         qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
-        q_norm=None if is_recurrent else _take_head_norm(parameters, f"{prefix}q_norm", config),
-        k_norm=None if is_recurrent else _take_head_norm(parameters, f"{prefix}k_norm", config),
-        o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
+        qk_norm=None
+        if is_recurrent
+        else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
+        norms_rotated=config.qk_norm_rotated,
+        clip_qkv=config.clip_qkv,
+        o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
-        post_norm=norms.get("post_norm", norms["input_norm"]),
-        mlp=Summed(mlp, ranks) if ranks is not None and ranks.sums else mlp,
+        post_norm=norms.get("post_norm", norms.get("input_norm")),
+        mlp=mlp if summing is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
         gates_attention=config.attention_gate,
         recurrence=take_mixer(parameters, prefix, config.recurrent, config.norm_eps)
@@ -247,16 +256,16 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
 
 
-def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm | None:
-    return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
-
-
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
     return linears.make_linear(name, parameters.take_linear(name))
 
 
 def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
-    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears)
+    activation = ACTIVATIONS[config.activation]
+    if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
+        alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
+        activation = partial(xielu, alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps)
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation)
 
 
 def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
@@ -265,9 +274,11 @@ def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> 
     return {name: parameters.take_linear(name) for name in names}
 
 
-def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+def _make_mlp(
+    matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers, activation: Activation
+) -> DenseMlp:
     up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
-    return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
+    return DenseMlp(up, down, activation, gated=config.gated)
 
 
 def _take_mixture(
@@ -280,12 +291,12 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    router = parameters.take(f"{prefix}router")
+    router = Router(facts, parameters.take(f"{prefix}router"), parameters.take_optional(f"{prefix}choice_bias"))
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
         taken = _take_matrices(parameters, f"{prefix}experts.{number}.", config)
-        mlps[number] = _make_mlp(taken, config, linears)
+        mlps[number] = _make_mlp(taken, config, linears, ACTIVATIONS[config.activation])
         if products is not None:
             matrices += taken.values()
     on_device = None
@@ -308,19 +319,26 @@ def run_layer(
     recur: Recur | None = None,
 ) -> Tensor:
     """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
-    tokens, see RotaryEmbedding.cos_sin; `attend` and `recur` see the tokens' context.
+    tokens; `attend` and `recur` see the tokens' context.
     """
     is_post = layer.block == "post"
-    x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
+    x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
     mixed = layer.o.ops.rows(_mix(layer.qkv(x), layer, heads, rotation, attend, recur))
     if layer.parallel:
-        beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
+        beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
     if is_post:
+        assert layer.input_norm is not None
+        assert layer.post_norm is not None
         residual = layer.input_norm(layer.o.add_to(residual, mixed))
         return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
     residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
-    return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
+    return _add(residual, layer.mlp, _rows(layer.mlp, residual, layer.post_norm), layer.mlp_out_norm)
+
+
+def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:
+    """The input rows of a part."""
+    return part.ops.rows(residual) if norm is None else part.ops.norm(residual, norm)
 
 
 def _mix(
@@ -349,14 +367,20 @@ def _project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
     num_scored = shape.num_heads + shape.num_kv_heads
+    if layer.clip_qkv is not None:
+        qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
     heads = qkv.view(qkv.shape[0], num_scored + shape.num_kv_heads, shape.head_dim)
     scored, values = heads[:, :num_scored], heads[:, num_scored:]
-    if layer.q_norm is not None and layer.k_norm is not None:
-        queries, keys = scored[:, : shape.num_heads], scored[:, shape.num_heads :]
-        scored = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), 1)
+    if layer.qk_norm is not None and not layer.norms_rotated:
+        scored = layer.qk_norm(scored[:, : shape.num_heads], scored[:, shape.num_heads :])
     if rotation is not None:
-        scored = rotate(scored, *rotation)
-    return scored[:, : shape.num_heads], scored[:, shape.num_heads :], values
+        scored = rotate(scored, rotation.cos, rotation.sin)
+    if layer.qk_norm is not None and layer.norms_rotated:
+        scored = layer.qk_norm(scored[:, : shape.num_heads], scored[:, shape.num_heads :])
+    queries, keys = scored[:, : shape.num_heads], scored[:, shape.num_heads :]
+    if rotation is not None and rotation.query_factors is not None:
+        queries = queries * rotation.query_factors
+    return queries, keys, values
 
 
 def _add(residual: Tensor, part: LinearLayer | Mlp, rows: Rows, out_norm: Norm | None) -> Tensor:

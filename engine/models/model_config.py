@@ -24,6 +24,7 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.experts_config import ExpertsConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Span
@@ -60,6 +61,10 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attn_factor: float = field(default=1.0, repr=False)
     """YaRN: multiplies the attention factor where config.json does not state that, as in vLLM."""
+    alpha: float = field(default=1.0, repr=False)
+    """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
+    query_growth: float = field(default=0.0, repr=False)
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -79,6 +84,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     scaling = rope_section(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
+    kind = "default" if kind == "mrope" else kind  # a token of text has the same position on all axes
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
     missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
@@ -148,6 +154,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
+    """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
     recurrent: str = field(default="", repr=False)
@@ -158,14 +165,21 @@ class TensorNames:
     """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
+    xielu: str = field(default="mlp.act_fn", repr=False)
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
+    """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
+    stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
+    """The whole name. `choice_bias_is_row`: it is stored as [1, num_experts]."""
+    choice_bias_is_row: bool = field(default=False, repr=False)
 
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
@@ -191,29 +205,13 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "parallel-shared": ("input_norm",),
     "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
     "post": ("input_norm", "post_norm"),
+    "behind": ("attn_out_norm", "mlp_out_norm"),
 }
 """Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
 Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
 attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
-the residual itself is normed (as in Vaswani et al. 2017)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP: the router sends each token to `top_k` of `num_experts` experts.
-
-    `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
-    processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
-    layers with experts; the others have the MLP.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalised: bool
-    layers: tuple[bool, ...]
-    shared_size: int = 0
-    shared_gate: bool = False
+the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
+and MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,13 +242,22 @@ class ModelConfig:
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
     norm_bias: bool = False
+    norm_weight: bool = field(default=True, repr=False)
+    """False: the checkpoint has no weights of norms, which are 1."""
     qk_norm: bool = False
-    """Each head of queries and keys is normed before it is rotated."""
+    """Queries and keys are normed, with a root-mean-square norm or a layer norm as `norm` says, without biases."""
+    qk_norm_of: str = field(default="head", repr=False)
+    """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
+    token together, and its keys together."""
+    qk_norm_rotated: bool = field(default=False, repr=False)
+    """They are normed after they are rotated, not before."""
 
     positions: str = "rotary"
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
     window_rope: RopeConfig | None = None
     """Rotary positions of the layers with a window, if they differ from `rope`."""
+    unrotated: tuple[int, ...] = field(default=(), repr=False)
+    """Layers without rotary positions, in a model that has them."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
@@ -260,6 +267,9 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+
+    clip_qkv: float | None = field(default=None, repr=False)
+    """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
     gated: bool = True
@@ -313,18 +323,11 @@ class ModelConfig:
         return self.num_kv_layers_before(self.num_layers)
 
     def num_kv_layers_before(self, layer: int) -> int:
-        return layer if self.recurrent is None else layer - sum(self.recurrent.layers[:layer])
+        return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:
-        """The layers of KV that are final once these layers are computed. The last one waits for the model's last
-        layer: who sees it is sure that recurrent states are final, too.
-        """
-        if self.recurrent is None:
-            return computed
-        last = self.num_kv_layers - 1
-        first = min(self.num_kv_layers_before(computed.first), last)
-        end = last + 1 if computed.end == self.num_layers else min(self.num_kv_layers_before(computed.end), last)
-        return Span(first, end - first)
+        """The layers of KV that are final once these layers are computed."""
+        return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
 
     @property
     def queries_per_kv_head(self) -> int:

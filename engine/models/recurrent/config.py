@@ -32,6 +32,18 @@ class RecurrentConfig:
     value_dim: int = 0
     is_fused: bool = False
 
+    def num_before(self, layer: int) -> int:
+        """Number of recurrent layers before this one."""
+        return sum(self.layers[:layer])
+
+    def kv_layers(self, first: int, end: int) -> tuple[int, int]:
+        """The first layer with KV, and the number of them, that are final once layers [first, end) are computed. The
+        last one waits for the model's last layer: who sees it is sure that recurrent states are final, too.
+        """
+        last = len(self.layers) - sum(self.layers) - 1
+        first_kv, end_kv = (min(layer - self.num_before(layer), last) for layer in (first, end))
+        return first_kv, (last + 1 if end == len(self.layers) else end_kv) - first_kv
+
     @property
     def conv_numbers(self) -> int:
         """Numbers of the convolution's state: its last inputs, but for the current one."""

@@ -249,8 +249,9 @@ def _add_recurrent(builder: "_SpecBuilder", config: ModelConfig) -> None:
         builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=False)
         builder.add("conv", conv, [Source(f"{builder.source}{module}.conv1d.weight", conv)])
         for name, stored in (("decay_log", "A_log"), ("decay_bias", "dt_bias")):
-            source = Source(f"{builder.source}{module}.{stored}", (facts.num_heads,))
-            builder.add(name, (facts.num_heads,), [source])
+            shape = (facts.num_heads,)
+            source = Source(f"{builder.source}{module}.{stored}", shape)
+            builder.specs.append(ParameterSpec(builder.target + name, shape, (source,), in_fp32=True))
         norm = (facts.value_dim,)
         builder.add("recurrent_norm", norm, [Source(f"{builder.source}{module}.norm.weight", norm)])
     outputs = [(f"{module}.out_proj", config.hidden_size, None)]

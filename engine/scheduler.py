@@ -207,7 +207,7 @@ class Scheduler:
             free_blocks=self.pool.num_free,
             num_running=len(running),
             num_waiting=len(self._waiting) + len(in_slots) - len(running),
-            pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1),
+            pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if not s.is_decoding),
             generated_tokens=self._counters.generated_tokens,
             computed_tokens=self._counters.computed_tokens,
             drafted_tokens=self._counters.drafted_tokens,
@@ -494,7 +494,8 @@ class Scheduler:
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
-        counters.computed_tokens += num_known if num_known > 1 else 0
+        is_prompt = num_known > 1 and item.start < len(item.sequence.request.token_ids) - 1
+        counters.computed_tokens += num_known if is_prompt else 0
         counters.drafted_tokens += len(item.drafts)
         counters.accepted_tokens += len(output.tokens) - 1 if item.drafts and output.tokens else 0
 

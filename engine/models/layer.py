@@ -356,7 +356,7 @@ def _mix(
     gate = None
     if layer.gates_attention:
         width = shape.num_heads * shape.head_dim
-        queries, gate, rest = projected.split((width, width, projected.shape[1] - 2 * width), 1)
+        queries, gate, rest = torch.split(projected, [width, width, projected.shape[1] - 2 * width], 1)
         projected = torch.cat((queries, rest), 1)
     mixed = attend(*_project(projected, layer, shape, rotation))
     return mixed if gate is None else mixed * gate.sigmoid()

@@ -56,22 +56,21 @@ class GatedDelta:
         value_dim].
         """
         facts = self._facts
-        conv, matrices = states.split((facts.conv_numbers, states.shape[1] - facts.conv_numbers), 1)
+        conv, matrices = states[:, : facts.conv_numbers], states[:, facts.conv_numbers :]
         shape = (facts.num_heads, facts.key_dim, facts.value_dim)
-        return conv.unflatten(1, (facts.kernel - 1, facts.channels)), matrices.unflatten(1, shape)
+        return torch.unflatten(conv, 1, (facts.kernel - 1, facts.channels)), torch.unflatten(matrices, 1, shape)
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution, the gate, strengths [num_tokens, heads], and logs of decays."""
         facts, rows = self._facts, rows.to(torch.float32)
-        mixed, gate, strength, decay = rows.split(
-            (facts.channels, facts.value_width, facts.num_heads, facts.num_heads), 1
-        )
+        widths = [facts.channels, facts.value_width, facts.num_heads, facts.num_heads]
+        mixed, gate, strength, decay = torch.split(rows, widths, 1)
         return mixed, gate, strength.sigmoid(), self._rate * F.softplus(decay + self._rate_bias)
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries and keys [num_tokens, heads, key_dim] of length 1, queries scaled; values [.., heads, value_dim]."""
         facts = self._facts
-        q, k, v = F.silu(mixed).split((facts.key_width, facts.key_width, facts.value_width), 1)
+        q, k, v = torch.split(F.silu(mixed), [facts.key_width, facts.key_width, facts.value_width], 1)
         copies = facts.num_heads // facts.num_key_heads
         q, k = (_unit(rows.view(len(rows), -1, facts.key_dim)).repeat_interleave(copies, 1) for rows in (q, k))
         return q * facts.key_dim**-0.5, k, v.view(len(v), -1, facts.value_dim)
@@ -92,8 +91,8 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor, matr
     num_tokens = q.shape[1]
     size = min(_CHUNK, num_tokens)
     missing = -num_tokens % size  # filled with tokens that change nothing
-    q, k, v = (F.pad(rows, (0, 0, 0, missing)).unflatten(1, (-1, size)) for rows in (q, k, v))
-    strength, decay = (F.pad(numbers, (0, missing)).unflatten(1, (-1, size)) for numbers in (strength, decay))
+    q, k, v = (_in_chunks(F.pad(rows, (0, 0, 0, missing)), size) for rows in (q, k, v))
+    strength, decay = (_in_chunks(F.pad(numbers, (0, missing)), size) for numbers in (strength, decay))
     total = decay.cumsum(2)  # log of the decay since the chunk began: [heads, chunks, size]
     earlier = torch.ones((size, size), dtype=torch.bool, device=q.device).tril()
     between = (total[..., :, None] - total[..., None, :]).masked_fill(~earlier, float("-inf")).exp()
@@ -101,9 +100,8 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor, matr
     k_strong = k * strength[..., None]
     system = (k_strong @ k.transpose(2, 3)) * between  # its diagonal counts as 1
     wanted = torch.cat((v * strength[..., None], k_strong * since), -1)
-    values, seen = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True).split(
-        (v.shape[-1], k.shape[-1]), -1
-    )
+    solved = torch.linalg.solve_triangular(system, wanted, upper=False, unitriangular=True)
+    values, seen = torch.split(solved, [v.shape[-1], k.shape[-1]], -1)
     scores = (q @ k.transpose(2, 3)) * between
     q = q * since
     k = (k * (total[..., -1:] - total).exp()[..., None]).transpose(2, 3)
@@ -114,3 +112,8 @@ def _scan(q: Tensor, k: Tensor, v: Tensor, strength: Tensor, decay: Tensor, matr
         out[:, number] = q[:, number] @ matrices + scores[:, number] @ change
         matrices.mul_(last[:, number]).add_(k[:, number] @ change)
     return out.flatten(1, 2)[:, :num_tokens]
+
+
+def _in_chunks(x: Tensor, size: int) -> Tensor:
+    """[heads, num_tokens, ..] -> [heads, chunks, size, ..]."""
+    return torch.unflatten(x, 1, (-1, size))

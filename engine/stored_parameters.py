@@ -45,7 +45,8 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
             f"{whole.path}: tensor {name} has shape {list(whole.shape)}, config.json implies {list(stack.shape)}"
         )
     _, rows, columns = stack.shape
-    first, itemsize = (stack.member * rows + stack.first_row) * columns, whole.num_bytes // prod(whole.shape)
+    itemsize = whole.num_bytes // prod(whole.shape)
+    first = stack.member * rows * columns + stack.first_row * (1 if stack.transposed else columns)
     return replace(
         whole,
         shape=shape,
@@ -53,6 +54,7 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
         num_bytes=prod(shape) * itemsize,
         whole=name,
         first=first,
+        column_step=columns if stack.transposed else 0,
     )
 
 

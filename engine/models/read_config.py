@@ -33,7 +33,7 @@ from engine.models.families.llama import (
     stablelm,
     starcoder2,
 )
-from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
+from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -86,6 +86,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe),
+    "Qwen3VLMoeForConditionalGeneration": Family("Qwen 3 VL MoE, text", qwen3_vl_moe),
     "GPT2LMHeadModel": Family("GPT-2", gpt2),
     "GPTBigCodeForCausalLM": Family("StarCoder, SantaCoder", gpt_bigcode),
     "Starcoder2ForCausalLM": Family("StarCoder 2", starcoder2),
@@ -193,7 +194,7 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
-    supported = ", ".join((*FAMILIES, *ARCHITECTURES, *WRAPPERS))
+    supported = ", ".join(dict.fromkeys((*FAMILIES, *ARCHITECTURES, *WRAPPERS)))
     raise ConfigurationError(
         f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {supported}"
     )

@@ -91,8 +91,11 @@ def test_partitioned(both: tuple[Path, Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind, model in TEXT_MODELS.items() if model.defaults])
 def test_what_text_config_leaves_out_is_transformers_default(tmp_path: Path, kind: str) -> None:
+    """But if the output matrix is tied, which they do not agree on among themselves."""
     configs = []
-    for text_config in ({"model_type": kind}, AutoConfig.for_model(kind).to_dict()):
+    stated = AutoConfig.for_model(kind).to_dict()
+    stated.pop("tie_word_embeddings", None)
+    for text_config in ({"model_type": kind}, stated):
         raw = {"architectures": ["LlavaForConditionalGeneration"], "text_config": text_config}
         (tmp_path / "config.json").write_text(json.dumps(raw))
         configs.append(load_config(tmp_path))

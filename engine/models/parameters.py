@@ -20,14 +20,14 @@ RowOrder = NDArray[np.int64]
 
 class Stack(NamedTuple):
     """A tensor [members, rows, columns] that a checkpoint may have instead of a source: the source is the member's rows
-    from `first_row` on. If it is `transposed`, it is [members, columns, rows].
+    from `first_row` on. If it `may_be_transposed`, it may also be [members, columns, rows].
     """
 
     name: str
     shape: tuple[int, int, int]
     member: int
     first_row: int
-    transposed: bool = False
+    may_be_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -295,8 +295,8 @@ class _SpecBuilder:
         (prefix, member), first, sources = self._stacked, 0, []
         for weight in weights:
             stored = prefix + (names.stacked_down if is_down else names.stacked_up)
-            sides = (weight.shape[1], outputs) if names.stacked_transposed else (outputs, weight.shape[1])
-            stack = Stack(stored, (experts.num_experts, *sides), member, first, names.stacked_transposed)
+            shape = (experts.num_experts, outputs, weight.shape[1])
+            stack = Stack(stored, shape, member, first, names.stacked_transposed)
             sources.append(replace(weight, stack=stack))
             first += weight.shape[0]
         return sources

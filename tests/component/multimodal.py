@@ -47,7 +47,7 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),
     "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
     "qwen3_vl_moe": (
-        {"rope_parameters": _MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        {"rope_parameters": _MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
         | {"mlp_only_layers": [1], "tie_word_embeddings": False},
         _QWEN3_VISION,
     ),

@@ -1,6 +1,7 @@
 """Multimodal checkpoints are served as their text part, whatever their tensors are called."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,17 @@ def test_text_part_says_what_transformers_says(tmp_path: Path, case: str) -> Non
     not_read = next(line["tensors_not_read"] for line in logs if "tensors_not_read" in line)
     assert not_read.keys() & {"vision_tower", "visual", "vision_model"}
     assert not [line for line in logs if "does not use" in line["event"]]
+
+
+def test_experts_as_published(tmp_path: Path) -> None:
+    """Qwen 3 VL MoE's files have inputs first, what transformers saves outputs."""
+    saved = build_multimodal("qwen3_vl_moe", tmp_path / "saved")
+    published = Path(shutil.copytree(saved, tmp_path / "published"))
+    tensors = load_file(saved / "model.safetensors")
+    stacks = [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    tensors |= {name: tensors[name].transpose(1, 2).contiguous() for name in stacks}
+    save_file(tensors, published / "model.safetensors", {"format": "pt"})
+    require_equal(published, saved)
 
 
 @pytest.fixture

@@ -158,7 +158,8 @@ def text_part(raw: RawConfig) -> dict[str, Any]:
     """A config.json as it is, or its text part if its architecture is in WRAPPERS. Raises ConfigurationError."""
     wrapper = next((name for name in texts(raw, "architectures") if name in WRAPPERS), None)
     if wrapper is None:
-        return dict(raw)
+        nested = raw.get("text_config")
+        return {**nested, **raw} if isinstance(nested, Mapping) else dict(raw)  # workers refuse unknown architectures
     stated = section(raw, "text_config") or raw
     kind = text(stated, "model_type", default=WRAPPERS[wrapper])
     model = TEXT_MODELS.get(OTHER_KINDS.get(kind, kind))

@@ -169,6 +169,9 @@ def text_part(raw: RawConfig) -> dict[str, Any]:
         )
     part = {**model.defaults, **stated, "architectures": [model.architecture]}
     part |= {key: raw[key] for key in _AROUND_TEXT if raw.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope" in ((rope := section(stated, key)).get("rope_type"), rope.get("type")):
+            part[key] = {**rope, "rope_type": "default"}  # a token of text has the same position on all axes
     if section(stated, "rope_parameters").get("rope_theta") is not None:
         part["rope_theta"] = stated.get("rope_theta")
     # Where both say so, transformers 4 takes what text_config says.

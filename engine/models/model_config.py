@@ -83,7 +83,6 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     scaling = rope_section(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
-    kind = "default" if kind == "mrope" else kind  # a token of text has the same position on all axes
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
     missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]

@@ -40,6 +40,8 @@ class Script:
     """The behaviour of the fake router, and its observations."""
 
     story: str = STORY
+    call: str = ""
+    """Written in place of the story where tools are offered and none has answered yet."""
     refusals: deque[Refusal] = field(default_factory=deque)
     tokens_per_message: int = 1
     hold_after_messages: int | None = None
@@ -205,7 +207,8 @@ def input_ids(request: Any) -> list[int]:
 def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateResponse]:
     """The whole stream for one request; choices take turns."""
     ids = input_ids(request)
-    generated = _following(ids, script.story)
+    is_call = bool(script.call and request.chat.tools_json) and all(t.role != "tool" for t in request.chat.messages)
+    generated = _following(ids, script.call if is_call else script.story)
     is_cut = request.sampling.HasField("max_new_tokens") and request.sampling.max_new_tokens < len(generated)
     generated = generated[: request.sampling.max_new_tokens] if is_cut else generated
     tokens = _tokens(generated, request.output.top_logprobs, script.logprob)

@@ -51,7 +51,7 @@ class ResponseEvents:
         self._body = body
         self._model = model
         self._field_names = field_names
-        self._callees = callees(body.tools or ())
+        self._callees = callees(body.all_tools)
         self._answer = BlockReader(reading)
         self._created_s = int(time.time())
         self._id = f"resp_{uuid4().hex}"
@@ -179,7 +179,7 @@ def _part(block: Block, text: str) -> Json:
 
 def _request_members(body: ResponsesBody) -> Json:
     """Members of the request that its response repeats."""
-    tools = [tool.shown() for tool in body.tools or () if tool.offered]
+    tools = [tool.shown() for tool in body.all_tools if tool.offered]
     text_format = body.text.format.model_dump(by_alias=True, exclude_none=True)
     return {
         "instructions": body.instructions,

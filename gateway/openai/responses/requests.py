@@ -46,8 +46,10 @@ _AS_IN_CHATS = (
 _TURN = ("reasoning_content", "content", "tool_calls")
 """Members of an assistant's message, in the order of their items."""
 
+_MORE_TOOLS = "additional_tools"
 _ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    _MORE_TOOLS,
 )
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
@@ -65,6 +67,7 @@ class Item(Body):
     arguments: str = ""
     input: str = ""
     output: str | Many[ContentPart] = ""
+    tools: Few[Tool] | None = None
 
 
 class TextFormat(Body):
@@ -119,6 +122,13 @@ class ResponsesBody(Body):
     time_to_live: Real | None = None
     chat_template_kwargs: JsonObject | None = None
 
+    @property
+    def all_tools(self) -> list[Tool]:
+        """The tools of the body, and those that items of its input add."""
+        items = () if isinstance(self.input, str) else self.input
+        added = (tool for item in items if item.type == _MORE_TOOLS for tool in item.tools or ())
+        return [*(self.tools or ()), *added]
+
 
 def check_stateless(body: ResponsesBody) -> None:
     """Raise InvalidField for members that need stored responses, and for log-probs."""
@@ -146,7 +156,7 @@ def chat_of(body: ResponsesBody) -> Json:
     return {
         "model": body.model,
         "messages": joined_turns([*instructions, *_messages(body.input)]),
-        "tools": chat_tools(body.tools or []),
+        "tools": chat_tools(body.all_tools),
         "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format),
@@ -168,7 +178,7 @@ def _messages(items: str | Iterable[Item]) -> list[Json]:
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, f"{field}.content")})
-        else:
+        elif item.type != _MORE_TOOLS:
             _add_to_turn(messages, *_part_of_turn(item, field))
     return messages
 

@@ -15,6 +15,7 @@ from gateway.openai.arguments import parsed_arguments
 from gateway.schema import Body, Few, Json, JsonObject, Name, check
 
 _CALLABLE = ("function", "custom")
+_SERVED = (*_CALLABLE, "namespace")
 _INPUT = "input"
 _FREE_TEXT: Json = {"type": "object", "properties": {_INPUT: {"type": "string"}}, "required": [_INPUT]}
 
@@ -118,10 +119,11 @@ def callees(tools: Iterable[Tool]) -> dict[str, Callee]:
 
 def chat_tools(tools: list[Tool]) -> list[Json] | None:
     """Return the chat's tools; None if there are none. Raises InvalidField if there are some and none is served."""
-    functions = [_function(tool, namespace) for namespace, tool in _offered(tools)]
-    if tools and not functions:
-        raise invalid_value(tools[0].type, (*_CALLABLE, "namespace"), "tools[0].type")
-    return functions or None
+    functions = {name_in_chat(tool.name, namespace): _function(tool, namespace) for namespace, tool in _offered(tools)}
+    unserved = [number for number, tool in enumerate(tools) if tool.type not in _SERVED]
+    if unserved and not functions:
+        raise invalid_value(tools[unserved[0]].type, _SERVED, f"tools[{unserved[0]}].type")
+    return list(functions.values()) or None
 
 
 def chat_choice(choice: object) -> object:

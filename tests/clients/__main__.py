@@ -44,6 +44,7 @@ CLIENTS = {
     "pydantic-ai": "pydantic-ai-slim[openai]",
     "instructor": "instructor",
     "smolagents": "smolagents[openai]",
+    "aider": "aider-chat",
 }
 """Packages, with what pip is asked for: the versions of the tests, else the newest."""
 

@@ -247,6 +247,18 @@ def ask_smolagents(url: str, calls_url: str) -> Iterator[Ask]:
     yield "a tool", lambda: [each.output for each in agent.run("hi", stream=True) if isinstance(each, outputs)]
 
 
+def ask_aider(url: str, calls_url: str) -> Iterator[Ask]:
+    def answer() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            options = "--model openai/fake --yes-always --no-git --no-check-update --no-show-model-warnings --no-stream"
+            command = [sys.executable, "-m", "aider", *options.split(), "--analytics-disable", "--message", "hi"]
+            environment = os.environ | {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "x", "HOME": folder}
+            run = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True)
+        return run.stdout.strip()[-120:]
+
+    yield "an answer", answer
+
+
 def ask_guidellm(url: str, calls_url: str) -> Iterator[Ask]:
     def benchmark() -> object:
         with tempfile.TemporaryDirectory() as folder:

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import NO_SLOPES, NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
+from engine.kernels.cpu.arguments import (
+    NO_FACTORS,
+    NO_SLOPES,
+    NO_WINDOW,
+    Attending,
+    Batch,
+    Floats,
+    HeadShape,
+    Part,
+    Queries,
+)
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
@@ -22,18 +32,17 @@ from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
 _NOTHING: Floats = np.empty((0, 0, 0), np.float32)
-_NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 
 
 def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[Rotation] = ()) -> Batch:
     """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`."""
     starts = metadata.block_tables.numpy().astype(np.int64) * block_size
     segments = starts[:, :, None] + np.arange(0, block_size, KEYS)
-    cos, sin, query_factors = _NOTHING, _NOTHING, _NO_FACTORS
+    cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
         cos, sin = (
-            torch.cat([rotation[part] for rotation in rotations], 1).transpose(0, 1).contiguous().numpy()
-            for part in range(2)
+            torch.cat(parts, 1).transpose(0, 1).contiguous().numpy()
+            for parts in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
         )
     if any(rotation.query_factors is not None for rotation in rotations):
         ones = torch.ones(cos.shape[1])

@@ -14,9 +14,9 @@ from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
-from engine.models.head_norms import HeadNorms, ProjectionNorms, take_head_norms
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
+from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Ops, Rows
 from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
@@ -221,17 +221,19 @@ def take_layer(
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
+    summing = ranks if ranks is not None and ranks.sums else None
+    num_tensor_ranks = 1 if ranks is None else ranks.degrees.tensor
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
         qkv=_take_linear(parameters, f"{prefix}qkv", linears),
-        qk_norm=take_head_norms(parameters, prefix, config, ranks),
+        qk_norm=take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
-        o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
+        o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
-        mlp=Summed(mlp, ranks) if ranks is not None and ranks.sums else mlp,
+        mlp=mlp if summing is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 

@@ -152,6 +152,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
+    """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
     o: str = "self_attn.o_proj"
     attn_out_norm: str = ""

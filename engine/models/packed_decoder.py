@@ -151,8 +151,8 @@ def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats
 
 def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
     taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
-    first = taken.get("input_norm", taken.get("attn_out_norm"))  # a place of norms that a block lacks is not read
-    taken = {"input_norm": first, "post_norm": first} | taken
+    taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
+    taken.setdefault("post_norm", taken["input_norm"])
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 

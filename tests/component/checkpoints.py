@@ -137,6 +137,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "stablelm-12b": lambda: llama_like("stablelm", use_parallel_residual=True, qk_layernorm=True),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]

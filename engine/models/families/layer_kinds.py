@@ -10,7 +10,7 @@ from engine.models.model_config import ModelConfig, RopeConfig, layer_windows, p
 
 def default_rope(plain: ModelConfig, raw: RawConfig, theta: float, **parameters: Any) -> RopeConfig:
     """Rotary positions with this base where config.json has none, and `parameters` where it says nothing of them."""
-    stored = rope_section(raw) or ({} if raw.get("rope_theta") else parameters)
+    stored = rope_section(raw) or parameters
     return _rope_of(plain, raw, {"rope_theta": number(raw, "rope_theta", default=theta), **stored})
 
 

@@ -7,7 +7,7 @@ positions of the others only, EXAONE 4 has none there.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, optional_number
+from checkpoint.config_json import RawConfig, flag, integer, number, optional_number
 from engine.models.families.layer_kinds import rope_and_window_rope, windows_but_every
 from engine.models.model_config import ModelConfig, TensorNames, sliding_window
 
@@ -28,9 +28,14 @@ def olmo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+def _behind(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    eps = number(raw, "rms_norm_eps", default=1e-5)
+    return replace(plain, tensors=_BEHIND, block="behind", norm_eps=eps, qk_norm=True)
+
+
 def olmo2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     bias = flag(raw, "attention_bias", default=False)
-    return replace(plain, tensors=_BEHIND, block="behind", qk_norm=True, qk_norm_of="all", qkv_bias=bias, o_bias=bias)
+    return replace(_behind(plain, raw), qk_norm_of="all", qkv_bias=bias, o_bias=bias)
 
 
 def olmo3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -48,10 +53,7 @@ def exaone4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     windows = _exaone_windows(plain, raw)
     has_windows = sliding_window(raw, 4096) is not None
     return replace(
-        plain,
-        tensors=_BEHIND,
-        block="behind",
-        qk_norm=True,
+        _behind(plain, raw),
         windows=windows,
         unrotated=tuple(n for n, window in enumerate(windows) if window is None) if has_windows else (),
     )
@@ -66,5 +68,5 @@ def _exaone_windows(plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...
     if raw.get("layer_types") is None and isinstance(pattern, str) and pattern:
         last = plain.num_layers - 1
         return tuple(window if pattern[n % len(pattern)] == "L" and n < last else None for n in range(last + 1))
-    number = 4 if isinstance(pattern, str) else integer(raw, "sliding_window_pattern", default=4)
-    return windows_but_every(number, plain, raw, window)
+    every = 4 if isinstance(pattern, str) else integer(raw, "sliding_window_pattern", default=4)
+    return windows_but_every(every, plain, raw, window)

@@ -13,6 +13,10 @@ from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
 
 
+def _eps(raw: RawConfig, default: float = 1e-5) -> float:
+    return number(raw, "rms_norm_eps", default=default)
+
+
 def smollm3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """SmolLM 3. `no_rope_layers` has a 0 for each layer without rotary positions; if it is absent, every fourth is."""
     interval = integer(raw, "no_rope_layer_interval", default=4)
@@ -51,6 +55,7 @@ def ernie4_5(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         plain,
         tensors=_INTERLEAVED,
+        norm_eps=_eps(raw),
         rope=default_rope(plain, raw, 500_000.0),
         qkv_bias=bias,
         o_bias=bias,
@@ -60,7 +65,13 @@ def ernie4_5(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def helium(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    return replace(llama(plain, raw), tensors=_INTERLEAVED, rope=default_rope(plain, raw, 100_000.0), o_bias=False)
+    return replace(
+        llama(plain, raw),
+        tensors=_INTERLEAVED,
+        norm_eps=_eps(raw, 1e-8),
+        rope=default_rope(plain, raw, 100_000.0),
+        o_bias=False,
+    )
 
 
 _HUNYUAN = TensorNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
@@ -73,7 +84,16 @@ def hunyuan(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     rope, scaling = plain.rope, rope_section(raw)
     if rope.kind == "dynamic" and scaling.get("alpha"):
         rope = replace(rope, kind="default", factor=1.0, alpha=number(scaling, "alpha", default=1.0))
-    return replace(plain, tensors=_HUNYUAN, rope=rope, qk_norm=True, qk_norm_rotated=True, qkv_bias=bias, o_bias=bias)
+    return replace(
+        plain,
+        tensors=_HUNYUAN,
+        norm_eps=_eps(raw),
+        rope=rope,
+        qk_norm=True,
+        qk_norm_rotated=True,
+        qkv_bias=bias,
+        o_bias=bias,
+    )
 
 
 def ministral3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -87,12 +107,15 @@ def ministral3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         original_max_position_embeddings=16_384,
         mscale=1.0,
         mscale_all_dim=1.0,
-        llama_4_scaling_beta=0.1,
     )
-    growth = 0.1
-    if stored := rope_section(raw):
-        growth = number(stored, "llama_4_scaling_beta", default=0.0, may_be_zero=True)
-    return replace(plain, rope=replace(rope, query_growth=growth), windows=(sliding_window(raw),) * plain.num_layers)
+    stored = rope_section(raw)
+    growth = number(stored, "llama_4_scaling_beta", default=0.0 if stored else 0.1, may_be_zero=True)
+    return replace(
+        plain,
+        norm_eps=_eps(raw),
+        rope=replace(rope, query_growth=growth),
+        windows=(sliding_window(raw),) * plain.num_layers,
+    )
 
 
 _PLAIN_MLP = TensorNames(up=("mlp.up_proj",))
@@ -101,7 +124,7 @@ _PLAIN_MLP = TensorNames(up=("mlp.up_proj",))
 def arcee(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Arcee's AFM, with the square of ReLU."""
     activation = str(raw.get("hidden_act", "relu2"))
-    return replace(llama(plain, raw), tensors=_PLAIN_MLP, activation=activation, gated=False)
+    return replace(llama(plain, raw), tensors=_PLAIN_MLP, norm_eps=_eps(raw), activation=activation, gated=False)
 
 
 def nemotron(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -136,6 +159,7 @@ def apertus(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(
         plain,
         tensors=_APERTUS,
+        norm_eps=_eps(raw),
         rope=rope,
         qk_norm=True,
         activation=str(raw.get("hidden_act", "xielu")),

@@ -1,5 +1,6 @@
-"""Norms of queries and keys in the eager decoder, see ModelConfig.qk_norm_of."""
+"""Norms of the eager decoder: of the residual, and of queries and keys (see ModelConfig.qk_norm_of)."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,9 +8,36 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.encodings import Parameters
-from engine.models.linear import rms_norm
 from engine.models.model_config import ModelConfig
-from engine.models.rank_group import SummingGroup
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in fp32."""
+    if not is_cpu_fp32(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # torch has no fused kernel for CPU; this takes half as many operations as its decomposition.
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm over the last dimension or, if `centred`, layer norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def is_cpu_fp32(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +63,7 @@ class HeadNorms:
 
 @dataclass(frozen=True, slots=True)
 class ProjectionNorms:
-    """Norms of all queries and of all keys of a token. With `ranks` each rank has some of the heads.
+    """Norms of all queries and of all keys of a token. Each of several ranks has some of the heads.
 
     widths: numbers that the sums of squares add up, of queries and of keys; heads of which ranks hold copies count as
     often as they are held.
@@ -44,12 +72,12 @@ class ProjectionNorms:
     weights: tuple[Tensor, Tensor]  # of the own heads, [num_heads, head_dim] and [num_kv_heads, head_dim]
     eps: float
     widths: tuple[int, int]
-    ranks: SummingGroup | None
+    sum_over_ranks: Callable[[Tensor], Tensor] | None
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
         """As HeadNorms."""
         squares = torch.stack([heads.float().square().sum((1, 2)) for heads in (queries, keys)])  # [2, num_tokens]
-        squares = squares if self.ranks is None else self.ranks.sum(squares)
+        squares = squares if self.sum_over_ranks is None else self.sum_over_ranks(squares)
         normed = [
             heads * (sums / width + self.eps).rsqrt()[:, None, None] * weight
             for heads, sums, width, weight in zip((queries, keys), squares, self.widths, self.weights, strict=True)
@@ -58,14 +86,18 @@ class ProjectionNorms:
 
 
 def take_head_norms(
-    parameters: Parameters, prefix: str, config: ModelConfig, ranks: SummingGroup | None
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    num_tensor_ranks: int,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None,
 ) -> HeadNorms | ProjectionNorms | None:
+    """Take the norms of a layer, whose heads so many ranks share out."""
     if not config.qk_norm:
         return None
     queries, keys = (parameters.take(prefix + name).view(-1, config.head_dim) for name in ("q_norm", "k_norm"))
     if config.qk_norm_of != "all":
         return HeadNorms((queries, keys), config.norm_eps, config.norm == "layer")
-    num_copies = 1 if ranks is None else max(1, ranks.degrees.tensor // config.num_kv_heads)
+    num_copies = max(1, num_tensor_ranks // config.num_kv_heads)
     widths = config.num_heads * config.head_dim, config.num_kv_heads * num_copies * config.head_dim
-    summing = ranks if ranks is not None and ranks.sums else None
-    return ProjectionNorms((queries, keys), config.norm_eps, widths, summing)
+    return ProjectionNorms((queries, keys), config.norm_eps, widths, sum_over_ranks)

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.latent import LatentHeads
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
@@ -181,6 +182,7 @@ class Layer:
     qkv: LinearLayer
     q_norm: Norm | None
     k_norm: Norm | None
+    latent: LatentHeads | None
     o: LinearLayer
     attn_out_norm: Norm | None
     post_norm: Norm
@@ -223,6 +225,7 @@ def take_layer(
         qkv=_take_linear(parameters, f"{prefix}qkv", linears),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
+        latent=_take_latent(parameters, prefix, config, linears),
         o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
@@ -239,6 +242,15 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
 
 def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm | None:
     return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
+
+
+def _take_latent(
+    parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers
+) -> LatentHeads | None:
+    if config.latent is None:
+        return None
+    q_b = _take_linear(parameters, f"{prefix}q_b", linears) if config.latent.query_rank else None
+    return LatentHeads(parameters, prefix, config, q_b)
 
 
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
@@ -298,7 +310,10 @@ def run_layer(
     is_post = layer.block == "post"
     x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
     queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
-    mixed = layer.o.ops.rows(attend(queries, keys, values))
+    mixed = attend(queries, keys, values)
+    if layer.latent is not None:
+        mixed = layer.latent.results(mixed, heads)
+    mixed = layer.o.ops.rows(mixed)
     if layer.parallel:
         beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -313,6 +328,8 @@ def _project(
     qkv: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
+    if layer.latent is not None and rotation is not None:
+        return layer.latent.project(qkv, shape, rotation)
     num_scored = shape.num_heads + shape.num_kv_heads
     heads = qkv.view(qkv.shape[0], num_scored + shape.num_kv_heads, shape.head_dim)
     scored, values = heads[:, :num_scored], heads[:, num_scored:]

@@ -7,6 +7,7 @@ config.json, in which families use different keys for the same fact. Data only, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -104,6 +105,11 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     )
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """The number of rotated dimensions per head, for families whose config.json has this fact.
 
@@ -148,6 +154,9 @@ class TensorNames:
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    q_b: str = field(default="", repr=False)
+    """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
+    `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
@@ -213,6 +222,26 @@ class ExpertsConfig:
     shared_gate: bool = False
 
 
+LATENT_EPS = 1e-6
+"""Epsilon of the norms of latents, whatever config.json says of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class LatentConfig:
+    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1). Keys and values of all heads are projections of one
+    latent vector per token, `kv_rank` wide. The cache has one KV head, [rotated dimensions, latent]: queries are
+    projected to the latent, and so is the result of attention from it (`engine/models/latent.py`).
+
+    A query head has `rope.dim` rotated dimensions and `plain_dim` others. `query_rank`: width of the queries' own
+    latent, 0 if they are projected at once. `value_dim`: of a head's result.
+    """
+
+    kv_rank: int
+    plain_dim: int
+    value_dim: int
+    query_rank: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Configuration of a decoder-only model. Defaults are Llama's: RMS norm, rotary positions, gated MLP, no biases.
@@ -254,6 +283,7 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+    latent: LatentConfig | None = field(default=None, repr=False)
 
     activation: str = "silu"
     gated: bool = True
@@ -296,6 +326,16 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head in the input of attention's output projection."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """Width of the part of a head that `engine.models.rope.rotate` sees."""
+        return self.head_dim if self.latent is None else self.rope.dim
 
     @property
     def queries_per_kv_head(self) -> int:

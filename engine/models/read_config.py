@@ -13,6 +13,7 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -84,6 +85,8 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
 }
 """Families by the names in `architectures` of config.json."""
 

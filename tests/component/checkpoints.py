@@ -47,6 +47,30 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
     return llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
+def latent_attention(model_type: str, **facts: Any) -> PreTrainedModel:
+    """A model whose heads share a latent of 48, in heads of 20 + 16 for queries and of 24 for values."""
+    sizes = {
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 20,
+        "v_head_dim": 24,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 3,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": TRAINED_POSITIONS,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 4 * TRAINED_POSITIONS,
+    }
+    return llama_like(model_type, **sizes | facts)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -122,6 +146,8 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None),
+    "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=48),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]

@@ -53,7 +53,7 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     nothing. Reads headers. Raises ConfigurationError.
     """
     stored = open_checkpoint(model_dir)
-    matrices = [spec for spec in specs if len(spec.shape) > 1]
+    matrices = [spec for spec in specs if len(spec.shape) > 1 and not spec.in_fp32]
     names = {stored_name(source.name, stored) for spec in matrices for source in spec.sources}
     if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
         return False

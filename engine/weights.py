@@ -56,7 +56,7 @@ class WeightsTarget:
     wide_vectors: bool = False
 
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
-        if self.wide_vectors and len(spec.shape) == 1:
+        if spec.in_fp32 or (self.wide_vectors and len(spec.shape) == 1):
             return torch.float32
         return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
 

@@ -30,7 +30,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.experts import Experts, RoutedRows
+from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -44,14 +44,15 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
+from engine.kernels.cpu.routing import RoutedRows, Routing
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import Activations, Kind, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.cpu_support import KERNEL_ACTIVATIONS
+from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import ExpertsConfig, ModelConfig
+from engine.models.model_config import NO_EXPERTS, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
@@ -70,7 +71,6 @@ from mesh.domain.host import Cores
 _AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
-_NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
 
@@ -275,13 +275,16 @@ class CompiledDecoder:
         experts, hidden = self._model.experts, self.config.hidden_size
         if not experts.num_experts:
             return _NO_ROUTED_ROWS
-        num_inner, num_chosen = rows * (experts.top_k * experts.width + experts.shared_width), rows * experts.top_k
+        num_inner, num_chosen = (
+            rows * (experts.routing.top_k * experts.width + experts.shared_width),
+            rows * experts.routing.top_k,
+        )
         buffers = self._ranks.buffers
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
             chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
-            weights=self._rows("expert_weights", rows, experts.top_k + 1),
+            weights=self._rows("expert_weights", rows, experts.routing.top_k + 1),
             inner=buffers.get("expert_inner", num_inner)[:num_inner],
             results=self._rows("expert_results", self._num_copies(rows), hidden),
         )
@@ -289,7 +292,7 @@ class CompiledDecoder:
     def _num_copies(self, rows: int) -> int:
         """Rows of all experts together."""
         experts = self._model.experts
-        return rows * (experts.top_k + (1 if experts.shared_width else 0))
+        return rows * (experts.routing.top_k + (1 if experts.shared_width else 0))
 
     def _operands(self, rows: int, weights: Weights, shares: Sequence[Range]) -> list[Operand]:
         """One operand for each thread. All threads of a row share have its rows, and separate sums."""
@@ -344,16 +347,26 @@ def _kind(config: ModelConfig) -> Kind:
 
 
 def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) -> Experts:
-    facts = config.experts or _NO_EXPERTS
+    facts = config.experts or NO_EXPERTS
     return Experts(
         layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
-        routers=packed.routers,
-        shared_gates=packed.shared_gates,
+        routing=Routing(
+            routers=packed.routers,
+            choice_biases=packed.choice_biases,
+            shared_gates=packed.shared_gates,
+            num_experts=facts.num_experts,
+            top_k=facts.top_k,
+            normalised=facts.normalised,
+            scoring=KERNEL_SCORINGS[facts.scoring],
+            num_groups=facts.num_groups,
+            top_groups=facts.top_groups,
+            group_best=facts.group_best,
+            routed_scale=np.float32(facts.routed_scale),
+            mixer_range=np.float32(facts.mixer_range),
+        ),
         num_experts=facts.num_experts,
-        top_k=facts.top_k,
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
-        normalised=facts.normalised,
     )
 
 

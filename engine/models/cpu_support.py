@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, SILU
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
+from engine.kernels.cpu.routing import SIGMOID, SOFTMAX, SPARSE_MIXER
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 
@@ -20,6 +21,8 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "relu": RELU,
 }
 """Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
+KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse-mixer": SPARSE_MIXER}
+"""By the names of ExpertsConfig.scoring."""
 _BESIDE_EXPERTS = ("sequential", "silu", True)
 
 

@@ -17,6 +17,7 @@ from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import rotate
+from engine.models.routing import Router
 from engine.models.share import rank_share
 from mesh.domain.kv import Span
 
@@ -76,8 +77,8 @@ class DenseMlp:
 
 
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
-    quantised. `experts`: by number, all of them or those of this rank.
+    """A mixture of experts (Shazeer et al. 2017): each row is processed by those that the router chooses. The router is
+    never quantised. `experts`: by number, all of them or those of this rank.
 
     On a GPU, `on_device` computes steps of few rows, and those that are captured. Otherwise the host reads once how
     many rows each expert has, and the experts run in order, each with all of its rows, so a row's result does not
@@ -87,35 +88,27 @@ class Experts:
     def __init__(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: Router,
         experts: Mapping[int, DenseMlp],
         linears: LinearLayers,
         on_device: ChosenExperts | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
-        self.router = router  # [num_experts, hidden_size]
+        self.router = router
         self._experts = experts
         self._linears = linears
         self._on_device = on_device
 
     def __call__(self, x: Rows) -> Tensor:
         values = self.ops.values(x)
-        chosen, shares = self._choose(values)
+        chosen, shares = self.router(values)
         if self._on_device is not None and self._on_device.products.fit_step:
             return self._on_device(values, chosen, shares)
         return self._one_by_one(values, chosen.flatten(), shares.flatten())
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)
-
-    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and the weights of their results: both [rows, top_k]."""
-        scores = F.linear(values, self.router).softmax(-1, dtype=torch.float32)
-        shares, chosen = scores.topk(self._config.top_k, -1)
-        if self._config.normalised:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return chosen, shares.to(values.dtype)
 
     def _one_by_one(self, values: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """chosen, shares: [choices], `top_k` of each row."""
@@ -282,7 +275,7 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    router = parameters.take(f"{prefix}router")
+    router = Router(facts, parameters.take(f"{prefix}router"), parameters.take_optional(f"{prefix}choice_bias"))
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):

@@ -172,6 +172,8 @@ class TensorNames:
     expert_down: str = "down_proj"
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
+    """The whole name."""
 
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
@@ -210,7 +212,7 @@ class ExpertsConfig:
 
     `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
     processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
-    layers with experts; the others have the MLP.
+    layers with experts; the others have the MLP. engine/models/routing.py computes the choice.
     """
 
     num_experts: int
@@ -220,6 +222,23 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     shared_gate: bool = False
+    scoring: str = field(default="softmax", repr=False)
+    """How the router's outputs become scores: `softmax`, `sigmoid` or `sparse-mixer`."""
+    choice_bias: bool = field(default=False, repr=False)
+    """Experts are chosen by scores plus a learned bias; their weights are made of the scores alone."""
+    num_groups: int = field(default=1, repr=False)
+    """Experts are in groups; the `top_groups` with the highest sums of `group_best` scores are chosen first."""
+    top_groups: int = field(default=1, repr=False)
+    group_best: int = field(default=2, repr=False)
+    routed_scale: float = field(default=1.0, repr=False)
+    """Factor of the selected experts' weights, after they are normalised."""
+    mixer_range: float = field(default=0.0, repr=False)
+    """SparseMixer: the distance from the highest output, in relation to the outputs, of those that have a share."""
+    wide_router: bool = field(default=False, repr=False)
+    """The router is in fp32, whatever the model's dtype."""
+
+
+NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 
 
 LATENT_EPS = 1e-6

@@ -20,7 +20,7 @@ from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.model_config import BLOCKS, NO_EXPERTS, ModelConfig
 from engine.models.share import RankShare
 from mesh.domain.errors import ConfigurationError
 
@@ -53,7 +53,8 @@ class PackedDecoder(NamedTuple):
     norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
-    routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
+    routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
+    choice_biases: Floats
     shared_gates: Floats
 
 
@@ -72,15 +73,16 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
-    routers, shared_gates, number = *_empty_routers(config, len(layers)), 0
+    (routers, choice_biases, shared_gates), number = _empty_routers(config, len(layers)), 0
     for i, layer in enumerate(layers):
         for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
             number += 1
         if has_experts(config, share.layers.first + i):
             routers[i] = _in_panels(parameters.take(f"{layer}.router").float())
-        if has_experts(config, share.layers.first + i) and shared_gates.shape[1]:
-            shared_gates[i] = parameters.take(f"{layer}.shared_gate").float()
+            for kind, taken in (("choice_bias", choice_biases), ("shared_gate", shared_gates)):
+                if taken.shape[1]:
+                    taken[i] = parameters.take(f"{layer}.{kind}").float()
         norms.append(_layer_norms(parameters, layer, config))
         if config.qk_norm:
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
@@ -97,6 +99,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         _take_norm(parameters, "final_norm", config),
         head_norms,
         routers,
+        choice_biases,
         shared_gates,
     )
 
@@ -116,14 +119,14 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return "qkv", "o", *(part + name for part in parts for name in (up, "down"))
 
 
-def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats]:
-    """Routers in panels, and gates of shared experts."""
-    if config.experts is None:
-        return np.empty((num_layers, 0, config.hidden_size, PANEL), np.float32), np.empty((0, 0, 0), np.float32)
-    num_panels = -(-config.experts.num_experts // PANEL)
+def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats, Floats]:
+    """Routers in panels, biases of the choice, and gates of shared experts."""
+    experts, hidden = config.experts or NO_EXPERTS, config.hidden_size
+    num_panels, num_biases = -(-experts.num_experts // PANEL), experts.num_experts if experts.choice_bias else 0
     return (
-        np.zeros((num_layers, num_panels, config.hidden_size, PANEL), np.float32),
-        np.zeros((num_layers, int(config.experts.shared_gate), config.hidden_size), np.float32),
+        np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
+        np.zeros((num_layers, num_biases), np.float32),
+        np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
     )
 
 

@@ -41,8 +41,8 @@ class ParameterSpec:
 
     With `unit_rows` each row is divided by its length. A parameter that `is_matrix` is multiplied by rows and stored by
     the weights' encoding; the embedding, norms and biases are not. A `wide` parameter stays in fp32 if the model is in
-    fp16. A rank holds only the rows `held_rows`, which are a matrix's outputs, and the inputs `held_inputs`; None: all
-    of them. It holds nothing of a parameter that is not `is_held`.
+    fp16; one `in_fp32` always is. A rank holds only the rows `held_rows`, which are a matrix's outputs, and
+    the inputs `held_inputs`; None: all of them. It holds nothing of a parameter that is not `is_held`.
     """
 
     name: str
@@ -53,6 +53,7 @@ class ParameterSpec:
     unit_rows: bool = False
     is_matrix: bool = False
     wide: bool = False
+    in_fp32: bool = False
     held_rows: RowOrder | None = None
     held_inputs: Span | None = None
     is_held: bool = True
@@ -135,7 +136,11 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         return builder.specs
     router = (experts.num_experts, config.hidden_size)
-    builder.add("router", router, [Source(f"{builder.source}{names.router}.weight", router)])
+    stored = (Source(f"{builder.source}{names.router}.weight", router),)
+    builder.specs.append(ParameterSpec(builder.target + "router", router, stored, in_fp32=experts.wide_router))
+    if experts.choice_bias:
+        stored = (Source(f"{builder.source}{names.choice_bias}", router[:1]),)
+        builder.specs.append(ParameterSpec(builder.target + "choice_bias", router[:1], stored, in_fp32=True))
     for expert in range(experts.num_experts):
         nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".")
         nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
@@ -223,17 +228,17 @@ class _SpecBuilder:
         self.specs: list[ParameterSpec] = [] if specs is None else specs
         self.source = source
         self._config = config
-        self._target = target
+        self.target = target
 
     def nested(self, target: str, source: str) -> "_SpecBuilder":
         """A builder with longer prefixes that adds to the same specs."""
-        return _SpecBuilder(self._config, self._target + target, self.source + source, self.specs)
+        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
     ) -> None:
         """Add a parameter that is not a matrix."""
-        self.specs.append(ParameterSpec(self._target + name, shape, tuple(sources), factor, offset))
+        self.specs.append(ParameterSpec(self.target + name, shape, tuple(sources), factor, offset))
 
     def norm(self, name: str, stem: str) -> None:
         """Add a norm of the residual, with its bias if any."""
@@ -258,7 +263,7 @@ class _SpecBuilder:
             for stem, n, rows in tensors
         ]
         shape = (outputs, inputs)
-        self.specs.append(ParameterSpec(self._target + name, shape, tuple(weights), factor, is_matrix=True))
+        self.specs.append(ParameterSpec(self.target + name, shape, tuple(weights), factor, is_matrix=True))
         if has_bias:
             biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in tensors]
             self.add(f"{name}_bias", (outputs,), biases, factor)

@@ -38,14 +38,12 @@ from engine.kernels.cpu.barrier import Team, wait, wait_for_earlier_rows
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.experts import (
     Experts,
-    RoutedRows,
     add_results,
     copies_of,
     multiply_down,
     multiply_up,
     put_copies,
     put_inner,
-    route_rows,
 )
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
@@ -61,6 +59,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
+from engine.kernels.cpu.routing import RoutedRows, route_rows
 from engine.kernels.cpu.rows import HeadNorms, Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
@@ -240,7 +239,7 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
     norm = Norm(model.norms[layer, _POST_NORM], model.eps)
-    route_rows(experts, routed, layer, acts.residual, norm, rows)
+    route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
     _finish_phase(team, NORM)
     copies = copies_of(experts, routed)
     own_copies = _rows_of(len(copies.rows), team.number, team.num_all)

@@ -87,6 +87,7 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
     "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", deepseek_v3),
 }
 """Families by the names in `architectures` of config.json."""
 

@@ -55,7 +55,14 @@ def latent_attention(model_type: str, **facts: Any) -> PreTrainedModel:
         "qk_nope_head_dim": 20,
         "v_head_dim": 24,
         "num_key_value_heads": 4,
-        "first_k_dense_replace": 3,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10_000.0,
@@ -146,8 +153,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
-    "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None),
+    "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
     "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=48),
+    "glm4-moe-lite": lambda: latent_attention("glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
@@ -183,6 +191,9 @@ def randomise(model: Any) -> None:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
         else:
             parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
 
 
 def save_tokenizer(model_dir: Path) -> None:

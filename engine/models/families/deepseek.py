@@ -5,19 +5,51 @@ Layers of multi-token prediction, which follow the others in the checkpoint, are
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, refuse
-from engine.models.model_config import LatentConfig, ModelConfig, TensorNames, rotated_dim, yarn_mscale
+from checkpoint.config_json import RawConfig, flag, integer, number, refuse, text, texts
+from engine.models.model_config import ExpertsConfig, LatentConfig, ModelConfig, TensorNames, rotated_dim, yarn_mscale
 from mesh.domain.errors import ConfigurationError
 
 
 def deepseek_v2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek V2, V2-Lite and Coder V2."""
-    return _latent(plain, raw, interleaved=True)
+    """DeepSeek V2, V2-Lite and Coder V2. Groups of experts are as good as their best one."""
+    refuse(raw, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    experts = _experts(plain, raw)
+    if text(raw, "topk_method", default="greedy") == "greedy":
+        experts = replace(experts, num_groups=1, top_groups=1)
+    mlp_bias = flag(raw, "mlp_bias", default=False)
+    return replace(_latent(plain, raw, interleaved=True), mlp_bias=mlp_bias, experts=replace(experts, group_best=1))
 
 
 def deepseek_v3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek V3, V3.1 and R1, Moonlight, Kimi K2."""
-    return _latent(plain, raw, interleaved=flag(raw, "rope_interleave", default=True))
+    """DeepSeek V3, V3.1 and R1, Moonlight, Kimi K2, and GLM-4.7-Flash."""
+    refuse(raw, scoring_func="softmax", topk_method="greedy")
+    experts = replace(
+        _experts(plain, raw),
+        scoring="sigmoid",
+        choice_bias=True,
+        normalised=flag(raw, "norm_topk_prob", default=True),
+    )
+    return replace(_latent(plain, raw, interleaved=flag(raw, "rope_interleave", default=True)), experts=experts)
+
+
+def _experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
+    inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
+    first = integer(raw, "first_k_dense_replace", default=1, least=0)
+    layers = tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers))
+    if raw.get("mlp_layer_types") is not None:
+        layers = tuple(kind == "sparse" for kind in texts(raw, "mlp_layer_types"))
+    return ExpertsConfig(
+        num_experts=integer(raw, "n_routed_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        intermediate_size=inner,
+        normalised=False,
+        layers=layers,
+        shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
+        num_groups=integer(raw, "n_group", default=1),
+        top_groups=integer(raw, "topk_group", default=1),
+        routed_scale=number(raw, "routed_scaling_factor", default=1.0),
+        wide_router=True,
+    )
 
 
 def _latent(plain: ModelConfig, raw: RawConfig, *, interleaved: bool) -> ModelConfig:

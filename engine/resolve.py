@@ -58,6 +58,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"{settings.dtype} on {settings.device}"
     if config.experts is not None and settings.adapters:
         return "adapters of a model with experts"
+    if config.latent is not None and settings.adapters:
+        return "adapters of a model with latent attention"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 

@@ -31,6 +31,7 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.experts import Experts
+from engine.kernels.cpu.latent import Latent, LatentRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -52,7 +53,7 @@ from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import NO_EXPERTS, ModelConfig
+from engine.models.model_config import LATENT_EPS, NO_EXPERTS, NO_LATENT, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
@@ -73,6 +74,7 @@ _AMX_OPERANDS = (np.uint8, np.int16)
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
+_NO_LATENT_ROWS = LatentRows(*[_NO_ROWS.reshape(-1)] * 3, 0, 0)
 
 
 class CompiledDecoder:
@@ -112,7 +114,7 @@ class CompiledDecoder:
         layers = range(self.layers.first, self.layers.end)
         self._model = ModelConstants(
             weights=packed.weights,
-            firsts=np.cumsum([0, *(len(matrix_names(config, layer)) for layer in layers)], dtype=np.int64)[:-1],
+            firsts=_numbers_of_qkv(config, layers),
             output=packed.output,
             norms=packed.norms,
             final_norm=packed.final_norm,
@@ -123,6 +125,7 @@ class CompiledDecoder:
             shape=head_shape(self._heads, cache.layer(self.layers.first)),
             kind=_kind(config),
             experts=_experts(config, packed, layers),
+            latent=_latent(config, packed),
         )
         self._buffers = Buffers()
         if self._ranks.rank == 0:
@@ -165,7 +168,7 @@ class CompiledDecoder:
 
     def _row_shares(self, batch: Batch) -> list[RowCut]:
         """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""
-        if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts:
+        if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts or self._model.latent.rank:
             count = 1
         else:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
@@ -251,11 +254,12 @@ class CompiledDecoder:
         config, share, kind = self.config, self._share, self._model.kind
         branch_rows = rows if kind.sandwich else 0
         gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
-        q_width = config.num_heads * config.head_dim
-        width = qkv_width(self._heads)
+        q_width, mixed_width = config.num_heads * config.head_dim, config.num_heads * config.result_dim
+        latent = self._latent_rows(rows)
+        width = q_width if config.latent else qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
-        own_mixed = self._rows("mixed", rows, q_width, first_query)
+        own_mixed = self._rows("latents" if config.latent else "mixed", rows, q_width, first_query)
         return Activations(
             residual=self._rows("residual", rows, config.hidden_size),
             own_residual=self._rows("residual", rows, config.hidden_size, share.hidden.first),
@@ -265,11 +269,23 @@ class CompiledDecoder:
             own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
             gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size),
             own_gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size, 2 * share.inner.first),
-            mixed=self._rows("mixed", rows, q_width),
+            mixed=latent.results.reshape(rows, -1) if config.latent else self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
             routed=self._routed_rows(rows),
+            latent=latent,
         )
+
+    def _latent_rows(self, rows: int) -> LatentRows:
+        config, facts = self.config, self._model.latent
+        if not facts.rank:
+            return _NO_LATENT_ROWS
+        query_step = config.num_heads * (facts.rotated + facts.plain)
+        step = (facts.query_rank or query_step) + config.head_dim
+        sizes = {"projected": step, "latent_queries": query_step, "mixed": config.num_heads * facts.width}
+        flat = {name: self._rows(name, rows, width).reshape(-1) for name, width in sizes.items()}
+        queries = (flat["latent_queries"], query_step) if facts.query_rank else (flat["projected"], step)
+        return LatentRows(flat["projected"], queries[0], flat["mixed"], step, queries[1])
 
     def _routed_rows(self, rows: int) -> RoutedRows:
         experts, hidden = self._model.experts, self.config.hidden_size
@@ -314,7 +330,7 @@ class CompiledDecoder:
 
 
 def _activations_of(acts: Activations, rows: Range) -> Activations:
-    """Some rows of a layer's intermediate results. Experts do not share out rows."""
+    """Some rows of a layer's intermediate results. Experts and latent attention do not share out rows."""
     queries, own = acts.queries, slice(rows.first, rows.end)
     return Activations(
         residual=acts.residual[own],
@@ -334,6 +350,7 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
             queries.out_step,
         ),
         routed=acts.routed,
+        latent=acts.latent,
     )
 
 
@@ -343,6 +360,29 @@ def _kind(config: ModelConfig) -> Kind:
         sandwich=config.block == "sandwich",
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+    )
+
+
+def _numbers_of_qkv(config: ModelConfig, layers: Sequence[int]) -> Int64s:
+    """The number of each layer's `qkv` among the matrices."""
+    names = [matrix_names(config, layer) for layer in layers]
+    firsts = np.cumsum([0, *map(len, names)], dtype=np.int64)[:-1]
+    return firsts + np.array([of_layer.index("qkv") for of_layer in names], np.int64)
+
+
+def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
+    facts = config.latent or NO_LATENT
+    return Latent(
+        packed.q_norms,
+        packed.kv_norms,
+        packed.key_up,
+        packed.value_up,
+        query_rank=facts.query_rank,
+        rank=facts.kv_rank,
+        rotated=config.rope.dim,
+        plain=facts.plain_dim,
+        width=facts.value_dim,
+        eps=np.float32(LATENT_EPS),
     )
 
 

@@ -261,6 +261,9 @@ class LatentConfig:
     query_rank: int = 0
 
 
+NO_LATENT = LatentConfig(0, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Configuration of a decoder-only model. Defaults are Llama's: RMS norm, rotary positions, gated MLP, no biases.

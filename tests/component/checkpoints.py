@@ -48,12 +48,12 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
 
 
 def latent_attention(model_type: str, **facts: Any) -> PreTrainedModel:
-    """A model whose heads share a latent of 48, in heads of 20 + 16 for queries and of 24 for values."""
+    """A model whose heads share a latent of 48, in heads of 16 + 32 for queries and of 48 for values."""
     sizes = {
         "kv_lora_rank": 48,
         "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 20,
-        "v_head_dim": 24,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
         "num_key_value_heads": 4,
         "first_k_dense_replace": 1,
         "moe_intermediate_size": 32,
@@ -154,7 +154,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
     "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
-    "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=48),
+    "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=32),
     "glm4-moe-lite": lambda: latent_attention("glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(

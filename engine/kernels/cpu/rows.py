@@ -167,7 +167,7 @@ def _gather(row: Floats, order: Int32s, out: Floats) -> None:
 
 
 @jit
-def _norm_head(head: Floats, weight: Floats, eps: np.float32) -> None:
+def norm_head(head: Floats, weight: Floats, eps: np.float32) -> None:
     total = np.float32(0.0)
     for i in range(len(head)):
         total += head[i] * head[i]
@@ -177,7 +177,7 @@ def _norm_head(head: Floats, weight: Floats, eps: np.float32) -> None:
 
 
 @jit
-def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
+def rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
     """Apply rotary positions to contiguous heads in place. Halves are paired as in GPT-NeoX; the first half of `sin` is
     negated.
     """
@@ -210,16 +210,16 @@ def rotate_and_store(
         if len(norms.weight):
             for head in range(num_heads + num_kv_heads):
                 weight = norms.weight[0 if head < num_heads else 1]
-                _norm_head(heads[head * dim : (head + 1) * dim], weight, norms.eps)
+                norm_head(heads[head * dim : (head + 1) * dim], weight, norms.eps)
         if len(batch.cos):
-            _rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
+            rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
-        _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
+        write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
 
 
 @jit
-def _write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
+def write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
     """Write one token's fp32 keys and values [num_kv_heads, head_dim] to its slot."""
     token_bytes = shape.num_kv_heads * shape.row_bytes
     token = token_slot.slot % KEYS
@@ -236,4 +236,4 @@ def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shap
     token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
     for token in range(len(slots)):
         token_slot, at = TokenSlot(address(cache), slots[token]), token * token_bytes
-        _write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)
+        write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)

@@ -17,7 +17,6 @@ from torch.nn.functional import layer_norm
 from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.kernels.cpu.arguments import (
-    NO_WINDOW,
     SILU,
     Attending,
     Batch,
@@ -30,8 +29,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.experts import Experts
-from engine.kernels.cpu.latent import Latent, LatentRows
+from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -45,19 +43,19 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
-from engine.kernels.cpu.routing import RoutedRows, Routing
+from engine.kernels.cpu.routing import RoutedRows
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import Activations, Kind, ModelConstants, Work, output_rows, run_layers
+from engine.kernels.cpu.step import Activations, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
+from engine.models.loop_constants import model_constants
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import LATENT_EPS, NO_EXPERTS, NO_LATENT, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
+from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rank_group import Alone, RankGroup
-from engine.models.rope import rope_of_layer, ropes_of
+from engine.models.rope import ropes_of
 from engine.models.row_shares import (
     RowCosts,
     RowCut,
@@ -112,21 +110,8 @@ class CompiledDecoder:
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
-        self._model = ModelConstants(
-            weights=packed.weights,
-            firsts=_numbers_of_qkv(config, layers),
-            output=packed.output,
-            norms=packed.norms,
-            final_norm=packed.final_norm,
-            head_norms=packed.head_norms,
-            windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
-            ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
-            eps=np.float32(config.norm_eps),
-            shape=head_shape(self._heads, cache.layer(self.layers.first)),
-            kind=_kind(config),
-            experts=_experts(config, packed, layers),
-            latent=_latent(config, packed),
-        )
+        shape = head_shape(self._heads, cache.layer(self.layers.first))
+        self._model = model_constants(config, packed, layers, shape)
         self._buffers = Buffers()
         if self._ranks.rank == 0:
             self._compile()
@@ -254,7 +239,7 @@ class CompiledDecoder:
         config, share, kind = self.config, self._share, self._model.kind
         branch_rows = rows if kind.sandwich else 0
         gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
-        q_width, mixed_width = config.num_heads * config.head_dim, config.num_heads * config.result_dim
+        q_width = config.num_heads * config.head_dim
         latent = self._latent_rows(rows)
         width = q_width if config.latent else qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
@@ -351,62 +336,6 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         ),
         routed=acts.routed,
         latent=acts.latent,
-    )
-
-
-def _kind(config: ModelConfig) -> Kind:
-    return Kind(
-        parallel=config.block.startswith("parallel"),
-        sandwich=config.block == "sandwich",
-        gated=config.gated,
-        activation=KERNEL_ACTIVATIONS[config.activation],
-    )
-
-
-def _numbers_of_qkv(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer's `qkv` among the matrices."""
-    names = [matrix_names(config, layer) for layer in layers]
-    firsts = np.cumsum([0, *map(len, names)], dtype=np.int64)[:-1]
-    return firsts + np.array([of_layer.index("qkv") for of_layer in names], np.int64)
-
-
-def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
-    facts = config.latent or NO_LATENT
-    return Latent(
-        packed.q_norms,
-        packed.kv_norms,
-        packed.key_up,
-        packed.value_up,
-        query_rank=facts.query_rank,
-        rank=facts.kv_rank,
-        rotated=config.rope.dim,
-        plain=facts.plain_dim,
-        width=facts.value_dim,
-        eps=np.float32(LATENT_EPS),
-    )
-
-
-def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) -> Experts:
-    facts = config.experts or NO_EXPERTS
-    return Experts(
-        layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
-        routing=Routing(
-            routers=packed.routers,
-            choice_biases=packed.choice_biases,
-            shared_gates=packed.shared_gates,
-            num_experts=facts.num_experts,
-            top_k=facts.top_k,
-            normalised=facts.normalised,
-            scoring=KERNEL_SCORINGS[facts.scoring],
-            num_groups=facts.num_groups,
-            top_groups=facts.top_groups,
-            group_best=facts.group_best,
-            routed_scale=np.float32(facts.routed_scale),
-            mixer_range=np.float32(facts.mixer_range),
-        ),
-        num_experts=facts.num_experts,
-        width=facts.intermediate_size,
-        shared_width=facts.shared_size,
     )
 
 

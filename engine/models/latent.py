@@ -6,26 +6,33 @@ sum of p W_v c is W_v (sum of p c), so the sum is projected instead of every val
 [rotated dimensions, latent], and the same rows as values.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import Parameters
-from engine.models.linear import LinearLayer, Norm
-from engine.models.model_config import LATENT_EPS, LatentConfig, ModelConfig
+from engine.models.model_config import LatentConfig, ModelConfig
 from engine.models.rope import rotate
 
 
 class LatentHeads:
     """What latent attention does between the layer's first projection and the attention backend, and behind that."""
 
-    def __init__(self, parameters: Parameters, prefix: str, config: ModelConfig, q_b: LinearLayer | None) -> None:
+    def __init__(
+        self,
+        parameters: Parameters,
+        prefix: str,
+        config: ModelConfig,
+        kv_norm: Callable[[Tensor], Tensor],
+        from_query_latent: Callable[[Tensor], Tensor] | None,
+    ) -> None:
         assert config.latent is not None
         self._latent: LatentConfig = config.latent
         self._rotated = config.rope.dim
-        self._q_b = q_b
-        self._q_norm = None if q_b is None else Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
-        self._kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+        self._kv_norm = kv_norm
+        self._from_query_latent = from_query_latent
         rank = config.latent.kv_rank
         # [heads, plain_dim, kv_rank] and [heads, kv_rank, value_dim]
         self._to_latent = parameters.take(f"{prefix}key_up").view(-1, config.latent.plain_dim, rank)
@@ -40,8 +47,8 @@ class LatentHeads:
         rotated, rank = self._rotated, self._latent.kv_rank
         q_width = projected.shape[1] - rank - rotated
         queries, latent, key = projected.split((q_width, rank, rotated), 1)
-        if self._q_b is not None and self._q_norm is not None:
-            queries = self._q_b(self._q_b.ops.norm(queries, self._q_norm))
+        if self._from_query_latent is not None:
+            queries = self._from_query_latent(queries)
         heads = queries.view(len(queries), shape.num_heads, rotated + self._latent.plain_dim)
         turned = rotate(torch.cat((heads[..., :rotated], key[:, None]), 1), *rotation)
         absorbed = torch.bmm(heads[..., rotated:].transpose(0, 1), self._to_latent).transpose(0, 1)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -14,7 +15,7 @@ from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.latent import LatentHeads
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.model_config import BLOCKS, LATENT_EPS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import rotate
 from engine.models.routing import Router
@@ -237,13 +238,19 @@ def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> N
     return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
 
 
-def _take_latent(
-    parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers
-) -> LatentHeads | None:
+def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> LatentHeads | None:
     if config.latent is None:
         return None
-    q_b = _take_linear(parameters, f"{prefix}q_b", linears) if config.latent.query_rank else None
-    return LatentHeads(parameters, prefix, config, q_b)
+    from_query_latent: Callable[[Tensor], Tensor] | None = None
+    if config.latent.query_rank:
+        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
+        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
+    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
+
+
+def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
+    return linear(linear.ops.norm(x, norm))
 
 
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:

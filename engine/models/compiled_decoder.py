@@ -72,7 +72,7 @@ _AMX_OPERANDS = (np.uint8, np.int16)
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
-_NO_LATENT_ROWS = LatentRows(*[_NO_ROWS.reshape(-1)] * 3, 0, 0)
+_NO_LATENT_ROWS = LatentRows(_NO_ROWS.reshape(0), _NO_ROWS.reshape(0), _NO_ROWS.reshape(0), step=0, query_step=0)
 
 
 class CompiledDecoder:
@@ -140,7 +140,7 @@ class CompiledDecoder:
 
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
-        rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
+        rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         batch, num_threads = kernel_batch(metadata, self._model.shape.block_size, rotations), 0
         for first, end in layer_groups:
             if self.threads.count != num_threads:  # lent cores are given back between groups
@@ -257,6 +257,8 @@ class CompiledDecoder:
             mixed=latent.results.reshape(rows, -1) if config.latent else self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            squares=self._squares(rows),
+            own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
             latent=latent,
         )
@@ -271,6 +273,11 @@ class CompiledDecoder:
         flat = {name: self._rows(name, rows, width).reshape(-1) for name, width in sizes.items()}
         queries = (flat["latent_queries"], query_step) if facts.query_rank else (flat["projected"], step)
         return LatentRows(flat["projected"], queries[0], flat["mixed"], step, queries[1])
+
+    def _squares(self, rows: int, first_kv_head: int = 0) -> Floats:
+        config = self.config
+        of_kv_head, rows = config.queries_per_kv_head + 1, rows if config.qk_norm_of == "all" else 0
+        return self._rows("squares", rows, config.num_kv_heads * of_kv_head, first_kv_head * of_kv_head)
 
     def _routed_rows(self, rows: int) -> RoutedRows:
         experts, hidden = self._model.experts, self.config.hidden_size
@@ -327,6 +334,8 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         gate_up=acts.gate_up[own],
         own_gate_up=acts.own_gate_up[own],
         mixed=acts.mixed[own],
+        squares=acts.squares[own],
+        own_squares=acts.own_squares[own],
         qkv=acts.qkv[own],
         queries=Queries(
             queries.rows[rows.first * queries.step :],

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import Parameters
-from engine.models.model_config import LatentConfig, ModelConfig
-from engine.models.rope import rotate
+from engine.models.latent_config import LatentConfig
+from engine.models.model_config import ModelConfig
+from engine.models.rope import Rotation, rotate
 
 
 class LatentHeads:
@@ -38,9 +39,7 @@ class LatentHeads:
         self._to_latent = parameters.take(f"{prefix}key_up").view(-1, config.latent.plain_dim, rank)
         self._from_latent = parameters.take(f"{prefix}value_up").view(-1, config.latent.value_dim, rank).transpose(1, 2)
 
-    def project(
-        self, projected: Tensor, shape: AttentionShape, rotation: tuple[Tensor, Tensor]
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, projected: Tensor, shape: AttentionShape, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [num_tokens, num_heads, head_dim], keys and values [num_tokens, 1, head_dim], which are the same.
         `projected`: [num_tokens, queries or their latent, latent of KV, rotated key].
         """
@@ -50,7 +49,7 @@ class LatentHeads:
         if self._from_query_latent is not None:
             queries = self._from_query_latent(queries)
         heads = queries.view(len(queries), shape.num_heads, rotated + self._latent.plain_dim)
-        turned = rotate(torch.cat((heads[..., :rotated], key[:, None]), 1), *rotation)
+        turned = rotate(torch.cat((heads[..., :rotated], key[:, None]), 1), rotation.cos, rotation.sin)
         absorbed = torch.bmm(heads[..., rotated:].transpose(0, 1), self._to_latent).transpose(0, 1)
         keys = torch.cat((turned[:, -1:], self._kv_norm(latent)[:, None]), -1)
         return torch.cat((turned[:, :-1], absorbed), -1), keys, keys

@@ -10,7 +10,9 @@ from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.routing import Routing
 from engine.kernels.cpu.step import Kind, ModelConstants
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
-from engine.models.model_config import LATENT_EPS, NO_EXPERTS, NO_LATENT, ModelConfig
+from engine.models.experts_config import NO_EXPERTS
+from engine.models.latent_config import LATENT_EPS, NO_LATENT
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names
 from engine.models.rope import rope_of_layer
 
@@ -26,6 +28,7 @@ def model_constants(
         norms=packed.norms,
         final_norm=packed.final_norm,
         head_norms=packed.head_norms,
+        activation=packed.activation,
         windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
         ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
         eps=np.float32(config.norm_eps),
@@ -39,9 +42,13 @@ def model_constants(
 def _kind(config: ModelConfig) -> Kind:
     return Kind(
         parallel=config.block.startswith("parallel"),
-        sandwich=config.block == "sandwich",
+        norms_inputs="input_norm" in BLOCKS[config.block],
+        sandwich="attn_out_norm" in BLOCKS[config.block],
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        centred_heads=config.norm == "layer",
+        norms_rotated=config.qk_norm_rotated,
+        clip_qkv=np.float32(config.clip_qkv or 0.0),
     )
 
 

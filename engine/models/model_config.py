@@ -25,6 +25,8 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.experts_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
@@ -60,6 +62,10 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attn_factor: float = field(default=1.0, repr=False)
     """YaRN: multiplies the attention factor where config.json does not state that, as in vLLM."""
+    alpha: float = field(default=1.0, repr=False)
+    """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
+    query_growth: float = field(default=0.0, repr=False)
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -153,6 +159,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
+    """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
     q_b: str = field(default="", repr=False)
     """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
@@ -164,16 +171,21 @@ class TensorNames:
     """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
+    xielu: str = field(default="mlp.act_fn", repr=False)
 
     router: str = "mlp.gate"
     expert: str = "mlp.experts.{}"
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
+    """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
+    stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
-    """The whole name."""
+    """The whole name. `choice_bias_is_row`: it is stored as [1, num_experts]."""
+    choice_bias_is_row: bool = field(default=False, repr=False)
 
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
@@ -199,69 +211,13 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "parallel-shared": ("input_norm",),
     "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
     "post": ("input_norm", "post_norm"),
+    "behind": ("attn_out_norm", "mlp_out_norm"),
 }
 """Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
 Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
 attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
-the residual itself is normed (as in Vaswani et al. 2017)."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP: the router sends each token to `top_k` of `num_experts` experts.
-
-    `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
-    processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
-    layers with experts; the others have the MLP. engine/models/routing.py computes the choice.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalised: bool
-    layers: tuple[bool, ...]
-    shared_size: int = 0
-    shared_gate: bool = False
-    scoring: str = field(default="softmax", repr=False)
-    """How the router's outputs become scores: `softmax`, `sigmoid` or `sparse-mixer`."""
-    choice_bias: bool = field(default=False, repr=False)
-    """Experts are chosen by scores plus a learned bias; their weights are made of the scores alone."""
-    num_groups: int = field(default=1, repr=False)
-    """Experts are in groups; the `top_groups` with the highest sums of `group_best` scores are chosen first."""
-    top_groups: int = field(default=1, repr=False)
-    group_best: int = field(default=2, repr=False)
-    routed_scale: float = field(default=1.0, repr=False)
-    """Factor of the selected experts' weights, after they are normalised."""
-    mixer_range: float = field(default=0.0, repr=False)
-    """SparseMixer: the distance from the highest output, in relation to the outputs, of those that have a share."""
-    wide_router: bool = field(default=False, repr=False)
-    """The router is in fp32, whatever the model's dtype."""
-
-
-NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
-
-
-LATENT_EPS = 1e-6
-"""Epsilon of the norms of latents, whatever config.json says of the others."""
-
-
-@dataclass(frozen=True, slots=True)
-class LatentConfig:
-    """Multi-head latent attention (DeepSeek-V2, 2024, section 2.1). Keys and values of all heads are projections of one
-    latent vector per token, `kv_rank` wide. The cache has one KV head, [rotated dimensions, latent]: queries are
-    projected to the latent, and so is the result of attention from it (`engine/models/latent.py`).
-
-    A query head has `rope.dim` rotated dimensions and `plain_dim` others. `query_rank`: width of the queries' own
-    latent, 0 if they are projected at once. `value_dim`: of a head's result.
-    """
-
-    kv_rank: int
-    plain_dim: int
-    value_dim: int
-    query_rank: int = 0
-
-
-NO_LATENT = LatentConfig(0, 0, 0)
+the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
+and MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,13 +248,22 @@ class ModelConfig:
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
     norm_bias: bool = False
+    norm_weight: bool = field(default=True, repr=False)
+    """False: the checkpoint has no weights of norms, which are 1."""
     qk_norm: bool = False
-    """Each head of queries and keys is normed before it is rotated."""
+    """Queries and keys are normed, with a root-mean-square norm or a layer norm as `norm` says, without biases."""
+    qk_norm_of: str = field(default="head", repr=False)
+    """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
+    token together, and its keys together."""
+    qk_norm_rotated: bool = field(default=False, repr=False)
+    """They are normed after they are rotated, not before."""
 
     positions: str = "rotary"
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
     window_rope: RopeConfig | None = None
     """Rotary positions of the layers with a window, if they differ from `rope`."""
+    unrotated: tuple[int, ...] = field(default=(), repr=False)
+    """Layers without rotary positions, in a model that has them."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_softcap: float | None = None
@@ -306,6 +271,9 @@ class ModelConfig:
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)
+
+    clip_qkv: float | None = field(default=None, repr=False)
+    """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
     gated: bool = True

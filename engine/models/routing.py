@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import ExpertsConfig
+from engine.models.experts_config import ExpertsConfig
 
 NO_SHARE = 1e-20
 """Keeps shares finite where sigmoids of all chosen experts are 0."""

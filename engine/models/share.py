@@ -18,7 +18,8 @@ from typing import Literal
 
 import numpy as np
 
-from engine.models.model_config import LatentConfig, ModelConfig
+from engine.models.latent_config import LatentConfig
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, Span, kv_spans
@@ -138,6 +139,8 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
             return _rows_of_heads(config, share)
+        case "q_norm" | "k_norm" if config.qk_norm_of != "head":
+            return _rows_of_norm(name, config, share)
         case "o" | "down":
             return _rows(share.hidden)
         case "gate_up":
@@ -165,6 +168,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
             return replace(spec, held_rows=_rows_of_latent(name, config, config.latent, share))
         case "qkv":
             return replace(spec, held_rows=_rows_of_heads(config, share))
+        case "q_norm" | "k_norm" if config.qk_norm_of != "head":
+            return replace(spec, held_rows=_rows_of_norm(name, config, share))
         case "gate_up":
             return replace(spec, held_rows=_rows_of_pair(width, inner))
         case "up":
@@ -214,6 +219,12 @@ def _rows_of_latent(name: str, config: ModelConfig, latent: LatentConfig, share:
     if name != "qkv":
         return queries
     return np.concatenate((queries, config.num_heads * width + np.arange(latent.kv_rank + config.rope.dim)))
+
+
+def _rows_of_norm(name: str, config: ModelConfig, share: RankShare) -> RowOrder:
+    """Weights of the rank's heads in the norms of queries or of keys."""
+    heads = share.query_heads if name.endswith("q_norm") else share.heads
+    return np.arange(heads.first * config.head_dim, heads.end * config.head_dim)
 
 
 def _rows_of_pair(width: int, inner: Span) -> RowOrder:

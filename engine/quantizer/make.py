@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
-from checkpoint.tensors import StoredTensor, open_checkpoint
+from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
 from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
@@ -38,7 +38,7 @@ from engine.quantizer.schemes import Factors, Scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, require_norms, tie
 from engine.quantizer.statistics import InputStatistics
-from engine.stored_parameters import stored_name
+from engine.stored_parameters import open_stored, stored_name
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
@@ -91,8 +91,8 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
             "serves it in int8"
         )
-    stored = dict(open_checkpoint(folder))
     in_order = sorted(parameter_specs(config), key=_when_needed)
+    stored = open_stored(folder, in_order)
     product_factors = {spec.name: spec.factor for spec in in_order}
     specs = [replace(spec, factor=1.0) for spec in in_order]
     dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}

@@ -9,9 +9,9 @@ from torch.nn import functional as F
 
 from engine.models.encodings import LinearParameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DenseMlp, Experts
 from engine.models.linear import Adapters, make_linear
-from engine.models.model_config import ExpertsConfig
 from engine.models.routing import Router
 from mesh.domain.kv import Span
 from tests.component.paged_attention import TOLERANCES

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 BARE: dict[str, Any] = {"vocab_size": 100, "n_layer": 4, "n_head": 4}
+_EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture
@@ -141,6 +142,26 @@ def test_ministral_says_which_layers_have_a_window(read: Any) -> None:
     assert read("MistralForCausalLM", **SIZES, sliding_window=7, layer_types=types).windows == (None, 7, None, 7)
 
 
+def test_layers_of_newer_families(read: Any) -> None:
+    patterned = read("Exaone4ForCausalLM", **SIZES, sliding_window=7, sliding_window_pattern="LG")
+    assert (patterned.windows, patterned.unrotated) == ((7, None, 7, None), (1, 3))
+    small = read("Exaone4ForCausalLM", **SIZES, sliding_window=None, layer_types=["full_attention"] * 4)
+    assert (small.windows, small.unrotated) == ((None,) * 4, ())
+    smollm3 = read("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 0, 0, 1])
+    assert (smollm3.unrotated, smollm3.rope.theta, smollm3.tied) == ((1, 2), 2e6, True)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    olmo3 = read("Olmo3ForCausalLM", **SIZES, sliding_window=7, rope_theta=3e5, rope_scaling=scaling)
+    assert (olmo3.rope.kind, olmo3.rope.theta, olmo3.windows) == ("yarn", 3e5, (7, 7, 7, None))
+    assert (olmo3.window_rope.kind, olmo3.window_rope.theta) == ("default", 3e5)
+    assert read("Olmo3ForCausalLM", **SIZES).window_rope is None
+    command_r = read("CohereForCausalLM", **SIZES, max_position_embeddings=64, model_max_length=256)
+    assert (command_r.max_model_len, command_r.rope.theta, command_r.norm_eps) == (256, 5e5, 1e-5)
+    scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    hunyuan = read("HunYuanDenseV1ForCausalLM", **SIZES, max_position_embeddings=64, rope_scaling=scaling)
+    assert (hunyuan.rope.kind, hunyuan.rope.alpha, hunyuan.max_model_len) == ("default", 1000.0, 64)
+    assert hunyuan.shareable_prefixes
+
+
 def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:
     gemma = read("GemmaForCausalLM", **SIZES, hidden_act="gelu", hidden_activation=None)
     assert (gemma.activation, gemma.embed_scale, gemma.tied) == ("gelu_pytorch_tanh", 8.0, True)
@@ -162,13 +183,46 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
     [
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla True"),
+        ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
+        ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        (
+            "OlmoeForCausalLM",
+            {"num_experts": 2, "num_experts_per_tok": 3},
+            "cannot have 3 experts of 1 of 1 groups of 2",
+        ),
+        ("Dots1ForCausalLM", _EXPERTS | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
+        ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [2, 3]}, "moe_topk must be the same in all layers"),
+        ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}, "with linear attention is not supported"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "must be 2 for Phi's SparseMixer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         read(architecture, **SIZES | change)
+
+
+def test_experts_are_stored_one_by_one_or_stacked(tmp_path: Path, read: Any) -> None:
+    config = read("Dots1ForCausalLM", **SIZES | _EXPERTS | {"num_hidden_layers": 1})
+    specs = [spec for spec in parameter_specs(config) if ".experts." in spec.name]
+    tensors = {source.name: torch.randn(source.shape) for spec in specs for source in spec.sources}
+    ups = torch.stack([torch.cat([tensors[source.name] for source in spec.sources]) for spec in specs[::2]])
+    downs = torch.stack([tensors[spec.sources[0].name] for spec in specs[1::2]])
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    target = WeightsTarget(torch.device("cpu"), torch.float32)
+    loaded = []
+    for stored in (tensors, dict(zip(names, (ups, downs), strict=True))):
+        save_file(stored, tmp_path / "model.safetensors")
+        parameters = load_weights(tmp_path, specs, target)
+        loaded.append([parameters.take_linear(spec.name).weight for spec in specs])
+    assert all(map(torch.equal, *loaded))
+    save_file({names[0]: ups[1:], names[1]: downs}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"gate_up_proj has shape \[7, 64, 64\], config.json implies \[8,"):
+        load_weights(tmp_path, specs, target)
 
 
 def test_checkpoints_of_the_bare_model(tmp_path: Path, read: Any) -> None:

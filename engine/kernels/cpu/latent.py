@@ -12,7 +12,7 @@ from engine.kernels.cpu.arguments import Array, Attending, Cache, Floats, Matrix
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
 from engine.kernels.cpu.matmul import Operand, multiply_panel
-from engine.kernels.cpu.rows import Norm, TokenSlot, norm_head, norm_row, put_row_at, rotate, write_heads
+from engine.kernels.cpu.rows import Norm, TokenSlot, norm_row, put_row_at, rotate, write_heads
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address
 
@@ -21,7 +21,7 @@ class Latent(NamedTuple):
     """The parameters of latent attention. Without it `rank` is 0 and the arrays are empty. Panels are fp32 or fp16."""
 
     q_norms: Floats  # [num_layers, 1, query_rank]
-    kv_norms: Floats  # [num_layers, rank]
+    kv_norms: Floats  # [num_layers, 1, rank]
     key_up: Array  # [num_layers, num_heads, rank / 16, plain, 16]
     value_up: Array  # [num_layers, num_heads, width / 16, rank, 16]
     query_rank: int  # 0: queries are projected at once
@@ -64,13 +64,15 @@ def rotate_and_store_latents(
     shape, batch, queries = attending.shape, attending.batch, attending.queries
     layer_at = address(cache) + 2 * layer * shape.num_slots * shape.row_bytes
     rotated, key = latent.rotated, np.empty(shape.head_dim, np.float32)
+    norm = Norm(latent.kv_norms[layer], latent.eps)
     for r in range(part.first, part.end):
         cos, sin = batch.cos[rope, r], batch.sin[rope, r]
         end = (r + 1) * rows.step
         key[:rotated] = rows.projected[end - rotated : end]
-        key[rotated:] = rows.projected[end - rotated - latent.rank : end - rotated]
         rotate(key[:rotated], cos, sin)
-        norm_head(key[rotated:], latent.kv_norms[layer], latent.eps)
+        divisor = norm_row(rows.projected[end - rotated - latent.rank : end - rotated], norm, key[rotated:])
+        for i in range(rotated, len(key)):
+            key[i] /= divisor
         write_heads(address(key), address(key), TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
         for head in range(shape.num_heads):
             at = r * rows.query_step + head * (rotated + latent.plain)

@@ -21,7 +21,7 @@ _LOWEST = np.finfo(np.float32).min
 
 
 class Routing(NamedTuple):
-    """The routers of a model, and the facts of engine.models.model_config.ExpertsConfig that they have."""
+    """The routers of a model, and the facts of engine.models.experts_config.ExpertsConfig that they have."""
 
     routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
     choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without

@@ -45,7 +45,7 @@ class LatentHeads:
         """
         rotated, rank = self._rotated, self._latent.kv_rank
         q_width = projected.shape[1] - rank - rotated
-        queries, latent, key = projected.split((q_width, rank, rotated), 1)
+        queries, latent, key = torch.split(projected, [q_width, rank, rotated], 1)
         if self._from_query_latent is not None:
             queries = self._from_query_latent(queries)
         heads = queries.view(len(queries), shape.num_heads, rotated + self._latent.plain_dim)

@@ -236,6 +236,7 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
     _finish_phase(team, ATTENTION)
 
 
+@jit
 def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
     """Write rows of the residual, normed in most models, to the operand of the product at the start of attention or of
     the MLP.

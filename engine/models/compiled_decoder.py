@@ -23,8 +23,10 @@ from engine.kernels.cpu.arguments import (
     Bytes,
     Floats,
     Int64s,
+    Operand,
     Queries,
     Range,
+    RoutedRows,
     Weights,
 )
 from engine.kernels.cpu.barrier import Team
@@ -41,9 +43,7 @@ from engine.kernels.cpu.machine import (
     knows_amx,
     multiplies_bf16,
 )
-from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
-from engine.kernels.cpu.routing import RoutedRows
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import Activations, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache

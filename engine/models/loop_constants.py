@@ -4,10 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import NO_WINDOW, HeadShape, Int64s
+from engine.kernels.cpu.arguments import (
+    NO_WINDOW,
+    HeadShape,
+    Int64s,
+    Routing,
+)
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
-from engine.kernels.cpu.routing import Routing
 from engine.kernels.cpu.step import Kind, ModelConstants
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS

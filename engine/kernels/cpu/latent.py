@@ -8,10 +8,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Array, Attending, Cache, Floats, Matrix, Part, Range, Weights
+from engine.kernels.cpu.arguments import (
+    Array,
+    Attending,
+    Cache,
+    Floats,
+    Matrix,
+    Operand,
+    Part,
+    Range,
+    Weights,
+)
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.matmul import Operand, multiply_panel
+from engine.kernels.cpu.matmul import multiply_panel
 from engine.kernels.cpu.rows import Norm, TokenSlot, norm_row, put_row_at, rotate, write_heads
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address

@@ -22,6 +22,7 @@ from engine.kernels.cpu.arguments import (
     HeadShape,
     Int32s,
     Int64s,
+    Operand,
     Range,
     Weights,
 )
@@ -29,7 +30,6 @@ from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
-from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.vectors import (

@@ -28,9 +28,11 @@ from engine.kernels.cpu.arguments import (
     Floats,
     HeadShape,
     Int64s,
+    Operand,
     Part,
     Queries,
     Range,
+    RoutedRows,
     Weights,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
@@ -54,7 +56,7 @@ from engine.kernels.cpu.latent import (
     put_queries,
     rotate_and_store_latents,
 )
-from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
+from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
     ATTENTION,
     DOWN,
@@ -68,7 +70,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
-from engine.kernels.cpu.routing import RoutedRows, route_rows
+from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, RELU2, SILU, XIELU
+from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, RELU2, SIGMOID, SILU, SOFTMAX, SPARSE_MIXER, XIELU
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
-from engine.kernels.cpu.routing import SIGMOID, SOFTMAX, SPARSE_MIXER
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 

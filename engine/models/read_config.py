@@ -207,6 +207,8 @@ def _check(config: ModelConfig) -> None:
         raise ConfigurationError(
             f"activation {config.activation!r} is not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
+    if config.activation == "xielu" and config.experts is not None:
+        raise ConfigurationError("activation 'xielu' of experts is not supported")
     if config.num_heads % config.num_kv_heads:
         raise ConfigurationError(
             f"num_attention_heads ({config.num_heads}) must be a multiple of num_key_value_heads "

@@ -9,7 +9,8 @@ share memory.
 
 The eager decoder has the cut "inputs" (Megatron-LM, Shoeybi et al. 2019): the matrices at the end of attention and MLP
 are cut by inputs, the others by outputs, so each rank continues with what it has computed, and two sums per layer cross
-ranks. Experts are not cut but shared out. Every rank of stage 0 embeds; rank 0 alone computes logits.
+ranks; where all queries of a token are normed together, and its keys, a small third one. Experts are not cut but shared
+out. Every rank of stage 0 embeds; rank 0 alone computes logits.
 """
 
 from collections.abc import Sequence

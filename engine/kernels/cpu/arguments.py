@@ -24,6 +24,8 @@ UInt64s: TypeAlias = NDArray[np.uint64]
 
 SILU, GELU, GELU_TANH, RELU, RELU2, XIELU = range(6)
 """Activations of MLPs, which `activations.py` computes."""
+SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
+"""How a router's outputs become scores, which `routing.py` computes."""
 
 
 class Part(NamedTuple):

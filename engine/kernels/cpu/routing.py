@@ -2,14 +2,7 @@
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import (
-    Floats,
-    Int64s,
-    Matrix,
-    Range,
-    RoutedRows,
-    Routing,
-)
+from engine.kernels.cpu.arguments import SIGMOID, SPARSE_MIXER, Floats, Int64s, Matrix, Range, RoutedRows, Routing
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, PANEL
 from engine.kernels.cpu.matmul import multiply_panel
@@ -17,8 +10,6 @@ from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address, scale_row
 
-SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
-"""How a router's outputs become scores."""
 _ONE = np.float32(1.0)
 _NO_SHARE = np.float32(1e-20)
 _LOWEST = np.finfo(np.float32).min

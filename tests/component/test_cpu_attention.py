@@ -15,11 +15,16 @@ from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import SharedMemory
 from engine.kernels.cpu import attention, matmul
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
+from engine.kernels.cpu.arguments import (
+    NO_WINDOW,
+    Attending,
+    Operand,
+    Part,
+    Queries,
+)
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
-from engine.kernels.cpu.matmul import Operand
 from engine.kv_cache import KVCache, elements
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder

@@ -90,7 +90,7 @@ def test_any_degrees_say_what_transformers_says(checkpoint: Checkpoint, family: 
         check_parity(checkpoint(family), runner)
 
 
-@pytest.mark.parametrize("family", ["llama-multi-query", "gpt-bigcode", "falcon-7b"])
+@pytest.mark.parametrize("family", ["llama-multi-query", "gpt-bigcode", "falcon-7b", "deepseek-v2", "deepseek-v3"])
 def test_copies_of_the_only_kv_head(checkpoint: Checkpoint, family: str) -> None:
     with own_memory_runner(checkpoint(family), Degrees(2, 2)) as (runner, ranks):
         check_parity(checkpoint(family), runner)

@@ -22,7 +22,7 @@ STAGES = (("chaos", "component", "e2e", "service"), ("unit",))
 `component` compute, those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core.
 Short tests at the end keep all processes busy until then.
 """
-ALONE = ("tests/e2e/", "tests/component/test_triton_attention.py", "tests/service/test_switching.py")
+ALONE = ("tests/e2e/", "tests/service/test_switching.py")
 """Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
 
 # A test must not fail because the machine has other work.

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -71,6 +72,15 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Let libraries end as they are used to: Triton's reports what is left."""
     gc.unfreeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Torch computes on one thread, whatever the last test has left: threads that wait for a test's small products
+    take the cores from the other processes.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def _unit(nodeid: str) -> str:

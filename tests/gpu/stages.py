@@ -354,5 +354,6 @@ def run_stage(name: str, device: str, seconds: float, out: Path, said: Path) -> 
             os.dup2(output.fileno(), stream)
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)  # as many as small shapes can use
     torch.set_float32_matmul_precision("highest")  # what is compared to: containers of NVIDIA allow TF32
     out.write_text(json.dumps(STAGES[name](torch.device(device), seconds)))

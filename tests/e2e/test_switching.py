@@ -14,11 +14,11 @@ from tests.e2e.mesh_process import RESTART_S, mesh
 from tests.waiting import until_told
 
 STREAMS: list[dict[str, Any]] = [
-    {"prompt": f"{number} is a number that", "max_new_tokens": 1900 + 20 * number, "ignore_eos": True, "seed": number}
+    {"prompt": f"{number} is a number that", "max_new_tokens": 1000 + 20 * number, "ignore_eos": True, "seed": number}
     for number in range(4)
 ]
-"""They last for longer than `tandem switch` takes to start, and a call beside them, also on a quick machine."""
-SHORTER = [stream | {"max_new_tokens": 600 + 20 * number} for number, stream in enumerate(STREAMS)]
+"""They last for several times as long as `tandem switch` takes to start, and a call beside them."""
+SHORTER = [stream | {"max_new_tokens": 300 + 20 * number} for number, stream in enumerate(STREAMS)]
 """They last for longer than a call."""
 
 

@@ -47,6 +47,13 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         if (config.block, config.activation, config.gated) != _BESIDE_EXPERTS:
             return f"experts in a block {config.block} with {config.activation}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
+    if (latent := config.latent) is not None:
+        if num_ranks > 1:
+            return "latent attention over several ranks"
+        if config.block != "sequential":
+            return f"latent attention in a block {config.block}"
+        widths |= {"latent of queries": latent.query_rank, "latent of KV": latent.kv_rank}
+        widths |= {"width of queries": latent.plain_dim, "width of results": latent.value_dim}
     for name, width in widths.items():
         if width % PANEL:
             return f"{name} {width}, not a multiple of {PANEL}"

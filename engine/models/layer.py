@@ -14,6 +14,8 @@ from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
+from engine.models.latent import LatentHeads
+from engine.models.latent_config import LATENT_EPS
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Ops, Rows
 from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
@@ -178,6 +180,7 @@ class Layer:
     qk_norm: HeadNorms | ProjectionNorms | None
     norms_rotated: bool
     clip_qkv: float | None
+    latent: LatentHeads | None
     o: LinearLayer
     attn_out_norm: Norm | None
     post_norm: Norm | None
@@ -230,6 +233,7 @@ def take_layer(
         qk_norm=take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
+        latent=_take_latent(parameters, prefix, config, linears),
         o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
@@ -242,6 +246,21 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     """Take a norm of the residual, of the kind that `config` selects."""
     centred = config.norm == "layer"
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
+
+
+def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> LatentHeads | None:
+    if config.latent is None:
+        return None
+    from_query_latent: Callable[[Tensor], Tensor] | None = None
+    if config.latent.query_rank:
+        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
+        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
+    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
+
+
+def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
+    return linear(linear.ops.norm(x, norm))
 
 
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
@@ -307,7 +326,10 @@ def run_layer(
     is_post = layer.block == "post"
     x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
     queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
-    mixed = layer.o.ops.rows(attend(queries, keys, values))
+    mixed = attend(queries, keys, values)
+    if layer.latent is not None:
+        mixed = layer.latent.results(mixed, heads)
+    mixed = layer.o.ops.rows(mixed)
     if layer.parallel:
         beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -329,6 +351,8 @@ def _project(
     qkv: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
+    if layer.latent is not None and rotation is not None:
+        return layer.latent.project(qkv, shape, rotation)
     num_scored = shape.num_heads + shape.num_kv_heads
     if layer.clip_qkv is not None:
         qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)

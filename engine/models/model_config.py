@@ -7,6 +7,7 @@ config.json, in which families use different keys for the same fact. Data only, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -25,6 +26,7 @@ from checkpoint.config_json import (
     texts,
 )
 from engine.models.experts_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
@@ -109,6 +111,11 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     )
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """The number of rotated dimensions per head, for families whose config.json has this fact.
 
@@ -154,6 +161,9 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
+    q_b: str = field(default="", repr=False)
+    """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
+    `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
@@ -262,6 +272,7 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+    latent: LatentConfig | None = field(default=None, repr=False)
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -307,6 +318,16 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head in the input of attention's output projection."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """Width of the part of a head that `engine.models.rope.rotate` sees."""
+        return self.head_dim if self.latent is None else self.rope.dim
 
     @property
     def queries_per_kv_head(self) -> int:

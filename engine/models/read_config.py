@@ -16,6 +16,7 @@ from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -112,6 +113,9 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "SmolLM3ForCausalLM": Family("SmolLM 3", smollm3),
     "OlmoForCausalLM": Family("OLMo", olmo),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo2),

@@ -59,10 +59,7 @@ def qwen3_vl_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others.
-
-    Later DeepSeek models, which compress KV, are not supported.
-    """
+    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others."""
     refuse(raw, scoring_func="sigmoid")
     inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
     first = integer(raw, "first_k_dense_replace", default=0, least=0)

@@ -158,7 +158,8 @@ def text_part(raw: RawConfig) -> dict[str, Any]:
     """A config.json as it is, or its text part if its architecture is in WRAPPERS. Raises ConfigurationError."""
     wrapper = next((name for name in texts(raw, "architectures") if name in WRAPPERS), None)
     if wrapper is None:
-        return dict(raw)
+        nested = raw.get("text_config")
+        return {**nested, **raw} if isinstance(nested, Mapping) else dict(raw)  # workers refuse unknown architectures
     stated = section(raw, "text_config") or raw
     kind = text(stated, "model_type", default=WRAPPERS[wrapper])
     model = TEXT_MODELS.get(OTHER_KINDS.get(kind, kind))
@@ -168,6 +169,9 @@ def text_part(raw: RawConfig) -> dict[str, Any]:
         )
     part = {**model.defaults, **stated, "architectures": [model.architecture]}
     part |= {key: raw[key] for key in _AROUND_TEXT if raw.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope" in ((rope := section(stated, key)).get("rope_type"), rope.get("type")):
+            part[key] = {**rope, "rope_type": "default"}  # a token of text has the same position on all axes
     if section(stated, "rope_parameters").get("rope_theta") is not None:
         part["rope_theta"] = stated.get("rope_theta")
     # Where both say so, transformers 4 takes what text_config says.

@@ -31,6 +31,9 @@ _QWEN3_5: _Facts = {"vocab_size": 248_320, "hidden_size": 4096, "intermediate_si
 _QWEN3_5 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768}
 _QWEN3_5_MOE = _QWEN3_5 | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
 _QWEN3_5_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
+_QWEN3_VL_MOE = _QWEN3_VL | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
+_QWEN3_VL_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408}
+_QWEN3_VL_MOE |= {"num_local_experts": 60, "num_experts_per_tok": 4}
 _GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
@@ -53,6 +56,7 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
         "qwen3": TextModel("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}),
         "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
         "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", _QWEN3_5),
+        "qwen3_vl_moe_text": TextModel("Qwen3VLMoeForConditionalGeneration", _QWEN3_VL_MOE),
         "qwen3_vl_text": TextModel("Qwen3ForCausalLM", _QWEN3_VL),
     }
 )
@@ -75,6 +79,7 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
         "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
         "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
+        "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
         "SmolVLMForConditionalGeneration": "llama",
     }
 )

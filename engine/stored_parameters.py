@@ -40,12 +40,14 @@ def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, St
 
 
 def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]) -> StoredTensor:
-    if whole.shape != stack.shape:
+    members, rows, columns = stack.shape
+    is_transposed = stack.may_be_transposed and whole.shape == (members, columns, rows)
+    if whole.shape != stack.shape and not is_transposed:
         raise ConfigurationError(
             f"{whole.path}: tensor {name} has shape {list(whole.shape)}, config.json implies {list(stack.shape)}"
         )
-    _, rows, columns = stack.shape
-    first, itemsize = (stack.member * rows + stack.first_row) * columns, whole.num_bytes // prod(whole.shape)
+    itemsize = whole.num_bytes // prod(whole.shape)
+    first = stack.member * rows * columns + stack.first_row * (1 if is_transposed else columns)
     return replace(
         whole,
         shape=shape,
@@ -53,6 +55,7 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
         num_bytes=prod(shape) * itemsize,
         whole=name,
         first=first,
+        column_step=rows if is_transposed else 0,
     )
 
 

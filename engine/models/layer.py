@@ -11,17 +11,21 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
+from engine.models.blocks import BLOCKS
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
+from engine.models.latent import LatentHeads
+from engine.models.latent_config import LATENT_EPS
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Ops, Rows
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.mixer import RecurrentMixer, take_mixer
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
+from engine.models.summed import Summed
 from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
 
@@ -152,24 +156,9 @@ class SharedExpert:
         return residual + self(x)
 
 
-class Summed:
-    """A projection or an MLP of which each rank computes a part: the sum of the parts."""
-
-    def __init__(self, part: LinearLayer | Mlp, ranks: SummingGroup) -> None:
-        self.ops = part.ops
-        self._part = part
-        self._ranks = ranks
-
-    def __call__(self, x: Rows) -> Tensor:
-        return self._ranks.sum(self._part(x))
-
-    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return residual + self(x)
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS, whose key is `block`.
+    """Attention projections, MLP and norms of a layer; see engine.models.blocks.BLOCKS, whose key is `block`.
 
     In a layer with a `recurrence` instead of attention, `qkv` and `o` are the projections before and behind that.
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
@@ -182,6 +171,7 @@ class Layer:
     qk_norm: HeadNorms | ProjectionNorms | None
     norms_rotated: bool
     clip_qkv: float | None
+    latent: LatentHeads | None
     o: LinearLayer
     attn_out_norm: Norm | None
     post_norm: Norm | None
@@ -238,6 +228,7 @@ def take_layer(
         else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
+        latent=_take_latent(parameters, prefix, config, linears),
         o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
@@ -254,6 +245,21 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     """Take a norm of the residual, of the kind that `config` selects."""
     centred = config.norm == "layer"
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
+
+
+def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> LatentHeads | None:
+    if config.latent is None:
+        return None
+    from_query_latent: Callable[[Tensor], Tensor] | None = None
+    if config.latent.query_rank:
+        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
+        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
+    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
+
+
+def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
+    return linear(linear.ops.norm(x, norm))
 
 
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
@@ -359,6 +365,8 @@ def _mix(
         queries, gate, rest = torch.split(projected, [width, width, projected.shape[1] - 2 * width], 1)
         projected = torch.cat((queries, rest), 1)
     mixed = attend(*_project(projected, layer, shape, rotation))
+    if layer.latent is not None:
+        return layer.latent.results(mixed, shape)
     return mixed if gate is None else mixed * gate.sigmoid()
 
 
@@ -366,6 +374,8 @@ def _project(
     qkv: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
+    if layer.latent is not None and rotation is not None:
+        return layer.latent.project(qkv, shape, rotation)
     num_scored = shape.num_heads + shape.num_kv_heads
     if layer.clip_qkv is not None:
         qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)

@@ -5,8 +5,8 @@ one, `rope_parameters`), TensorNames (names and layout of the tensors in its che
 config.json, in which families use different keys for the same fact. Data only, no tensors.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -25,6 +25,7 @@ from checkpoint.config_json import (
     texts,
 )
 from engine.models.experts_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Span
@@ -84,7 +85,6 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     scaling = rope_section(raw)
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     kind = "longrope" if kind == "su" else kind  # LongRoPE's former name
-    kind = "default" if kind == "mrope" else kind  # a token of text has the same position on all axes
     if kind not in SUPPORTED_KINDS:
         raise ConfigurationError(f"rope type {kind!r} is not supported; supported: {', '.join(SUPPORTED_KINDS)}")
     missing_keys = [key for key in _NEEDED.get(kind, ()) if scaling.get(key) is None]
@@ -111,6 +111,11 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     )
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """The number of rotated dimensions per head, for families whose config.json has this fact.
 
@@ -118,19 +123,6 @@ def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """
     default = number(raw, "partial_rotary_factor", "rotary_pct", default=default)
     return int(head_dim * number(rope_section(raw), "partial_rotary_factor", default=default))
-
-
-def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
-    """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
-
-    The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
-    """
-    if interleaved:
-        first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
-    else:
-        first, second = list(range(dim // 2)), list(range(dim // 2, dim))
-    middle = dim + (head_dim - dim) // 2
-    return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +148,9 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
+    q_b: str = field(default="", repr=False)
+    """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
+    `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
     recurrent: str = field(default="", repr=False)
     """The module that recurrent layers have in place of attention; see `engine.models.parameters` for its tensors."""
@@ -175,6 +170,8 @@ class TensorNames:
     stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
     """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
     stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
+    stacked_transposed: bool = field(default=False, repr=False)
+    """They may be [num_experts, inputs, outputs], which is what they are if that is the same shape."""
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
@@ -197,21 +194,6 @@ class TensorNames:
 
 
 LLAMA_NAMES = TensorNames()
-
-
-BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "sequential": ("input_norm", "post_norm"),
-    "parallel": ("input_norm", "post_norm"),
-    "parallel-shared": ("input_norm",),
-    "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
-    "post": ("input_norm", "post_norm"),
-    "behind": ("attn_out_norm", "mlp_out_norm"),
-}
-"""Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
-Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
-attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
-the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
-and MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +219,7 @@ class ModelConfig:
     tensors: TensorNames = LLAMA_NAMES
 
     block: str = "sequential"
-    """A key of BLOCKS."""
+    """A key of engine.models.blocks.BLOCKS."""
     norm: str = "rms"
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
@@ -267,6 +249,7 @@ class ModelConfig:
     """Scores s become cap * tanh(s / cap)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+    latent: LatentConfig | None = field(default=None, repr=False)
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -328,6 +311,16 @@ class ModelConfig:
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
         return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head in the input of attention's output projection."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """Width of the part of a head that `engine.models.rope.rotate` sees."""
+        return self.head_dim if self.latent is None else self.rope.dim
 
     @property
     def queries_per_kv_head(self) -> int:

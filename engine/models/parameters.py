@@ -12,8 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
-from engine.models.recurrent.config import fused_rows
+from engine.models.blocks import BLOCKS
+from engine.models.latent_config import LatentConfig
+from engine.models.model_config import ModelConfig
+from engine.models.row_orders import fused_rows, rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -21,13 +23,14 @@ RowOrder = NDArray[np.int64]
 
 class Stack(NamedTuple):
     """A tensor [members, rows, columns] that a checkpoint may have instead of a source: the source is the member's rows
-    from `first_row` on.
+    from `first_row` on. If it `may_be_transposed`, it may also be [members, columns, rows].
     """
 
     name: str
     shape: tuple[int, int, int]
     member: int
     first_row: int
+    may_be_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +148,13 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     if config.is_recurrent(layer):
         _add_recurrent(builder, config)
     else:
-        _add_attention(builder, config)
+        if config.latent is None:
+            _add_attention(builder, config)
+        else:
+            _add_latent_attention(builder, config, config.latent)
+        o_tensor = [(names.o, config.hidden_size, None)]
+        inputs = config.num_heads * config.result_dim
+        builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         if config.activation == "xielu":
@@ -184,9 +193,31 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
     if config.qk_norm:
         _add_head_norm(builder, config, "q_norm", config.num_heads, order)
         _add_head_norm(builder, config, "k_norm", config.num_kv_heads, order)
-    o_tensor = [(names.o, config.hidden_size, None)]
-    inputs = config.num_heads * head_dim
-    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+
+
+def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
+    """Rotated dimensions come first in queries, last in the projection of KV. `key_up` and `value_up` are no matrices:
+    attention multiplies heads of them, in full precision.
+    """
+    names, heads, rotated, plain = config.tensors, config.num_heads, config.rope.dim, latent.plain_dim
+    queries, kv, kv_up = names.qkv
+    turned = np.array(rotary_order(rotated, rotated, interleaved=names.interleaved_rotary))
+    q_rows = _rows_of_heads(np.arange(heads), np.concatenate((plain + turned, np.arange(plain))))
+    kv_rows = np.concatenate((np.arange(latent.kv_rank), latent.kv_rank + turned))
+    kv_tensor = (kv, len(kv_rows), kv_rows)
+    norms = [("kv_norm", names.k_norm, latent.kv_rank)]
+    if latent.query_rank:
+        builder.linear("qkv", [(queries, latent.query_rank, None), kv_tensor], config.hidden_size, has_bias=False)
+        builder.linear("q_b", [(names.q_b, len(q_rows), q_rows)], latent.query_rank, has_bias=False)
+        norms.append(("q_norm", names.q_norm, latent.query_rank))
+    else:
+        builder.linear("qkv", [(queries, len(q_rows), q_rows), kv_tensor], config.hidden_size, has_bias=False)
+    for name, stored, width in norms:
+        builder.add(name, (width,), [Source(f"{builder.source}{stored}.weight", (width,))])
+    up = np.arange(heads * (plain + latent.value_dim)).reshape(heads, -1)
+    for name, rows in (("key_up", up[:, :plain].ravel()), ("value_up", up[:, plain:].ravel())):
+        source = Source(f"{builder.source}{kv_up}.weight", (up.size, latent.kv_rank), rows)
+        builder.add(name, (len(rows), latent.kv_rank), [source])
 
 
 def _add_head_norm(builder: "_SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
@@ -333,7 +364,8 @@ class _SpecBuilder:
         for weight in weights:
             stored = prefix + (names.stacked_down if is_down else names.stacked_up)
             shape = (experts.num_experts, outputs, weight.shape[1])
-            sources.append(replace(weight, stack=Stack(stored, shape, member, first)))
+            stack = Stack(stored, shape, member, first, names.stacked_transposed)
+            sources.append(replace(weight, stack=stack))
             first += weight.shape[0]
         return sources
 

@@ -16,6 +16,7 @@ from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -34,7 +35,7 @@ from engine.models.families.llama import (
     stablelm,
     starcoder2,
 )
-from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
+from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -88,6 +89,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe),
+    "Qwen3VLMoeForConditionalGeneration": Family("Qwen 3 VL MoE, text", qwen3_vl_moe),
     "GPT2LMHeadModel": Family("GPT-2", gpt2),
     "GPTBigCodeForCausalLM": Family("StarCoder, SantaCoder", gpt_bigcode),
     "Starcoder2ForCausalLM": Family("StarCoder 2", starcoder2),
@@ -113,6 +115,9 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 MoE", qwen3_5_moe),
@@ -199,7 +204,7 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
-    supported = ", ".join((*FAMILIES, *ARCHITECTURES, *WRAPPERS))
+    supported = ", ".join(dict.fromkeys((*FAMILIES, *ARCHITECTURES, *WRAPPERS)))
     raise ConfigurationError(
         f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {supported}"
     )
@@ -210,6 +215,8 @@ def _check(config: ModelConfig) -> None:
         raise ConfigurationError(
             f"activation {config.activation!r} is not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
+    if config.activation == "xielu" and config.experts is not None:
+        raise ConfigurationError("activation 'xielu' of experts is not supported")
     if config.num_heads % config.num_kv_heads:
         raise ConfigurationError(
             f"num_attention_heads ({config.num_heads}) must be a multiple of num_key_value_heads "

@@ -176,14 +176,14 @@ def quantize_checkpoint(
 
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
-    """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, and all
-    of a multimodal model that is not its text part.
+    """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, what
+    attention projects from latents, and all of a multimodal model that is not its text part.
     """
     # transformers' module of the output matrix is lm_head, whatever the tensor's name.
     kept = [checkpoint.config.tensors.lm_head, "lm_head"]
     for spec in checkpoint.specs:
-        is_router = spec.name.endswith((".router", ".shared_gate"))
-        if is_router or (spec.is_matrix and not _is_quantized(spec)):
+        is_kept = spec.name.endswith((".router", ".shared_gate", ".key_up", ".value_up"))
+        if is_kept or (spec.is_matrix and not _is_quantized(spec)):
             kept += [name.removesuffix(".weight") for name in _names(spec, checkpoint.stored)]
     kept += [f"re:.*{part}.*" for name in sorted(checkpoint.stored) if (part := other_part(name)) is not None]
     return list(dict.fromkeys(kept))

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.blocks import BLOCKS
+from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError
@@ -45,7 +46,8 @@ def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...
         parts += ["shared."] if config.experts.shared_size else []
     ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
     from_norms = (("qkv", *ups),) if config.block == "parallel-shared" else (("qkv",), ups)
-    return (("o",), *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
+    values = (("o",),) if config.latent is None else ()  # results of heads follow from the latent, which norms feed
+    return (*values, *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:

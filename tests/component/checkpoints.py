@@ -50,6 +50,38 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED_POSITIONS}
 
+
+def latent_attention(model_type: str, **facts: Any) -> PreTrainedModel:
+    """A model whose heads share a latent of 48, in heads of 16 + 32 for queries and of 48 for values."""
+    sizes = {
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": TRAINED_POSITIONS,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 4 * TRAINED_POSITIONS,
+    }
+    return llama_like(model_type, **sizes | facts)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -137,6 +169,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
+    "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=32),
+    "glm4-moe-lite": lambda: latent_attention("glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
     "stablelm-12b": lambda: llama_like("stablelm", use_parallel_residual=True, qk_layernorm=True),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(

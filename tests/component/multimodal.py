@@ -56,6 +56,11 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _QWEN_VISION | {"out_hidden_size": 64, "num_position_embeddings": 16},
     ),
     "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
+    "qwen3_vl_moe": (
+        {"rope_parameters": _MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"mlp_only_layers": [1], "tie_word_embeddings": False},
+        _QWEN3_VISION,
+    ),
     "smolvlm": ({"model_type": "llama"}, _VISION),
 }
 """Members of `text_config` and `vision_config`, by the model_type of the whole, and of its text if it may be others."""

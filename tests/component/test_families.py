@@ -186,6 +186,7 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla True"),
         ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),

@@ -52,11 +52,14 @@ def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(qwen3(plain, raw), windows=windows, experts=qwen_experts(plain, raw))
 
 
-def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others.
+def qwen3_vl_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """The text part of Qwen 3 VL MoE: Qwen 3 MoE, whatever `norm_topk_prob` says, with experts in stacks."""
+    config = qwen3_moe(plain, {**raw, "norm_topk_prob": True})
+    return replace(config, tensors=TensorNames(stacked_transposed=True))
 
-    Later DeepSeek models, which compress KV, are not supported.
-    """
+
+def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others."""
     refuse(raw, scoring_func="sigmoid")
     inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
     first = integer(raw, "first_k_dense_replace", default=0, least=0)

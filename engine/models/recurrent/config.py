@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import numpy as np
-from numpy.typing import NDArray
-
 NUMBER_BYTES = 4
 """A state is in fp32, whatever the type of the weights."""
 
@@ -18,7 +15,7 @@ class RecurrentConfig:
     `key_dim` serves equally many of `num_heads` heads of `value_dim`.
 
     The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the convolution and projections.
-    `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see `fused_rows`.
+    `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see `engine.models.row_orders`.
     """
 
     kind: str
@@ -79,18 +76,3 @@ class RecurrentConfig:
     def result_width(self) -> int:
         """Width of what a layer's last projection takes."""
         return self.channels if self.kind == "conv" else self.value_width
-
-
-def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:
-    """The names of two fused tensors, and the order of their rows that puts the parts of all heads behind each other.
-    Stored are, for each key head: its query, its key, the values and gates of its heads; and, in the second tensor, the
-    strengths and the decays of its heads.
-    """
-    served = facts.num_heads // facts.num_key_heads
-    sizes = {"qkvz": (facts.key_dim, facts.key_dim, *2 * (served * facts.value_dim,)), "ba": (served, served)}
-    ordered = []
-    for name, parts in sizes.items():
-        stored = np.arange(facts.num_key_heads * sum(parts)).reshape(facts.num_key_heads, -1)
-        columns = np.split(stored, np.cumsum(parts)[:-1], 1)
-        ordered.append((name, np.concatenate([column.ravel() for column in columns])))
-    return ordered

@@ -4,17 +4,16 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from engine.models.rank_group import SummingGroup
-
 if TYPE_CHECKING:
     from engine.models.layer import Mlp
     from engine.models.linear import LinearLayer, Rows
+    from engine.models.rank_group import SummingGroup
 
 
 class Summed:
     """A projection or an MLP of which each rank computes a part: the sum of the parts."""
 
-    def __init__(self, part: "LinearLayer | Mlp", ranks: SummingGroup) -> None:
+    def __init__(self, part: "LinearLayer | Mlp", ranks: "SummingGroup") -> None:
         self.ops = part.ops
         self._part = part
         self._ranks = ranks

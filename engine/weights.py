@@ -324,6 +324,7 @@ def _not_finite(values: Tensor, name: str) -> str:
 
 
 def _rows(source: Source, tensor: Tensor) -> Tensor:
+    tensor = tensor if source.member is None else tensor[source.member]
     tensor, rows = tensor.t() if source.transposed else tensor, source.rows
     if rows is None:
         return tensor

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
-from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
+from engine.attention.cpu import head_shape, kernel_batch, kernel_sinks, kernel_slopes
 from engine.kernels.cpu.arguments import (
+    NO_SINKS,
     NO_WINDOW,
     SILU,
     Attending,
@@ -72,7 +73,8 @@ _AMX_OPERANDS = (np.uint8, np.int16)
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
-_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
+_NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
+_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, _NO_CHOICES, _NO_ROWS, _NO_NUMBERS, _NO_NUMBERS, _NO_ROWS)
 
 
 class CompiledDecoder:
@@ -107,6 +109,7 @@ class CompiledDecoder:
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
         self._slopes = kernel_slopes(self._heads)
+        self._sinks = kernel_sinks(torch.from_numpy(packed.sinks)) if config.attention_sinks else NO_SINKS
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
@@ -187,7 +190,9 @@ class CompiledDecoder:
             splits = self._thread_buffers[first].splits(shape, of_share)
             for thread in range(size):
                 scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
-                attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes)
+                attending = Attending(
+                    own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks
+                )
                 work.append(Work(own_acts, operands[first + thread], attending, self._cache, own_adapted[thread]))
         return work
 
@@ -276,12 +281,13 @@ class CompiledDecoder:
         if not experts.num_experts:
             return _NO_ROUTED_ROWS
         num_inner, num_chosen = rows * (experts.top_k * experts.width + experts.shared_width), rows * experts.top_k
-        buffers = self._ranks.buffers
+        buffers, num_gated = self._ranks.buffers, 0 if experts.activation == SILU else 2 * num_inner
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
             chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
             weights=self._rows("expert_weights", rows, experts.top_k + 1),
+            gate_up=buffers.get("expert_gate_up", num_gated)[:num_gated],
             inner=buffers.get("expert_inner", num_inner)[:num_inner],
             results=self._rows("expert_results", self._num_copies(rows), hidden),
         )
@@ -348,12 +354,14 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
     return Experts(
         layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
         routers=packed.routers,
+        router_biases=packed.router_biases,
         shared_gates=packed.shared_gates,
         num_experts=facts.num_experts,
         top_k=facts.top_k,
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
         normalised=facts.normalised,
+        activation=KERNEL_ACTIVATIONS[config.activation],
     )
 
 

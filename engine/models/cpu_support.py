@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, SILU
+from engine.kernels.cpu.arguments import CLAMPED_SWIGLU, GELU, GELU_TANH, RELU, SILU
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
@@ -18,9 +18,9 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "gelu_fast": GELU_TANH,
     "gelu_pytorch_tanh": GELU_TANH,
     "relu": RELU,
+    "clamped_swiglu": CLAMPED_SWIGLU,
 }
 """Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
-_BESIDE_EXPERTS = ("sequential", "silu", True)
 
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) -> str | None:
@@ -38,8 +38,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if (config.block, config.activation, config.gated) != _BESIDE_EXPERTS:
-            return f"experts in a block {config.block} with {config.activation}"
+        if config.block != "sequential" or not config.gated:
+            return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     for name, width in widths.items():
         if width % PANEL:

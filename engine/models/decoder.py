@@ -116,11 +116,11 @@ class Decoder:
         the scales: q (k / s) s = q k.
         """
         layer_cache, window = self._cache.layer(index), self.config.windows[index]
-        scale = self._scales.get(index)
+        scale, sinks = self._scales.get(index), self._layers[index - self.layers.first].sinks
         if scale is None:
-            return self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
+            return self._attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
-        return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
+        return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * scale.value
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:

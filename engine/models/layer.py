@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Norm, Ops, Rows
+from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Norm, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import rotate
@@ -54,7 +54,7 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """down(activation(gate) * up), or down(activation(up)) if not `gated`."""
+    """down(activation(gate) * up), or down(activation(up)) if not `gated`. Such an activation may itself be a gate."""
 
     def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool) -> None:
         self.ops = up.ops
@@ -90,10 +90,12 @@ class Experts:
         experts: Mapping[int, DenseMlp],
         linears: LinearLayers,
         on_device: ChosenExperts | None = None,
+        router_bias: Tensor | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
         self.router = router  # [num_experts, hidden_size]
+        self._router_bias = router_bias
         self._experts = experts
         self._linears = linears
         self._on_device = on_device
@@ -110,7 +112,7 @@ class Experts:
 
     def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
         """The experts of each row, and the weights of their results: both [rows, top_k]."""
-        scores = F.linear(values, self.router).softmax(-1, dtype=torch.float32)
+        scores = F.linear(values, self.router, self._router_bias).softmax(-1, dtype=torch.float32)
         shares, chosen = scores.topk(self._config.top_k, -1)
         if self._config.normalised:
             shares = shares / shares.sum(-1, keepdim=True)
@@ -181,6 +183,7 @@ class Layer:
     qkv: LinearLayer
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
     o: LinearLayer
     attn_out_norm: Norm | None
     post_norm: Norm
@@ -223,6 +226,7 @@ def take_layer(
         qkv=_take_linear(parameters, f"{prefix}qkv", linears),
         q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
         k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
+        sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
         o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms["input_norm"]),
@@ -257,7 +261,8 @@ def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> 
 
 def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers) -> DenseMlp:
     up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
-    return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=config.gated)
+    gated = config.gated and config.activation != CLAMPED_SWIGLU
+    return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=gated)
 
 
 def _take_mixture(
@@ -282,7 +287,8 @@ def _take_mixture(
     if products is not None:
         on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], mlps[held.first].inner)
         on_device.compile(facts.top_k)
-    experts = Experts(facts, router, mlps, linears, on_device)
+    bias = parameters.take_optional(f"{prefix}router_bias")
+    experts = Experts(facts, router, mlps, linears, on_device, bias)
     if not facts.shared_size:
         return experts
     shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)

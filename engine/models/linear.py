@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AdapterRows
+from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
@@ -40,6 +41,16 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def _clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gpt-oss: [rows, 2 * width] with gates and ups side by side -> [rows, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -47,8 +58,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    CLAMPED_SWIGLU: _clamped_swiglu,
 }
-"""Activations by their names in config.json."""
+"""Activations by their names in config.json. CLAMPED_SWIGLU takes gates and ups, the others one of them."""
 
 
 def _can_pack() -> bool:

@@ -148,6 +148,7 @@ class TensorNames:
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
     k_norm: str = "self_attn.k_norm"
+    sinks: str = field(default="self_attn.sinks", repr=False)
     o: str = "self_attn.o_proj"
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
@@ -157,10 +158,14 @@ class TensorNames:
     mlp_out_norm: str = ""
 
     router: str = "mlp.gate"
+    """With `.weight`, and `.bias` if it has one."""
     expert: str = "mlp.experts.{}"
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = field(default=False, repr=False)
+    """A tensor holds a matrix of all experts, [experts, inputs, outputs], and another their biases, [experts, outputs],
+    under its name and `_bias`. Gates and ups alternate."""
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
 
@@ -211,6 +216,7 @@ class ExpertsConfig:
     layers: tuple[bool, ...]
     shared_size: int = 0
     shared_gate: bool = False
+    router_bias: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +258,8 @@ class ModelConfig:
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    attention_sinks: bool = field(default=False, repr=False)
+    """Each head has a number that counts as the score of one more key, whose value is 0 (Xiao et al. 2024)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
 

@@ -53,7 +53,9 @@ class PackedDecoder(NamedTuple):
     norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
     routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
+    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats
 
 
@@ -72,18 +74,18 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
-    routers, shared_gates, number = *_empty_routers(config, len(layers)), 0
+    sinks, routers, number = [], _empty_routers(config, len(layers)), 0
     for i, layer in enumerate(layers):
         for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
             number += 1
         if has_experts(config, share.layers.first + i):
-            routers[i] = _in_panels(parameters.take(f"{layer}.router").float())
-        if has_experts(config, share.layers.first + i) and shared_gates.shape[1]:
-            shared_gates[i] = parameters.take(f"{layer}.shared_gate").float()
+            _take_router(parameters, layer, i, routers)
         norms.append(_layer_norms(parameters, layer, config))
         if config.qk_norm:
             head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
+        if config.attention_sinks:
+            sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
     _pack(output_packer, 0, parameters.take_output(tied))
@@ -96,8 +98,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
         head_norms,
-        routers,
-        shared_gates,
+        np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
+        *routers,
     )
 
 
@@ -116,15 +118,34 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return "qkv", "o", *(part + name for part in parts for name in (up, "down"))
 
 
-def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats]:
-    """Routers in panels, and gates of shared experts."""
-    if config.experts is None:
-        return np.empty((num_layers, 0, config.hidden_size, PANEL), np.float32), np.empty((0, 0, 0), np.float32)
-    num_panels = -(-config.experts.num_experts // PANEL)
-    return (
-        np.zeros((num_layers, num_panels, config.hidden_size, PANEL), np.float32),
-        np.zeros((num_layers, int(config.experts.shared_gate), config.hidden_size), np.float32),
+class _Routers(NamedTuple):
+    """As in PackedDecoder."""
+
+    routers: Floats
+    router_biases: Floats
+    shared_gates: Floats
+
+
+def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
+    experts, hidden = config.experts, config.hidden_size
+    if experts is None:
+        none = np.empty((0, 0), np.float32)
+        return _Routers(np.empty((num_layers, 0, hidden, PANEL), np.float32), none, none.reshape(0, 0, 0))
+    num_panels = -(-experts.num_experts // PANEL)
+    return _Routers(
+        np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
+        np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
+        np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
     )
+
+
+def _take_router(parameters: Parameters, layer: str, number: int, routers: _Routers) -> None:
+    """Pack the router of layer `number` of the rank, whose parameters begin with `layer`."""
+    routers.routers[number] = _in_panels(parameters.take(f"{layer}.router").float())
+    if routers.router_biases.shape[1]:
+        routers.router_biases[number] = parameters.take(f"{layer}.router_bias").float()
+    if routers.shared_gates.shape[1]:
+        routers.shared_gates[number] = parameters.take(f"{layer}.shared_gate").float()
 
 
 def _in_panels(router: Tensor) -> Tensor:

@@ -21,18 +21,23 @@ RowOrder = NDArray[np.int64]
 class Source:
     """A tensor of the checkpoint with its stored shape.
 
-    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns.
+    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns. With
+    a `member`, it is that one of several matrices or vectors that the tensor stacks.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: RowOrder | None = None
     transposed: bool = False
+    member: int | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of rows that this source fills in its parameter."""
-        return self.shape[-1 if self.transposed else 0] if self.rows is None else len(self.rows)
+        if self.rows is not None:
+            return len(self.rows)
+        own = self.shape if self.member is None else self.shape[1:]
+        return own[-1 if self.transposed else 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,7 +135,12 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         return builder.specs
     router = (experts.num_experts, config.hidden_size)
     builder.add("router", router, [Source(f"{builder.source}{names.router}.weight", router)])
+    if experts.router_bias:
+        builder.add("router_bias", router[:1], [Source(f"{builder.source}{names.router}.bias", router[:1])])
     for expert in range(experts.num_experts):
+        if names.stacked_experts:
+            _add_stacked(builder, config, expert)
+            continue
         nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".")
         nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
     if experts.shared_size:
@@ -140,6 +150,26 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         gate = (1, config.hidden_size)
         builder.add("shared_gate", gate, [Source(f"{builder.source}{names.shared_gate}.weight", gate)])
     return builder.specs
+
+
+def _add_stacked(builder: "_SpecBuilder", config: ModelConfig, expert: int) -> None:
+    """Add the matrices of an expert, which are a member of tensors of all experts; see TensorNames.stacked_experts."""
+    names, experts, hidden = config.tensors, config.experts, config.hidden_size
+    assert experts is not None
+    inner, count = experts.intermediate_size, experts.num_experts
+    gates_then_ups = np.arange(2 * inner).reshape(inner, 2).T.ravel()
+    nested = builder.nested(f"experts.{expert}.", f"{names.expert}.")
+    matrices: list[tuple[str, str, int, int, RowOrder | None]] = [
+        ("gate_up", names.expert_up[0], 2 * inner, hidden, gates_then_ups),
+        ("down", names.expert_down, hidden, inner, None),
+    ]
+    for name, stem, outputs, inputs, rows in matrices:
+        stored = f"{nested.source}{stem}"
+        matrix = Source(stored, (count, inputs, outputs), rows, transposed=True, member=expert)
+        nested.specs.append(ParameterSpec(nested.target + name, (outputs, inputs), (matrix,), is_matrix=True))
+        if config.mlp_bias:
+            bias = Source(f"{stored}_bias", (count, outputs), rows, member=expert)
+            nested.add(f"{name}_bias", (outputs,), [bias])
 
 
 def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
@@ -156,6 +186,9 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
         for which, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
             stored = Source(f"{builder.source}{name}.weight", (head_dim,), order)
             builder.add(which, (head_dim,), [stored], offset=names.norm_offset)
+    if config.attention_sinks:
+        shape = (config.num_heads,)
+        builder.add("sinks", shape, [Source(f"{builder.source}{names.sinks}", shape)])
     o_tensor = [(names.o, config.hidden_size, None)]
     inputs = config.num_heads * head_dim
     builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
@@ -195,17 +228,17 @@ class _SpecBuilder:
         self.specs: list[ParameterSpec] = [] if specs is None else specs
         self.source = source
         self._config = config
-        self._target = target
+        self.target = target
 
     def nested(self, target: str, source: str) -> "_SpecBuilder":
         """A builder with longer prefixes that adds to the same specs."""
-        return _SpecBuilder(self._config, self._target + target, self.source + source, self.specs)
+        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
     ) -> None:
         """Add a parameter that is not a matrix."""
-        self.specs.append(ParameterSpec(self._target + name, shape, tuple(sources), factor, offset))
+        self.specs.append(ParameterSpec(self.target + name, shape, tuple(sources), factor, offset))
 
     def norm(self, name: str, stem: str) -> None:
         """Add a norm of the residual, with its bias if any."""
@@ -230,7 +263,7 @@ class _SpecBuilder:
             for stem, n, rows in tensors
         ]
         shape = (outputs, inputs)
-        self.specs.append(ParameterSpec(self._target + name, shape, tuple(weights), factor, is_matrix=True))
+        self.specs.append(ParameterSpec(self.target + name, shape, tuple(weights), factor, is_matrix=True))
         if has_bias:
             biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in tensors]
             self.add(f"{name}_bias", (outputs,), biases, factor)

@@ -17,6 +17,7 @@ from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
+from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.llama import (
     baichuan,
     granite,
@@ -84,11 +85,12 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "GptOssForCausalLM": Family("gpt-oss", gpt_oss),
 }
 """Families by the names in `architectures` of config.json."""
 
 
-SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu")
+SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "clamped_swiglu")
 """The keys of `engine.models.linear.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 

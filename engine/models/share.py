@@ -138,6 +138,8 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
             return _rows_of_heads(config, share)
+        case "sinks":
+            return _rows(share.query_heads)
         case "o" | "down":
             return _rows(share.hidden)
         case "gate_up":
@@ -163,6 +165,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
     match name.removesuffix("_bias"):
         case "qkv":
             return replace(spec, held_rows=_rows_of_heads(config, share))
+        case "sinks":
+            return replace(spec, held_rows=_rows(share.query_heads))
         case "gate_up":
             return replace(spec, held_rows=_rows_of_pair(width, inner))
         case "up":

@@ -127,6 +127,24 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
     "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    "gpt-oss": lambda: llama_like(
+        "gpt_oss",
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=64,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        max_position_embeddings=128,
+    ),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""

@@ -22,8 +22,10 @@ Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
 
-SILU, GELU, GELU_TANH, RELU = range(4)
+SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU = range(5)
 """Activations of MLPs, which `activations.py` computes."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), gate at most SWIGLU_LIMIT, up within +-SWIGLU_LIMIT."""
 
 
 class Part(NamedTuple):
@@ -135,6 +137,7 @@ class Splits(NamedTuple):
 
 
 NO_SLOPES: Floats = np.empty(0, np.float32)
+NO_SINKS: Floats = np.empty((0, 0), np.float32)
 
 
 class Attending(NamedTuple):
@@ -146,6 +149,7 @@ class Attending(NamedTuple):
     scratch: AttentionScratch
     splits: Splits
     slopes: Floats = NO_SLOPES  # of ALiBi, for each query head, times log2(e); empty without
+    sinks: Floats = NO_SINKS  # [num_layers, num_heads], times log2(e); [0, 0] without
 
 
 class AttentionMemory(NamedTuple):
@@ -175,6 +179,7 @@ class AttentionMemory(NamedTuple):
     split_totals: Address
     in_bf16: bool
     slopes: Address  # 0 without ALiBi
+    sinks: Address  # of the layer; 0 without
 
 
 class LayerKV(NamedTuple):

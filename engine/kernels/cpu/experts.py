@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Int64s, Matrix, Part, Range, Weights
+from engine.kernels.cpu.activations import gate_rows
+from engine.kernels.cpu.arguments import SILU, Floats, Int64s, Matrix, Part, Range, Weights
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, PANEL
 from engine.kernels.cpu.matmul import Operand, Target, multiply_panel, product
@@ -26,12 +27,14 @@ class Experts(NamedTuple):
 
     layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP
     routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
+    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
     num_experts: int
     top_k: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
     normalised: bool  # weights of a row's experts add up to 1
+    activation: int  # of gates: SILU, GELU, GELU_TANH, RELU or CLAMPED_SWIGLU
 
 
 class RoutedRows(NamedTuple):
@@ -43,6 +46,7 @@ class RoutedRows(NamedTuple):
     scores: Floats  # [num_tokens, experts, padded to whole panels]
     chosen: Int64s  # [num_tokens, top_k]
     weights: Floats  # [num_tokens, top_k + 1]: of the chosen experts, then of the shared one
+    gate_up: Floats  # flat: panels of gates and ups of all copies; [0] with SILU
     inner: Floats  # flat: inner rows of all copies
     results: Floats  # [copies, hidden]
 
@@ -72,13 +76,15 @@ def route_rows(experts: Experts, routed: RoutedRows, layer: int, x: Floats, norm
         scores = Matrix(out + panel * PANEL * FLOAT_BYTES, num_scores * FLOAT_BYTES)
         multiply_panel(TileProduct(rows, router, scores), width, part.end - part.first, routed.scores[0, 0])
     for r in range(part.first, part.end):
-        _choose(experts, routed.scores[r], routed.chosen[r], routed.weights[r])
+        _choose(experts, layer, routed.scores[r], routed.chosen[r], routed.weights[r])
         routed.weights[r, experts.top_k] = _shared_weight(experts, layer, routed.normed[r])
 
 
 @jit
-def _choose(experts: Experts, scores: Floats, chosen: Int64s, weights: Floats) -> None:
+def _choose(experts: Experts, layer: int, scores: Floats, chosen: Int64s, weights: Floats) -> None:
     """The experts with the highest scores, and their shares of the softmax over all experts."""
+    for e in range(experts.router_biases.shape[1]):
+        scores[e] += experts.router_biases[layer, e]
     peak, total = scores[0], np.float32(0.0)
     for e in range(1, experts.num_experts):
         peak = max(peak, scores[e])
@@ -163,29 +169,38 @@ def put_copies(
 def multiply_up(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Part
 ) -> None:
-    """Compute the inner rows of all copies: one thread's part of the columns."""
+    """Compute the inner rows of all copies, or their gates and ups: one thread's part of the columns."""
     for e in range(len(copies.starts) - 1):
         begin, end = copies.starts[e], copies.starts[e + 1]
         if begin == end:
             continue
         width = experts.width if e < experts.num_experts else experts.shared_width
         at = _place(copies, begin, experts.width, experts.shared_width)
-        out = routed.inner[at : at + (end - begin) * width].reshape(end - begin, width)
-        matrix = first + 2 * e
+        matrix, count = first + 2 * e, end - begin
         own = _from(operand, begin * weights.matrices[matrix, 2], begin)
-        product(own, weights, matrix, Target(out, GATE), part)
+        if experts.activation == SILU:
+            out = routed.inner[at : at + count * width].reshape(count, width)
+            product(own, weights, matrix, Target(out, GATE), part)
+        else:
+            out = routed.gate_up[2 * at : 2 * (at + count * width)].reshape(count, 2 * width)
+            product(own, weights, matrix, Target(out, STORE), part)
 
 
 @jit
 def put_inner(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
 ) -> None:
-    """Write the inner rows of the copies in the range to the operand of their experts' second products."""
+    """Write the inner rows of the copies in the range, which may have to be gated first, to the operand of their
+    experts' second products.
+    """
     for e in range(len(copies.starts) - 1):
         matrix, width = first + 2 * e + 1, experts.width if e < experts.num_experts else experts.shared_width
         for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
             at = _place(copies, copy, experts.width, experts.shared_width)
             row, place = routed.inner[at : at + width], _place_of_inner(copies, copy, weights, first, experts)
+            if experts.activation != SILU:
+                gate_up = routed.gate_up[2 * at : 2 * (at + width)].reshape(1, 2 * width)
+                gate_rows(gate_up, row.reshape(1, width), experts.activation, Range(0, 1))
             operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, place)
 
 

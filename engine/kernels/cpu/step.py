@@ -180,7 +180,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     attend(attending, cache, layer, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
-        join(attending, window, part)
+        join(attending, layer, window, part)
     _finish_phase(team, ATTENTION)
 
 

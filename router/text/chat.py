@@ -30,7 +30,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from checkpoint.config_json import read_json
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.template_turns import with_ids_of_length, with_text_arguments, with_tools_in_system
+from router.text.template_turns import with_ids_of_length, with_text_arguments, with_thinking, with_tools_in_system
 
 MAX_RENDER_S = 1.0
 # Not needed to render a conversation, and meant for long outputs.
@@ -53,6 +53,7 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "llama3_json": lambda source: "<|python_tag|>" in source or all(mark in source for mark in _LLAMA_32),
         "phi4_mini_json": lambda source: _TOOLS_IN_SYSTEM in source,
         "granite": lambda source: "<|tool_call|>" in source,
+        "openai": lambda source: "<|channel|>" in source and "<|message|>" in source,
     }
 )
 # Phi-4-mini's template takes tools as JSON text in the system message.
@@ -275,6 +276,8 @@ class ChatTemplate:
             turns = [with_ids_of_length(turn, int(length[1])) for turn in turns]
         if _NO_CONTENT.search(source):
             turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
+        if self.tool_call_format == "openai":
+            turns = [with_thinking(turn) for turn in turns]
         if tools and _TOOLS_IN_SYSTEM in source:
             turns = with_tools_in_system(turns, tools)
         reserved = {

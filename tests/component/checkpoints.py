@@ -174,7 +174,9 @@ def randomise(model: Any) -> None:
         if "norm" in name:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
         else:
-            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
+            # gpt-oss clamps gates and ups at 7.
+            large = model.config.model_type == "gpt_oss" and name.endswith(("sinks", "gate_up_proj"))
+            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else 0.15)
 
 
 def save_tokenizer(model_dir: Path) -> None:

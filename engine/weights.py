@@ -297,7 +297,7 @@ class _Reader:
 
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""
-        matrix = self._modules[source.name].read(self._tensor)
+        matrix = self._modules[source.name].read(self._tensor, source.member)
         return matrix if source.rows is None else matrix.select(torch.from_numpy(source.rows))
 
     def _tensor(self, name: str) -> Tensor:

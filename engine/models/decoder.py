@@ -129,8 +129,6 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
         return None
     if encoding != "float":
         return f"the kernels multiply in floating point, not in {encoding}"
-    if config.mlp_bias:
-        return "the kernels add no biases"
     return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
-from engine.kernels.cpu.arguments import NO_SINKS, NO_SLOPES, NO_WINDOW, Attending, Batch, Floats, HeadShape, Part, Queries
+from engine.kernels.cpu.arguments import (
+    NO_SINKS,
+    NO_SLOPES,
+    NO_WINDOW,
+    Attending,
+    Batch,
+    Floats,
+    HeadShape,
+    Part,
+    Queries,
+)
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry

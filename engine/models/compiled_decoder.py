@@ -190,9 +190,7 @@ class CompiledDecoder:
             splits = self._thread_buffers[first].splits(shape, of_share)
             for thread in range(size):
                 scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
-                attending = Attending(
-                    own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks
-                )
+                attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks)
                 work.append(Work(own_acts, operands[first + thread], attending, self._cache, own_adapted[thread]))
         return work
 

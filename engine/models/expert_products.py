@@ -109,9 +109,9 @@ class ExpertProducts:
     def multiply(
         self, x: Tensor, matrices: ExpertMatrices, listed: ListedChoices, shares: Tensor | None = None
     ) -> Tensor:
-        """Products [choices, outputs] of rows of x with the matrices of the experts that are chosen, and their biases. x
-        has a row for each row of the step; or, with the `shares` that multiply the products, for each choice. Without shares, rows of
-        choices that are not listed are not written; with shares they are 0.
+        """Products [choices, outputs] of rows of x with the matrices of the chosen experts, biases added. x has a row
+        for each row of the step; or, with the `shares` that multiply the products, for each choice. Without
+        shares, rows of choices that are not listed are not written; with shares they are 0.
         """
         (width, depth), num_choices = matrices.first.shape, listed.num_rows * listed.top_k
         allocate = torch.empty if shares is None else torch.zeros

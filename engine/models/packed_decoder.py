@@ -209,7 +209,8 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
         if matrix.scales is None or matrix.zeros is None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
-            packer.put_groups(index, matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+            values = (matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+            packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
 

@@ -21,8 +21,8 @@ RowOrder = NDArray[np.int64]
 class Source:
     """A tensor of the checkpoint with its stored shape.
 
-    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns. With
-    a `member`, it is that one of several matrices or vectors that the tensor stacks.
+    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns. It
+    may be a `member` of a tensor that stacks several matrices or vectors.
     """
 
     name: str

@@ -27,7 +27,7 @@ def in_harmony(arguments: GenerateArguments, tool_use: ToolUse | None) -> Genera
         rules.append(f"{_FINAL} {answer}")
     rules += _calls(tool_use) if tool_use is not None else ()
     grammar = f"start: thought? message\nthought: {_THOUGHT}\nmessage: " + "\n    | ".join(rules) + "\n"
-    without: GenerateArguments = {key: None for key in _STRUCTURES}  # type: ignore[assignment]
+    without: GenerateArguments = dict.fromkeys(_STRUCTURES)  # type: ignore[assignment]
     return arguments | without | GenerateArguments(grammar=grammar)
 
 

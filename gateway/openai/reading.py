@@ -320,7 +320,9 @@ class CallDeltas:
         return "tool_calls" if ended and self._parser.num_calls else finish_reason(reason)
 
     def _deltas(self, pieces: Iterable[Piece]) -> list[Json]:
-        shown = (piece for piece in pieces if self._is_parallel or isinstance(piece, Text | Thought) or piece.index == 0)
+        shown = (
+            piece for piece in pieces if self._is_parallel or isinstance(piece, Text | Thought) or piece.index == 0
+        )
         return [self._delta(piece) for piece in _joined(shown)]
 
     def _delta(self, piece: Piece) -> Json:

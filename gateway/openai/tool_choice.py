@@ -149,7 +149,9 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
         parameters = function.parameters or {"type": "object", "properties": {}}
         base = str(parameters.get("$id", "")).rstrip("#")
         # With an `$id`, references in it would be to it and not to the whole.
-        definitions[str(number)] = place_schema({key: parameters[key] for key in parameters if key != "$id"}, base, home)
+        definitions[str(number)] = place_schema(
+            {key: parameters[key] for key in parameters if key != "$id"}, base, home
+        )
         calls.append(
             {
                 "type": "object",

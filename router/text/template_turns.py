@@ -48,7 +48,7 @@ def with_ids_of_length(turn: dict[str, object], length: int) -> dict[str, object
 
 
 def with_thinking(turn: dict[str, object]) -> dict[str, object]:
-    """Call the turn's reasoning `thinking`. A turn with calls has that or a content: gpt-oss's template refuses both."""
+    """Call the turn's reasoning `thinking`. A turn with calls has that or a content: gpt-oss's template takes one."""
     thinking = turn.get("reasoning_content") or turn.get("thinking")
     if not isinstance(thinking, str):
         return turn

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.resolve import resolve
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
-from tests.component.arms import settings
+from tests.component.arms import load_arm, settings
 from tests.component.parity import logprob_differences, run_mixed
 from tests.made_once import made_once
 
@@ -69,6 +71,25 @@ def test_a_model_says_what_its_twin_says(folders: Path, asked: dict[str, Any]) -
     runs = [run_mixed(load_model_runner(settings(folders / kind, **asked))) for kind in ("released", "twin")]
     assert [run.token_ids for run in runs[0]] == [run.token_ids for run in runs[1]]
     assert logprob_differences(*runs)[1] < 1e-5
+
+
+def test_int4_keeps_the_numbers_of_experts(folders: Path) -> None:
+    """Its own error is that of activations and of the other matrices, which are rounded."""
+    model_dir = folders / "released"
+    config = load_decoder_config(model_dir)
+    target = WeightsTarget(torch.device("cpu"), torch.float32, "int4")
+    ours = load_weights(model_dir, parameter_specs(config), target)
+    exact = load_weights(folders / "twin", parameter_specs(config), replace(target, encoding="float"))
+    for name in ("layers.0.experts.3.gate_up", "layers.2.experts.7.down"):
+        matrix = ours.take_linear(name)
+        assert matrix.scales is not None
+        assert matrix.is_mxfp4
+        levels = torch.tensor(E2M1_LEVELS)[matrix.weight.int()] - E2M1_ZERO
+        numbers = levels * matrix.scales.repeat_interleave(32, 1)
+        assert torch.equal(numbers, exact.take_linear(name).weight)
+    runs = [run_mixed(load_arm(folders / kind, "compiled", quantize="int4")) for kind in ("released", "twin")]
+    mean, _ = logprob_differences(runs[0], run_mixed(load_arm(folders / "twin", "cpu")))
+    assert 0 < mean < logprob_differences(runs[1], run_mixed(load_arm(folders / "twin", "cpu")))[0]
 
 
 def test_bf16_keeps_every_number(folders: Path, tmp_path: Path) -> None:

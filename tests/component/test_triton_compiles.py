@@ -83,7 +83,12 @@ def compiled(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], c
         (replace(BF16, kv_dtype=FP8), 80),
         (replace(BF16, kv_dtype=FP8, dtype=torch.float16), 90),
         pytest.param(replace(BF16, dtype=torch.float32, window=100), 80, marks=pytest.mark.soak),
-        (replace(BF16, shape=AttentionShape(8, 4, 256, softcap=50.0, has_sinks=True), block_size=256, dtype=torch.float16), 80),
+        (
+            replace(
+                BF16, shape=AttentionShape(8, 4, 256, softcap=50.0, has_sinks=True), block_size=256, dtype=torch.float16
+            ),
+            80,
+        ),
         (
             replace(BF16, shape=AttentionShape(3, 1, 80, alibi=ALIBI), block_size=24, window=9, kv_dtype=torch.float32),
             90,

@@ -25,7 +25,7 @@ UInt64s: TypeAlias = NDArray[np.uint64]
 SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU = range(5)
 """Activations of MLPs, which `activations.py` computes."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-"""CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate), gate at most SWIGLU_LIMIT, up within +-SWIGLU_LIMIT."""
+"""CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 
 
 class Part(NamedTuple):
@@ -53,14 +53,15 @@ class Weights(NamedTuple):
     """All matrices of a model. Columns are padded to whole units.
 
     A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order).
+    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), 1 for
+    numbers of MXFP4 in groups of 32 (else 0).
     """
 
     packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column
-    matrices: Int64s  # [num_matrices, 6]
+    matrices: Int64s  # [num_matrices, 7]
     orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
 
 

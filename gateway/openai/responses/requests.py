@@ -262,5 +262,7 @@ def _template_values(body: ResponsesBody) -> Json | None:
     if body.reasoning.effort is None:
         return body.chat_template_kwargs
     effort = body.reasoning.effort
-    values: Json = {"enable_thinking": True, "reasoning_effort": effort} if effort != "none" else {"enable_thinking": False}
+    values: Json = (
+        {"enable_thinking": True, "reasoning_effort": effort} if effort != "none" else {"enable_thinking": False}
+    )
     return values | (body.chat_template_kwargs or {})

@@ -99,7 +99,9 @@ async def test_channels_and_calls_of_gpt_oss_in_every_api() -> None:
         body = {"messages": MESSAGES, "max_tokens": 1000}
         chat = (await gateway.post("/v1/chat/completions", body | {"tools": tools})).json()["choices"][0]
         assert chat["finish_reason"] == "tool_calls"
-        assert [call["function"] for call in chat["message"]["tool_calls"]] == [{"name": "add", "arguments": '{"a": 1}'}]
+        assert [call["function"] for call in chat["message"]["tool_calls"]] == [
+            {"name": "add", "arguments": '{"a": 1}'}
+        ]
         forced = body | {"tools": tools, "tool_choice": "required"}
         assert (await gateway.post("/v1/chat/completions", forced)).json()["choices"][0]["message"]["tool_calls"]
         assert "to=functions.add" in gateway.script.requests[-1].sampling.structure.grammar

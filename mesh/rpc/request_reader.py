@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from mesh.domain.errors import DeadlineExceeded, InvalidRequest
 
@@ -28,7 +29,9 @@ class RequestReader:
         self._num_reading += 1
         try:
             async with asyncio.timeout(_CROWDED_LIMIT_S if is_crowded else self._limit_s):
-                raw = await anext(aiter(raws), None)
+                receiver: Any = aiter(raws)  # grpc's async generator, which keeps its last message until it is closed
+                raw: bytes | None = await anext(receiver, None)
+                await receiver.aclose()
         except TimeoutError:
             raise DeadlineExceeded("the request did not arrive in time") from None
         finally:

@@ -46,7 +46,8 @@ async def run_langchain(url: str, folder: Path) -> int:
     requirement, modules, *others = _LANGCHAIN
     python = await asyncio.to_thread(python_with, requirement, modules, *others)
     environment = {"TANDEM_URL": url, "TANDEM_MODEL": BUNDLED.name}
-    return await _pytest(python, folder, environment, str(_HERE / "langchain_suite.py"))
+    # Our own conftest.py needs what only our environment has.
+    return await _pytest(python, folder, environment, "--confcutdir", str(_HERE), str(_HERE / "langchain_suite.py"))
 
 
 async def run_sdk(name: str, url: str, folder: Path) -> int:

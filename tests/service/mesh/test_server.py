@@ -1,7 +1,7 @@
 """What every server of the mesh does: statuses, credentials, ports."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 
 import grpc
 import pytest
@@ -131,6 +131,16 @@ async def test_no_request_is_read_before_its_credential_or_for_ever(
     for server in servers:
         await server.stop(0)
     repaired("D32", "refused unread without a credential, after 60 s with one; 4 unfinished health checks at a time")
+
+
+async def test_a_call_does_not_keep_the_message_of_its_request() -> None:
+    async def raws() -> AsyncGenerator[bytes]:
+        yield b"4 MB"
+        raise AssertionError("nothing reads on")
+
+    receiver = raws()
+    assert await RequestReader().read(receiver) == b"4 MB"
+    assert receiver.ag_frame is None
 
 
 async def test_port_in_use_is_a_clear_error() -> None:

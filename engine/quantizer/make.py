@@ -91,6 +91,11 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
             "serves it in int8"
         )
+    if config.tensors.stacked_experts:
+        raise ConfigurationError(
+            f"{config.architecture} cannot be quantised, whose tensors each hold a matrix of all experts: `tandem up "
+            "--quantize int8` or int4 serves it"
+        )
     stored = dict(open_checkpoint(folder))
     in_order = sorted(parameter_specs(config), key=_when_needed)
     product_factors = {spec.name: spec.factor for spec in in_order}

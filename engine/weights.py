@@ -211,7 +211,8 @@ class _Reader:
 
     def fill(self, spec: ParameterSpec, target: WeightsTarget) -> Tensor:
         """A parameter in the target's dtype. Raises ConfigurationError if a number is not finite."""
-        parameter = torch.empty(spec.held_shape, dtype=target.dtype_of(spec), device=target.device)
+        make = torch.empty if spec.sources else torch.zeros
+        parameter = make(spec.held_shape, dtype=target.dtype_of(spec), device=target.device)
         first = 0
         for source in spec.held_sources():
             part = parameter[first : first + source.num_rows]
@@ -347,6 +348,7 @@ def _not_finite(values: Tensor, name: str) -> str:
 def _rows(source: Source, tensor: Tensor) -> Tensor:
     tensor = tensor if source.member is None else tensor[source.member]
     tensor, rows = tensor.t() if source.transposed else tensor, source.rows
+    tensor = tensor.flatten() if source.flat else tensor
     if rows is None:
         return tensor
     if len(rows) and rows[-1] - rows[0] == len(rows) - 1 and (np.diff(rows) == 1).all():

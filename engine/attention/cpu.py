@@ -12,6 +12,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernels.cpu.arguments import (
+    NO_FACTORS,
     NO_SINKS,
     NO_SLOPES,
     NO_WINDOW,
@@ -28,22 +29,26 @@ from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
+from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
 _NOTHING: Floats = np.empty((0, 0, 0), np.float32)
 
 
-def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[tuple[Tensor, Tensor]] = ()) -> Batch:
-    """The kernels' view of a step's metadata. rotations: cosines and sines from `RotaryEmbedding.cos_sin`, for each of
-    `engine.models.rope.ropes_of`.
-    """
+def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[Rotation] = ()) -> Batch:
+    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`."""
     starts = metadata.block_tables.numpy().astype(np.int64) * block_size
     segments = starts[:, :, None] + np.arange(0, block_size, KEYS)
-    cos, sin = _NOTHING, _NOTHING
+    cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
         cos, sin = (
-            torch.cat(factors, 1).transpose(0, 1).contiguous().numpy() for factors in zip(*rotations, strict=True)
+            torch.cat(parts, 1).transpose(0, 1).contiguous().numpy()
+            for parts in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
         )
+    if any(rotation.query_factors is not None for rotation in rotations):
+        ones = torch.ones(cos.shape[1])
+        factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
+        query_factors = torch.stack(factors).numpy()
     return Batch(
         slots=metadata.slot_mapping.numpy(),
         segments=segments.reshape(len(segments), -1),
@@ -52,6 +57,7 @@ def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence
         query_starts=metadata.query_starts.numpy(),
         cos=cos,
         sin=sin,
+        query_factors=query_factors,
     )
 
 

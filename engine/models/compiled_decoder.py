@@ -52,7 +52,7 @@ from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import KERNEL_ACTIVATIONS
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import ExpertsConfig, ModelConfig
+from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
 from engine.models.rank_group import Alone, RankGroup
@@ -120,6 +120,7 @@ class CompiledDecoder:
             norms=packed.norms,
             final_norm=packed.final_norm,
             head_norms=packed.head_norms,
+            activation=packed.activation,
             windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
             ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
             eps=np.float32(config.norm_eps),
@@ -155,7 +156,7 @@ class CompiledDecoder:
 
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
-        rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
+        rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         batch, num_threads = kernel_batch(metadata, self._model.shape.block_size, rotations), 0
         for first, end in layer_groups:
             if self.threads.count != num_threads:  # lent cores are given back between groups
@@ -271,8 +272,15 @@ class CompiledDecoder:
             mixed=self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            squares=self._squares(rows),
+            own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
         )
+
+    def _squares(self, rows: int, first_kv_head: int = 0) -> Floats:
+        config = self.config
+        of_kv_head, rows = config.queries_per_kv_head + 1, rows if config.qk_norm_of == "all" else 0
+        return self._rows("squares", rows, config.num_kv_heads * of_kv_head, first_kv_head * of_kv_head)
 
     def _routed_rows(self, rows: int) -> RoutedRows:
         experts, hidden = self._model.experts, self.config.hidden_size
@@ -327,6 +335,8 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         gate_up=acts.gate_up[own],
         own_gate_up=acts.own_gate_up[own],
         mixed=acts.mixed[own],
+        squares=acts.squares[own],
+        own_squares=acts.own_squares[own],
         qkv=acts.qkv[own],
         queries=Queries(
             queries.rows[rows.first * queries.step :],
@@ -341,9 +351,13 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
 def _kind(config: ModelConfig) -> Kind:
     return Kind(
         parallel=config.block.startswith("parallel"),
-        sandwich=config.block == "sandwich",
+        norms_inputs="input_norm" in BLOCKS[config.block],
+        sandwich="attn_out_norm" in BLOCKS[config.block],
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        centred_heads=config.norm == "layer",
+        norms_rotated=config.qk_norm_rotated,
+        clip_qkv=np.float32(config.clip_qkv or 0.0),
     )
 
 

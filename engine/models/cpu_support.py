@@ -2,13 +2,13 @@
 
 from collections.abc import Mapping
 
-from engine.kernels.cpu.arguments import CLAMPED_SWIGLU, GELU, GELU_TANH, RELU, SILU
+from engine.kernels.cpu.arguments import CLAMPED_SWIGLU, GELU, GELU_TANH, RELU, RELU2, SILU, XIELU
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
-_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich")
+_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
 _REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
@@ -19,6 +19,8 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "gelu_pytorch_tanh": GELU_TANH,
     "relu": RELU,
     "clamped_swiglu": CLAMPED_SWIGLU,
+    "relu2": RELU2,
+    "xielu": XIELU,
 }
 """Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
 
@@ -34,6 +36,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         return f"block {config.block}"
     if config.activation not in KERNEL_ACTIVATIONS:
         return f"activation {config.activation}"
+    if config.activation == "xielu" and config.gated:
+        return "xielu of gates"
     widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
     if (experts := config.experts) is not None:
         if num_ranks > 1:

@@ -57,7 +57,7 @@ class Decoder:
             take_layer(parameters, layer, config, ranks, self._adapters, self._expert_products)
             for layer in range(self.layers.first, self.layers.end)
         ]
-        self._like = self._layers[0].input_norm.weight  # has the residual's width, dtype and device
+        self._like = self._layers[0].like
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
 
     @property
@@ -99,7 +99,7 @@ class Decoder:
         else:
             assert self._ranks is not None
             residual = self._ranks.residual(self._like, len(metadata.positions))
-        rotations = [rope.cos_sin(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
+        rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
         for first, stop in layer_groups:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None

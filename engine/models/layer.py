@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -12,14 +13,15 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
-from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Norm, Ops, Rows
+from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows
 from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
-from engine.models.rope import rotate
+from engine.models.rope import Rotation, rotate
 from engine.models.share import rank_share
+from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
 
-Rotation = tuple[Tensor, Tensor]
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
 
@@ -175,18 +177,19 @@ class Layer:
     """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS, whose key is `block`.
 
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
-    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP.
+    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP; the block "behind" has neither.
     """
 
     block: str
-    input_norm: Norm
+    input_norm: Norm | None
     qkv: LinearLayer
-    q_norm: Norm | None
-    k_norm: Norm | None
+    qk_norm: HeadNorms | ProjectionNorms | None
+    norms_rotated: bool
+    clip_qkv: float | None
     sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
     o: LinearLayer
     attn_out_norm: Norm | None
-    post_norm: Norm
+    post_norm: Norm | None
     mlp: Mlp
     mlp_out_norm: Norm | None
 
@@ -198,6 +201,13 @@ class Layer:
     def shares_norm(self) -> bool:
         """True if attention and MLP take the same normed rows."""
         return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
+
+    @property
+    def like(self) -> Tensor:
+        """A vector of the residual's width, dtype and device."""
+        norm = self.input_norm or self.attn_out_norm
+        assert norm is not None
+        return norm.weight
 
 
 def take_layer(
@@ -220,17 +230,20 @@ def take_layer(
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
+    summing = ranks if ranks is not None and ranks.sums else None
+    num_tensor_ranks = 1 if ranks is None else ranks.degrees.tensor
     return Layer(
         block=config.block,
-        input_norm=norms["input_norm"],
+        input_norm=norms.get("input_norm"),
         qkv=_take_linear(parameters, f"{prefix}qkv", linears),
-        q_norm=_take_head_norm(parameters, f"{prefix}q_norm", config),
-        k_norm=_take_head_norm(parameters, f"{prefix}k_norm", config),
+        qk_norm=take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
+        norms_rotated=config.qk_norm_rotated,
+        clip_qkv=config.clip_qkv,
         sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
-        o=Summed(o, ranks) if ranks is not None and ranks.sums else o,
+        o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
-        post_norm=norms.get("post_norm", norms["input_norm"]),
-        mlp=Summed(mlp, ranks) if ranks is not None and ranks.sums else mlp,
+        post_norm=norms.get("post_norm", norms.get("input_norm")),
+        mlp=mlp if summing is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
     )
 
@@ -241,16 +254,16 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
 
 
-def _take_head_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm | None:
-    return Norm(parameters.take(name), None, config.norm_eps) if config.qk_norm else None
-
-
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
     return linears.make_linear(name, parameters.take_linear(name))
 
 
 def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
-    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears)
+    activation = ACTIVATIONS[config.activation]
+    if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
+        alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
+        activation = partial(xielu, alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps)
+    return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation)
 
 
 def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> dict[str, LinearParameters]:
@@ -259,10 +272,12 @@ def _take_matrices(parameters: Parameters, prefix: str, config: ModelConfig) -> 
     return {name: parameters.take_linear(name) for name in names}
 
 
-def _make_mlp(matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+def _make_mlp(
+    matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers, activation: Activation
+) -> DenseMlp:
     up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
     gated = config.gated and config.activation != CLAMPED_SWIGLU
-    return DenseMlp(up, down, ACTIVATIONS[config.activation], gated=gated)
+    return DenseMlp(up, down, activation, gated=gated)
 
 
 def _take_mixture(
@@ -280,7 +295,7 @@ def _take_mixture(
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
         taken = _take_matrices(parameters, f"{prefix}experts.{number}.", config)
-        mlps[number] = _make_mlp(taken, config, linears)
+        mlps[number] = _make_mlp(taken, config, linears, ACTIVATIONS[config.activation])
         if products is not None:
             matrices += taken.values()
     on_device = None
@@ -299,20 +314,27 @@ def run_layer(
     layer: Layer, heads: AttentionShape, residual: Tensor, rotation: Rotation | None, attend: Attend
 ) -> Tensor:
     """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
-    tokens, see RotaryEmbedding.cos_sin; `attend` sees the tokens' context.
+    tokens; `attend` sees the tokens' context.
     """
     is_post = layer.block == "post"
-    x = layer.qkv.ops.rows(residual) if is_post else layer.qkv.ops.norm(residual, layer.input_norm)
+    x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
     queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
     mixed = layer.o.ops.rows(attend(queries, keys, values))
     if layer.parallel:
-        beside = x if layer.shares_norm else layer.mlp.ops.norm(residual, layer.post_norm)
+        beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
     if is_post:
+        assert layer.input_norm is not None
+        assert layer.post_norm is not None
         residual = layer.input_norm(layer.o.add_to(residual, mixed))
         return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
     residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
-    return _add(residual, layer.mlp, layer.mlp.ops.norm(residual, layer.post_norm), layer.mlp_out_norm)
+    return _add(residual, layer.mlp, _rows(layer.mlp, residual, layer.post_norm), layer.mlp_out_norm)
+
+
+def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:
+    """The input rows of a part."""
+    return part.ops.rows(residual) if norm is None else part.ops.norm(residual, norm)
 
 
 def _project(
@@ -320,14 +342,20 @@ def _project(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
     num_scored = shape.num_heads + shape.num_kv_heads
+    if layer.clip_qkv is not None:
+        qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)
     heads = qkv.view(qkv.shape[0], num_scored + shape.num_kv_heads, shape.head_dim)
     scored, values = heads[:, :num_scored], heads[:, num_scored:]
-    if layer.q_norm is not None and layer.k_norm is not None:
-        queries, keys = scored[:, : shape.num_heads], scored[:, shape.num_heads :]
-        scored = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), 1)
+    if layer.qk_norm is not None and not layer.norms_rotated:
+        scored = layer.qk_norm(scored[:, : shape.num_heads], scored[:, shape.num_heads :])
     if rotation is not None:
-        scored = rotate(scored, *rotation)
-    return scored[:, : shape.num_heads], scored[:, shape.num_heads :], values
+        scored = rotate(scored, rotation.cos, rotation.sin)
+    if layer.qk_norm is not None and layer.norms_rotated:
+        scored = layer.qk_norm(scored[:, : shape.num_heads], scored[:, shape.num_heads :])
+    queries, keys = scored[:, : shape.num_heads], scored[:, shape.num_heads :]
+    if rotation is not None and rotation.query_factors is not None:
+        queries = queries * rotation.query_factors
+    return queries, keys, values
 
 
 def _add(residual: Tensor, part: LinearLayer | Mlp, rows: Rows, out_norm: Norm | None) -> Tensor:

@@ -26,6 +26,8 @@ from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.encodings import LinearParameters
+from engine.models.norms import Norm, is_cpu_fp32
+from engine.models.xielu import xielu
 from mesh.domain.errors import ConfigurationError
 
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
@@ -39,6 +41,10 @@ Activation = Callable[[Tensor], Tensor]
 
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
 
 
 CLAMPED_SWIGLU = "clamped_swiglu"
@@ -58,6 +64,8 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
     "relu": F.relu,
+    "relu2": _relu_squared,
+    "xielu": xielu,
     CLAMPED_SWIGLU: _clamped_swiglu,
 }
 """Activations by their names in config.json. CLAMPED_SWIGLU takes gates and ups, the others one of them."""
@@ -66,35 +74,6 @@ ACTIVATIONS: Mapping[str, Activation] = {
 def _can_pack() -> bool:
     available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
     return available and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dimension, computed in fp32."""
-    if not _is_cpu_fp32(x):
-        return F.rms_norm(x, weight.shape, weight, eps)
-    # torch has no fused kernel for CPU; this takes half as many operations as its decomposition.
-    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
-    return (x * scale).mul_(weight)
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    """Root-mean-square norm over the last dimension or, if `centred`, layer norm."""
-
-    weight: Tensor
-    bias: Tensor | None
-    eps: float
-    centred: bool = False
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.centred:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
-        return rms_norm(x, self.weight, self.eps)
-
-
-def _is_cpu_fp32(x: Tensor) -> bool:
-    return x.is_cpu and x.dtype == torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +115,7 @@ class Linear:
         weight = parameters.weight
         self.ops = _ops_of(weight.dtype)
         self._bias = parameters.bias
-        self._packed = weight.numel() >= _MIN_PACKED_ELEMENTS and _is_cpu_fp32(weight) and _can_pack()
+        self._packed = weight.numel() >= _MIN_PACKED_ELEMENTS and is_cpu_fp32(weight) and _can_pack()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS) if self._packed else weight
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -59,6 +59,10 @@ class RopeConfig:
     long_factor: tuple[float, ...] = ()
     attn_factor: float = field(default=1.0, repr=False)
     """YaRN: multiplies the attention factor where config.json does not state that, as in vLLM."""
+    alpha: float = field(default=1.0, repr=False)
+    """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
+    query_growth: float = field(default=0.0, repr=False)
+    """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -147,6 +151,7 @@ class TensorNames:
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     """Three tensors, or one with all three projections; see `grouped_qkv`."""
     q_norm: str = "self_attn.q_norm"
+    """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
     sinks: str = field(default="self_attn.sinks", repr=False)
     o: str = "self_attn.o_proj"
@@ -156,6 +161,7 @@ class TensorNames:
     """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
     down: str = "mlp.down_proj"
     mlp_out_norm: str = ""
+    xielu: str = field(default="mlp.act_fn", repr=False)
 
     router: str = "mlp.gate"
     """With `.weight`, and `.bias` if it has one."""
@@ -193,11 +199,13 @@ BLOCKS: Mapping[str, tuple[str, ...]] = {
     "parallel-shared": ("input_norm",),
     "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
     "post": ("input_norm", "post_norm"),
+    "behind": ("attn_out_norm", "mlp_out_norm"),
 }
 """Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
 Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
 attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
-the residual itself is normed (as in Vaswani et al. 2017)."""
+the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
+and MLP."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +255,22 @@ class ModelConfig:
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
     norm_bias: bool = False
+    norm_weight: bool = field(default=True, repr=False)
+    """False: the checkpoint has no weights of norms, which are 1."""
     qk_norm: bool = False
-    """Each head of queries and keys is normed before it is rotated."""
+    """Queries and keys are normed, with a root-mean-square norm or a layer norm as `norm` says, without biases."""
+    qk_norm_of: str = field(default="head", repr=False)
+    """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
+    token together, and its keys together."""
+    qk_norm_rotated: bool = field(default=False, repr=False)
+    """They are normed after they are rotated, not before."""
 
     positions: str = "rotary"
     """`rotary`, `learned` (added to the embedding), or `alibi` (a bias of the scores)."""
     window_rope: RopeConfig | None = None
     """Rotary positions of the layers with a window, if they differ from `rope`."""
+    unrotated: tuple[int, ...] = field(default=(), repr=False)
+    """Layers without rotary positions, in a model that has them."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_softcap: float | None = None
@@ -262,6 +279,9 @@ class ModelConfig:
     """Each head has a number that counts as the score of one more key, whose value is 0 (Xiao et al. 2024)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+
+    clip_qkv: float | None = field(default=None, repr=False)
+    """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
     gated: bool = True

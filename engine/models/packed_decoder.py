@@ -22,6 +22,7 @@ from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.share import RankShare
+from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError
 
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm")
@@ -52,7 +53,8 @@ class PackedDecoder(NamedTuple):
     output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
     norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    head_norms: Floats  # [num_layers, 0, 2 or number of own heads, head_dim]; see HeadNorms
+    activation: Floats  # see ModelConstants
     sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
     routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
     router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
@@ -73,8 +75,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
-    norms, head_norms = [], np.empty((len(layers), 2 if config.qk_norm else 0, config.head_dim), np.float32)
-    sinks, routers, number = [], _empty_routers(config, len(layers)), 0
+    norms, head_norms, activation, sinks = [], [], [], []
+    routers, number = _empty_routers(config, len(layers)), 0
     for i, layer in enumerate(layers):
         for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
@@ -82,8 +84,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         if has_experts(config, share.layers.first + i):
             _take_router(parameters, layer, i, routers)
         norms.append(_layer_norms(parameters, layer, config))
-        if config.qk_norm:
-            head_norms[i] = np.stack((parameters.take(f"{layer}.q_norm"), parameters.take(f"{layer}.k_norm")))
+        head_norms.append(_head_norms(parameters, layer, config))
+        xielu = parameters.take_optional(f"{layer}.xielu")
+        activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
@@ -97,7 +100,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         output_packer.weights,
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
-        head_norms,
+        np.stack(head_norms),
+        torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
     )
@@ -164,8 +168,17 @@ def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats
 
 def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
     taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
+    taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
     taken.setdefault("post_norm", taken["input_norm"])
     return np.stack([taken[name] for name in _NORMS if name in taken])
+
+
+def _head_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
+    if not config.qk_norm:
+        return np.empty((0, config.head_dim), np.float32)
+    taken = [parameters.take(f"{layer}.{name}").float().view(-1, config.head_dim) for name in ("q_norm", "k_norm")]
+    weights: Floats = torch.cat(taken).numpy()
+    return weights
 
 
 def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share: RankShare) -> Floats:

@@ -21,14 +21,16 @@ RowOrder = NDArray[np.int64]
 class Source:
     """A tensor of the checkpoint with its stored shape.
 
-    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns. It
-    may be a `member` of a tensor that stacks several matrices or vectors.
+    `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns; if
+    it is `flat`, numbers of all rows behind each other. It may be a `member` of a tensor that stacks several matrices
+    or vectors.
     """
 
     name: str
     shape: tuple[int, ...]
     rows: RowOrder | None = None
     transposed: bool = False
+    flat: bool = False
     member: int | None = None
 
     @property
@@ -44,10 +46,10 @@ class Source:
 class ParameterSpec:
     """One parameter: its sources stacked along dimension 0, times `factor`, plus `offset`.
 
-    With `unit_rows` each row is divided by its length. A parameter that `is_matrix` is multiplied by rows and stored by
-    the weights' encoding; the embedding, norms and biases are not. A `wide` parameter stays in fp32 if the model is in
-    fp16. A rank holds only the rows `held_rows`, which are a matrix's outputs, and the inputs `held_inputs`; None: all
-    of them. It holds nothing of a parameter that is not `is_held`.
+    Without sources it is the offset. With `unit_rows` each row is divided by its length. A parameter that `is_matrix`
+    is multiplied by rows and stored by the weights' encoding; the embedding, norms and biases are not. A `wide`
+    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows`, which are a matrix's
+    outputs, and the inputs `held_inputs`; None: all of them. It holds nothing of a parameter that is not `is_held`.
     """
 
     name: str
@@ -132,6 +134,8 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     _add_attention(builder, config)
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
+        if config.activation == "xielu":
+            builder.xielu(names.xielu)
         return builder.specs
     router = (experts.num_experts, config.hidden_size)
     builder.add("router", router, [Source(f"{builder.source}{names.router}.weight", router)])
@@ -183,15 +187,27 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
     ]
     builder.linear("qkv", tensors, config.hidden_size, has_bias=config.qkv_bias)
     if config.qk_norm:
-        for which, name in (("q_norm", names.q_norm), ("k_norm", names.k_norm)):
-            stored = Source(f"{builder.source}{name}.weight", (head_dim,), order)
-            builder.add(which, (head_dim,), [stored], offset=names.norm_offset)
+        _add_head_norm(builder, config, "q_norm", config.num_heads, order)
+        _add_head_norm(builder, config, "k_norm", config.num_kv_heads, order)
     if config.attention_sinks:
         shape = (config.num_heads,)
         builder.add("sinks", shape, [Source(f"{builder.source}{names.sinks}", shape)])
     o_tensor = [(names.o, config.hidden_size, None)]
     inputs = config.num_heads * head_dim
     builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+
+
+def _add_head_norm(builder: "_SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
+    """Weights [head_dim], or [num_heads * head_dim] of heads that each have their own."""
+    num_own, head_dim = 1 if config.qk_norm_of == "head" else num_heads, config.head_dim
+    shape, stem = (num_own * head_dim,), f"{builder.source}{getattr(config.tensors, name)}"
+    if "{}" in stem:
+        stored = [Source(f"{stem.format(head)}.weight", (head_dim,), order) for head in range(num_own)]
+    else:
+        rows = _rows_of_heads(np.arange(num_own), order)
+        own = config.qk_norm_of == "own"
+        stored = [Source(f"{stem}.weight", (num_own, head_dim) if own else shape, rows, flat=own)]
+    builder.add(name, shape, stored, offset=config.tensors.norm_offset)
 
 
 def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:
@@ -243,6 +259,9 @@ class _SpecBuilder:
     def norm(self, name: str, stem: str) -> None:
         """Add a norm of the residual, with its bias if any."""
         shape = (self._config.hidden_size,)
+        if not self._config.norm_weight:
+            self.specs.append(ParameterSpec(self.target + name, shape, (), offset=1.0))
+            return
         self.add(name, shape, [Source(f"{self.source}{stem}.weight", shape)], offset=self._config.tensors.norm_offset)
         if self._config.norm_bias:
             self.add(f"{name}_bias", shape, [Source(f"{self.source}{stem}.bias", shape)])
@@ -277,3 +296,10 @@ class _SpecBuilder:
         self.linear(name, ups, config.hidden_size, has_bias=config.mlp_bias)
         downs = [(down, config.hidden_size, None)]
         self.linear("down", downs, inner, has_bias=config.mlp_bias, factor=config.residual_scale)
+
+    def xielu(self, stem: str) -> None:
+        """Add the parameters of an MLP's xIELU, behind each other."""
+        shapes = {"alpha_p": (1,), "alpha_n": (1,), "beta": (), "eps": ()}
+        one = np.arange(1)
+        sources = [Source(f"{self.source}{stem}.{name}", shape, one, flat=True) for name, shape in shapes.items()]
+        self.add("xielu", (len(sources),), sources)

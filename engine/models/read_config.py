@@ -13,6 +13,7 @@ from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
+from engine.models.families.cohere import cohere, cohere2
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -32,8 +33,20 @@ from engine.models.families.llama import (
     starcoder2,
 )
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
+from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
+from engine.models.families.recent import (
+    apertus,
+    arcee,
+    ernie4_5,
+    helium,
+    hunyuan,
+    ministral3,
+    nemotron,
+    seed_oss,
+    smollm3,
+)
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
 
@@ -86,11 +99,28 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
     "GptOssForCausalLM": Family("gpt-oss", gpt_oss),
+    "SmolLM3ForCausalLM": Family("SmolLM 3", smollm3),
+    "OlmoForCausalLM": Family("OLMo", olmo),
+    "Olmo2ForCausalLM": Family("OLMo 2", olmo2),
+    "Olmo3ForCausalLM": Family("OLMo 3", olmo3),
+    "CohereForCausalLM": Family("Command R, R+, Aya", cohere),
+    "Cohere2ForCausalLM": Family("Command R7B, Command A", cohere2),
+    "SeedOssForCausalLM": Family("Seed-OSS", seed_oss),
+    "Ernie4_5ForCausalLM": Family("ERNIE 4.5 0.3B", ernie4_5),
+    "Exaone4ForCausalLM": Family("EXAONE 4", exaone4),
+    "HunYuanDenseV1ForCausalLM": Family("HunYuan dense", hunyuan),
+    "Ministral3ForCausalLM": Family("Ministral 3, Devstral 2", ministral3),
+    "ArceeForCausalLM": Family("Arcee AFM", arcee),
+    "NemotronForCausalLM": Family("Nemotron 4, Minitron", nemotron),
+    "ApertusForCausalLM": Family("Apertus", apertus),
+    "HeliumForCausalLM": Family("Helium", helium),
 }
 """Families by the names in `architectures` of config.json."""
 
 
-SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "clamped_swiglu")
+SUPPORTED_ACTIVATIONS = (
+    *("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "clamped_swiglu"),
+)
 """The keys of `engine.models.linear.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 
@@ -152,6 +182,8 @@ def _check(config: ModelConfig) -> None:
         raise ConfigurationError(
             f"activation {config.activation!r} is not supported; supported: {', '.join(SUPPORTED_ACTIVATIONS)}"
         )
+    if config.activation == "xielu" and config.experts is not None:
+        raise ConfigurationError("activation 'xielu' of experts is not supported")
     if config.num_heads % config.num_kv_heads:
         raise ConfigurationError(
             f"num_attention_heads ({config.num_heads}) must be a multiple of num_key_value_heads "

@@ -4,7 +4,8 @@ Cosines and sines are computed for the tokens of each step and shared by all lay
 
 There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
 or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
-(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0.
+(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0, in layers without rotary
+positions all of them.
 
 With dynamic NTK and LongRoPE the frequencies depend on the length of the sequence, but cached keys keep their rotation.
 transformers rotates a complete prompt with the frequencies of the prompt's length, and every later token with those of
@@ -15,12 +16,24 @@ this is not reproduced.
 """
 
 import math
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from engine.models.model_config import ModelConfig, RopeConfig
+
+
+class Rotation(NamedTuple):
+    """How the tokens of a step are rotated: see RotaryEmbedding.cos_sin. `query_factors` [num_tokens, 1, 1] multiply
+    rotated queries; None: nothing does.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    query_factors: Tensor | None
 
 
 class RotaryEmbedding:
@@ -33,6 +46,7 @@ class RotaryEmbedding:
         exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
         self._exponents = exponents.to(device)  # [dim / 2]
         self._ntk_power = dim / (dim - 2) if dim > 2 else 1.0
+        config = replace(config, theta=config.theta * config.alpha**self._ntk_power)
         self._num_still = (head_dim - dim) // 2
         self._inv_freq = self._with_still(_inverse_frequencies(config, exponents).to(device))  # [head_dim / 2]
         self._long_inv_freq = self._inv_freq
@@ -41,6 +55,10 @@ class RotaryEmbedding:
             self._long_inv_freq = self._with_still(long.to(device))
         scale = torch.full((dim // 2,), _attention_factor(config), device=device)
         self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
+
+    def rotation(self, positions: Tensor, lengths: Tensor) -> Rotation:
+        """The rotation of these tokens; see `cos_sin`."""
+        return Rotation(*self.cos_sin(positions, lengths), self._query_factors(positions))
 
     def cos_sin(self, positions: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
         """Factors for `rotate`: two tensors [num_tokens, 1, head_dim]; the sines of the first half are negated.
@@ -58,6 +76,13 @@ class RotaryEmbedding:
         cos, sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
         return cos.to(self._dtype)[:, None], sin.to(self._dtype)[:, None]
 
+    def _query_factors(self, positions: Tensor) -> Tensor | None:
+        growth = self._config.query_growth
+        if not growth:
+            return None
+        stretches = (positions // self._config.original_positions).to(torch.float32)
+        return (1 + growth * stretches.log1p()).to(self._dtype)[:, None, None]
+
     def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
         # -> [num_tokens, head_dim / 2]
         config = self._config
@@ -72,16 +97,23 @@ class RotaryEmbedding:
 
 
 def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> list[RotaryEmbedding]:
-    """No rope, one for all layers, or one for layers without a window and one for layers with it, in this order."""
+    """Without rotary positions none. Else one for all layers, or for those without a window; then one for layers with
+    a window, if it differs; then one for unrotated layers, if there are any.
+    """
     if config.positions != "rotary":
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+    if config.unrotated:
+        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
     return [RotaryEmbedding(rope, config.head_dim, device, dtype) for rope in ropes]
 
 
 def rope_of_layer(config: ModelConfig, layer: int) -> int:
     """The place of a layer's rope in `ropes_of`."""
-    return int(config.window_rope is not None and config.windows[layer] is not None)
+    has_window_rope = config.window_rope is not None
+    if layer in config.unrotated:
+        return 1 + has_window_rope
+    return int(has_window_rope and config.windows[layer] is not None)
 
 
 def rotate(heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -95,6 +95,7 @@ def batch_of(batch: Batch, rows: Range) -> Batch:
         query_starts=np.clip(starts[first : end + 1], rows.first, rows.end) - np.int32(rows.first),
         cos=np.ascontiguousarray(batch.cos[:, rows.first : rows.end]),
         sin=np.ascontiguousarray(batch.sin[:, rows.first : rows.end]),
+        query_factors=np.ascontiguousarray(batch.query_factors[:, rows.first : rows.end]),
     )
 
 

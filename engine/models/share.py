@@ -9,7 +9,8 @@ share memory.
 
 The eager decoder has the cut "inputs" (Megatron-LM, Shoeybi et al. 2019): the matrices at the end of attention and MLP
 are cut by inputs, the others by outputs, so each rank continues with what it has computed, and two sums per layer cross
-ranks. Experts are not cut but shared out. Every rank of stage 0 embeds; rank 0 alone computes logits.
+ranks; where all queries of a token are normed together, and its keys, a small third one. Experts are not cut but shared
+out. Every rank of stage 0 embeds; rank 0 alone computes logits.
 """
 
 from collections.abc import Sequence
@@ -140,6 +141,8 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
             return _rows_of_heads(config, share)
         case "sinks":
             return _rows(share.query_heads)
+        case "q_norm" | "k_norm" if config.qk_norm_of != "head":
+            return _rows_of_norm(name, config, share)
         case "o" | "down":
             return _rows(share.hidden)
         case "gate_up":
@@ -167,6 +170,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
             return replace(spec, held_rows=_rows_of_heads(config, share))
         case "sinks":
             return replace(spec, held_rows=_rows(share.query_heads))
+        case "q_norm" | "k_norm" if config.qk_norm_of != "head":
+            return replace(spec, held_rows=_rows_of_norm(name, config, share))
         case "gate_up":
             return replace(spec, held_rows=_rows_of_pair(width, inner))
         case "up":
@@ -205,6 +210,12 @@ def _rows_of_heads(config: ModelConfig, share: RankShare) -> RowOrder:
     queries = np.arange(share.query_heads.first * dim, share.query_heads.end * dim)
     kv = np.arange(share.heads.first * dim, share.heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
+
+
+def _rows_of_norm(name: str, config: ModelConfig, share: RankShare) -> RowOrder:
+    """Weights of the rank's heads in the norms of queries or of keys."""
+    heads = share.query_heads if name.endswith("q_norm") else share.heads
+    return np.arange(heads.first * config.head_dim, heads.end * config.head_dim)
 
 
 def _rows_of_pair(width: int, inner: Span) -> RowOrder:

@@ -159,7 +159,7 @@ class FloatLayer:
             linear.observe, linear.round_rows = observe, round_rows
         rotation = None
         if ropes:
-            rotation = ropes[rope_of_layer(self.config, self.index)].cos_sin(pack.positions, pack.lengths)
+            rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
         return run_layer(self.layer, self._heads, residual, rotation, partial(self._attend, pack))
 
     def _attend(self, pack: PackedPrompts, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

@@ -13,8 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.models.linear import Norm
-from engine.models.model_config import ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError
 
@@ -22,12 +22,17 @@ _NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 
 def require_norms(config: ModelConfig) -> None:
-    """Raise ConfigurationError if no norm is before the matrices."""
-    if config.block == "post":
-        raise ConfigurationError(
-            f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: no norm is "
-            "before the matrices. Take another scheme"
-        )
+    """Raise ConfigurationError if no norm is before the matrices, or if the checkpoint has no weights of norms."""
+    if config.block == "post" or "input_norm" not in BLOCKS[config.block]:
+        reason = "no norm is before the matrices"
+    elif not config.norm_weight:
+        reason = "the checkpoint has no weights of norms"
+    else:
+        return
+    raise ConfigurationError(
+        f"smoothquant and awq fold factors into norms, which {config.architecture} does not allow: {reason}. Take "
+        "another scheme"
+    )
 
 
 def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...]:

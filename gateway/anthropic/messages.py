@@ -1,19 +1,15 @@
 """POST /v1/messages and /v1/messages/count_tokens. A request is a chat (gateway/openai) with another form of answer."""
 
-import json
-import math
-import re
 from collections.abc import Iterable
-from typing import Any
 from uuid import uuid4
 
-from pydantic_core import from_json
 from starlette.responses import JSONResponse, Response
 
 from gateway.answers import SSE_NAMED_PING, Streamer, drain
 from gateway.anthropic.requests import NAMES, MessagesBody, PromptBody, chat_of
 from gateway.errors import Problem, anthropic_error_body
 from gateway.exchange import Exchange
+from gateway.openai.arguments import parsed_arguments
 from gateway.openai.parameters import tokenize_arguments
 from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
@@ -21,10 +17,6 @@ from gateway.schema import Json
 from tandem import FinishReason, TokenEvent, Usage
 
 _REASONS = {"tool_calls": "tool_use", "length": "max_tokens"}
-# An escape in JSON text: of a character outside of 16 bits, of one half of such a character, or any other.
-_ESCAPE = re.compile(
-    r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\."
-)
 
 
 async def messages(exchange: Exchange) -> Response:
@@ -147,37 +139,4 @@ def _block_json(block: Block, text: str) -> Json:
         return {"type": "thinking", "thinking": text, "signature": ""}
     if block.kind == "text":
         return {"type": "text", "text": text}
-    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": _input(text)}
-
-
-def _input(arguments: str) -> Json:
-    """Parse the arguments of a call: those that are there, if the answer was cut off within them or is no JSON from
-    some place on. Numbers that JSON does not have become null.
-    """
-    text = _ESCAPE.sub(lambda escape: r"\ufffd" if escape["half"] else escape[0], arguments)
-    for part in (text, _mended(text)):
-        try:
-            value = from_json(part, allow_partial=True)
-        except ValueError:  # also for a text that has not begun
-            continue
-        return _finite(value) if isinstance(value, dict) else {}
-    return {}
-
-
-def _mended(text: str) -> str:
-    """Return the text with the line breaks in its strings as escapes, or up to where it stops being JSON."""
-    try:
-        return json.dumps(json.loads(text, strict=False))
-    except json.JSONDecodeError as error:
-        return text[: error.pos]
-    except (ValueError, RecursionError):
-        return ""
-
-
-def _finite(value: Any) -> Any:
-    """Return the value with null in place of NaN and infinity."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return list(map(_finite, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": parsed_arguments(text)}

@@ -6,10 +6,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gateway.anthropic.tools import CacheControl, Tool, ToolChoice, chat_tools
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
+from gateway.openai.turns import joined_turns
 from gateway.schema import MAX_MESSAGES, Body, Count, Few, Json, JsonObject, KeepPriority, Many, Name, Real, Seed
-from tandem import InvalidRequest
 
 NAMES = {
     "stop": "stop_sequences",
@@ -20,13 +21,6 @@ NAMES = {
 """Members that have another name in the chat."""
 
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
-_TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-
-class CacheControl(Body):
-    """A mark: the prompt up to here is worth caching for so long. Here it holds for the whole prompt."""
-
-    ttl: Literal["5m", "1h"] = "5m"
 
 
 class Block(Body):
@@ -56,24 +50,6 @@ class Turn(Body):
     @property
     def blocks(self) -> list[Block]:
         return [Block(type="text", text=self.content)] if isinstance(self.content, str) else self.content
-
-
-class Tool(Body):
-    """A function that the model may call. `input_schema` is a JSON schema."""
-
-    type: Name = "custom"
-    name: Name
-    description: str | None = None
-    input_schema: JsonObject | None = None
-    cache_control: CacheControl | None = None
-
-
-class ToolChoice(Body):
-    """Whether the model may call functions (auto, none), must call one (any), or must call the named one (tool)."""
-
-    type: Literal["auto", "any", "tool", "none"]
-    name: Name = ""
-    disable_parallel_tool_use: bool = False
 
 
 class Thinking(Body):
@@ -133,11 +109,11 @@ def chat_of(body: PromptBody) -> Json:
     last = body.messages[-1]
     chat: Json = {
         "model": body.model,
-        "messages": [*_system(body), *(message for turn in body.messages for message in _messages(turn))],
+        "messages": joined_turns([*_system(body), *(message for turn in body.messages for message in _messages(turn))]),
         # Anthropic continues a conversation that ends with the assistant's text.
         "continue_final_message": last.role == "assistant" or None,
         "chat_template_kwargs": _template_values(body),
-        **_tools(body),
+        **chat_tools(body.tools or [], body.tool_choice or ToolChoice(type="auto")),
     }
     if isinstance(body, MessagesBody):
         stop = body.stop_sequences or None
@@ -236,28 +212,3 @@ def _joined(parts: Iterable[ContentPart], field: str) -> str:
 
 def _unsupported(kind: str, field: str) -> InvalidField:
     return InvalidField(f"{field}: content of type {kind[:64]!r} is not supported: only text is", field=field)
-
-
-def _tools(body: PromptBody) -> Json:
-    """The chat's members about tools. Raises InvalidRequest."""
-    for tool in body.tools or ():
-        if tool.type != "custom":
-            raise InvalidRequest(f"tools: type {tool.type[:64]!r} is not supported: only tools of your own are")
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                "description": tool.description or "",
-                "parameters": tool.input_schema or {"type": "object", "properties": {}},
-            },
-        }
-        for tool in body.tools or ()
-    ]
-    choice = body.tool_choice or ToolChoice(type="auto")
-    named_tool = {"type": "function", "function": {"name": choice.name}}
-    return {
-        "tools": tools or None,
-        "tool_choice": named_tool if choice.type == "tool" else _TOOL_CHOICES[choice.type],
-        "parallel_tool_calls": False if choice.disable_parallel_tool_use else None,
-    }

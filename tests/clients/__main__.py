@@ -10,6 +10,8 @@ where it should not.
 import asyncio
 import json
 import logging
+import re
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +24,7 @@ from rich.table import Table
 
 from mesh.interrupts import run_async, run_program
 from tests.client_environment import output_of, python_with
+from tests.clients.npm import AGENTS, AI_SDK, Answers, ask_agent, ask_ai_sdk
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import running_gateway
 
@@ -37,18 +40,26 @@ CLIENTS = {
     "boto3": "boto3",
     # The last one without torch, whose CUDA libraries take gigabytes.
     "guidellm": "guidellm==0.3.1",
+    "openai-agents": "openai-agents",
+    "pydantic-ai": "pydantic-ai-slim[openai]",
+    "instructor": "instructor",
+    "smolagents": "smolagents[openai]",
+    "aider": "aider-chat",
 }
 """Packages, with what pip is asked for: the versions of the tests, else the newest."""
 
+_MODULES = {"openai-agents": "agents"}
+"""Where the module is not called as its package."""
+
 _REFUSED = {("openai", "embeddings")}
-_CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
+_CALL = '{"name": "weather", "arguments": {"city": "Bern"}}'
 _ASKS = Path(__file__).with_name("asks.py")
 
 
 async def fill(table: Table, names: Sequence[str]) -> bool:
     """Add the rows of the clients. True if each answered, or was refused, as it should."""
     is_right = True
-    calling = Script(story=_CALL, tool_call_format="hermes")
+    calling = Script(call=_CALL, tool_call_format="hermes")
     with TemporaryDirectory(prefix="tandem-clients-") as folder:
         async with running_gateway(batch_folder=folder) as story, running_gateway(calling) as calls:
             for name in names:
@@ -58,24 +69,34 @@ async def fill(table: Table, names: Sequence[str]) -> bool:
 
 async def _ask(table: Table, name: str, url: str, calls_url: str) -> bool:
     try:
-        python = await asyncio.to_thread(python_with, CLIENTS[name], name.replace("-", "_"))
-    except (pytest.skip.Exception, pytest.fail.Exception) as error:
+        version, answers = await _answers(name, url, calls_url)
+    except (pytest.skip.Exception, pytest.fail.Exception, OSError, subprocess.SubprocessError) as error:
         table.add_row(name, "", "not installed", str(error))
         return True
-    distribution = CLIENTS[name].partition("==")[0]
-    told = json.loads(await output_of(python, _ASKS, name, distribution, url, calls_url))
     is_right = True
-    for what, is_answered, answer in told["answers"]:
+    for what, is_answered, answer in answers:
         is_expected = is_answered != ((name, what) in _REFUSED)
         is_right = is_right and is_expected
-        table.add_row(name, told["version"], what, ("" if is_expected else "WRONG: ") + answer)
+        table.add_row(name, version, what, ("" if is_expected else "WRONG: ") + answer)
     return is_right
+
+
+async def _answers(name: str, url: str, calls_url: str) -> tuple[str, Answers]:
+    """The client's version, and what it was asked and answered. Raises what its installation raises."""
+    if name == AI_SDK:
+        return await ask_ai_sdk(url, calls_url)
+    if name in AGENTS:
+        return await ask_agent(name)
+    python = await asyncio.to_thread(python_with, CLIENTS[name], _MODULES.get(name, name.replace("-", "_")))
+    distribution = re.split(r"[\[=]", CLIENTS[name])[0]
+    told = json.loads(await output_of(python, _ASKS, name, distribution, url, calls_url))
+    return told["version"], told["answers"]
 
 
 def main(names: Sequence[str]) -> int:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     table = Table("client", "version", "asked", "answered")
-    is_right = run_async(fill(table, names or tuple(CLIENTS)))
+    is_right = run_async(fill(table, names or (*CLIENTS, AI_SDK, *AGENTS)))
     Console(width=150).print(table)
     return 0 if is_right else 1
 

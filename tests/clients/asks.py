@@ -4,6 +4,7 @@ Prints the package's version, and for each thing that was asked what was answere
 answer, too.
 """
 
+import asyncio
 import json
 import os
 import subprocess
@@ -151,6 +152,111 @@ def ask_llama_index(url: str, calls_url: str) -> Iterator[Ask]:
         return model(calls_url).get_tool_calls_from_response(answer)[0].tool_kwargs
 
     yield "call of a function", called
+
+
+def ask_openai_agents(url: str, calls_url: str) -> Iterator[Ask]:
+    import agents
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool
+    def weather(city: str) -> str:
+        """Weather of a city."""
+        return f"fine in {city}"
+
+    def agent(base: str, model: Any) -> Any:
+        client = AsyncOpenAI(base_url=f"{base}/v1", api_key="x", max_retries=0)
+        return agents.Agent(name="a", model=model(model="fake", openai_client=client), tools=[weather])
+
+    async def streamed(model: Any) -> object:
+        run = agents.Runner.run_streamed(agent(url, model), "hi")
+        async for _ in run.stream_events():
+            pass
+        return run.final_output
+
+    for name, model in (("chat", agents.OpenAIChatCompletionsModel), ("response", agents.OpenAIResponsesModel)):
+        yield name, lambda model=model: agents.Runner.run_sync(agent(url, model), "hi").final_output
+        yield f"{name}, streamed", lambda model=model: asyncio.run(streamed(model))
+
+        def called(model: Any = model) -> object:
+            run = agents.Runner.run_sync(agent(calls_url, model), "hi", max_turns=2)
+            return [*(item.output for item in run.new_items if item.type == "tool_call_output_item"), run.final_output]
+
+        yield f"{name}, with a tool", called
+
+
+def ask_pydantic_ai(url: str, calls_url: str) -> Iterator[Ask]:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    def agent(base: str, model: Any, **options: Any) -> Any:
+        return Agent(model("fake", provider=OpenAIProvider(base_url=f"{base}/v1", api_key="x")), **options)
+
+    def weather(city: str) -> str:
+        return f"fine in {city}"
+
+    async def streamed(model: Any) -> object:
+        async with agent(url, model).run_stream("hi") as run:
+            return await run.get_output()
+
+    for name, model in (("chat", OpenAIChatModel), ("response", OpenAIResponsesModel)):
+        yield name, lambda model=model: agent(url, model).run_sync("hi").output
+        yield f"{name}, streamed", lambda model=model: asyncio.run(streamed(model))
+
+        def called(model: Any = model) -> object:
+            run = agent(calls_url, model, tools=[weather]).run_sync("hi")
+            parts = [part for message in run.all_messages() for part in message.parts]
+            return [*(part.content for part in parts if part.part_kind == "tool-return"), run.output]
+
+        yield f"{name}, with a tool", called
+
+
+def ask_instructor(url: str, calls_url: str) -> Iterator[Ask]:
+    import instructor
+    import openai
+    from pydantic import create_model
+
+    weather = create_model("weather", city=(str, ...))
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{calls_url}/v1", api_key="x"), mode=instructor.Mode.TOOLS)
+    ask: Any = {"model": "fake", "response_model": weather, "messages": USER, "max_retries": 0}
+    yield "an object, by a tool", lambda: repr(client.chat.completions.create(**ask))
+
+
+def ask_smolagents(url: str, calls_url: str) -> Iterator[Ask]:
+    import smolagents
+
+    @smolagents.tool
+    def weather(city: str) -> str:
+        """Weather of a city.
+
+        Args:
+            city: its name
+        """
+        return f"fine in {city}"
+
+    def model(base: str) -> Any:
+        return smolagents.OpenAIServerModel(model_id="fake", api_base=f"{base}/v1", api_key="x")
+
+    messages = [smolagents.ChatMessage(role="user", content=[{"type": "text", "text": "hi"}])]
+    yield "chat", lambda: model(url).generate(messages).content
+    yield "chat, streamed", lambda: "".join(delta.content or "" for delta in model(url).generate_stream(messages))
+    agent = smolagents.ToolCallingAgent(tools=[weather], model=model(calls_url), max_steps=1, verbosity_level=-1)
+    outputs = smolagents.agents.ToolOutput
+    yield "a tool", lambda: [each.output for each in agent.run("hi", stream=True) if isinstance(each, outputs)]
+
+
+def ask_aider(url: str, calls_url: str) -> Iterator[Ask]:
+    def answer() -> str:
+        with tempfile.TemporaryDirectory() as folder:
+            options = "--model openai/fake --yes-always --no-git --no-check-update --no-show-model-warnings --no-stream"
+            command = [sys.executable, "-m", "aider", *options.split(), "--analytics-disable", "--message", "hi"]
+            environment = os.environ | {"OPENAI_API_BASE": f"{url}/v1", "OPENAI_API_KEY": "x", "HOME": folder}
+            run = subprocess.run(command, env=environment, cwd=folder, check=True, capture_output=True, text=True)
+        return run.stdout.strip()[-120:]
+
+    yield "an answer", answer
 
 
 def ask_guidellm(url: str, calls_url: str) -> Iterator[Ask]:

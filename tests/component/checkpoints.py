@@ -47,6 +47,9 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
     return llama_like("llama", rope_parameters=rope, max_position_embeddings=max_positions)
 
 
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED_POSITIONS}
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -122,6 +125,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "stablelm-12b": lambda: llama_like("stablelm", use_parallel_residual=True, qk_layernorm=True),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
@@ -145,6 +149,35 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         },
         max_position_embeddings=128,
     ),
+    "smollm3": lambda: llama_like("smollm3", use_sliding_window=True, sliding_window=WINDOW, no_rope_layer_interval=2),
+    "olmo": lambda: llama_like("olmo", clip_qkv=0.7, attention_bias=True),
+    "olmo2": lambda: llama_like("olmo2", attention_bias=True),
+    "olmo3": lambda: llama_like(
+        "olmo3", sliding_window=WINDOW, layer_types=_ALTERNATING, rope_scaling=_YARN, max_position_embeddings=128
+    ),
+    "cohere": lambda: llama_like("cohere", use_qk_norm=True, attention_bias=True, logit_scale=0.5),
+    "cohere2": lambda: llama_like("cohere2", sliding_window=WINDOW, layer_types=_ALTERNATING, logit_scale=0.5),
+    "seed-oss": lambda: llama_like("seed_oss", head_dim=32, attention_out_bias=True, mlp_bias=True),
+    "ernie4-5": lambda: llama_like("ernie4_5", head_dim=32, use_bias=True),
+    "exaone4": lambda: llama_like("exaone4", sliding_window=WINDOW, layer_types=_ALTERNATING),
+    "hunyuan": lambda: llama_like(
+        "hunyuan_v1_dense",
+        head_dim=32,
+        attention_bias=True,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 50.0},
+    ),
+    "ministral3": lambda: llama_like(
+        "ministral3",
+        head_dim=32,
+        sliding_window=WINDOW,
+        max_position_embeddings=128,
+        rope_parameters={**_YARN, "factor": 16.0, "rope_theta": 10_000.0, "original_max_position_embeddings": 8}
+        | {"mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+    ),
+    "arcee": lambda: llama_like("arcee", attention_bias=True, mlp_bias=True),
+    "nemotron": lambda: llama_like("nemotron", attention_bias=True, mlp_bias=True),
+    "apertus": lambda: llama_like("apertus", attention_bias=True),
+    "helium": lambda: llama_like("helium", head_dim=16, attention_bias=True, mlp_bias=True),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""

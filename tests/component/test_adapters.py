@@ -44,7 +44,8 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
 
 
 @pytest.mark.parametrize(
-    "family", ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4"]
+    "family",
+    ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4", "olmo2"],
 )
 @pytest.mark.parametrize("arm", ["compiled", "torch"])
 def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str) -> None:

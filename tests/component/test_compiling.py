@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import inspect
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -28,6 +30,7 @@ from engine.load_runner import load_model_runner
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, why_not_compiled
 from engine.models.linear import ACTIVATIONS
 from engine.models.read_config import load_config
+from engine.models.xielu import xielu
 from engine.resolve import kv_layout, resolve
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
@@ -86,16 +89,18 @@ def test_what_is_left_to_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: 
 def test_kernels_compute_the_same_activations() -> None:
     assert set(KERNEL_ACTIVATIONS) <= set(ACTIVATIONS)
     x = torch.cat((torch.linspace(-60, 60, 100_000), torch.tensor([-1e30, -0.0, 1e-30, 1e30])))
+    initial = inspect.signature(xielu).parameters
+    parameters = np.array([initial[name].default for name in ("alpha_p", "alpha_n", "beta", "eps")], np.float32)
     for name, number in KERNEL_ACTIVATIONS.items():
         ours = x[None, : len(x) // 16 * 16].clone()
         expected = ACTIVATIONS[name](ours)
-        entry(activations.activate_rows)(ours.numpy(), number, Range(0, 1))
+        entry(activations.activate_rows)(ours.numpy(), number, parameters, Range(0, 1))
         torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6, msg=name)
 
 
 def test_parts_of_compiled_functions_are_not_called_from_python() -> None:
     with pytest.raises(TypeError, match="only compiled code calls activate_rows"):
-        activations.activate_rows(torch.zeros(1, 16).numpy(), 0, Range(0, 1))
+        activations.activate_rows(torch.zeros(1, 16).numpy(), 0, np.zeros(4, np.float32), Range(0, 1))
 
 
 def test_other_cpus_run_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:

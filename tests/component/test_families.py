@@ -141,6 +141,26 @@ def test_ministral_says_which_layers_have_a_window(read: Any) -> None:
     assert read("MistralForCausalLM", **SIZES, sliding_window=7, layer_types=types).windows == (None, 7, None, 7)
 
 
+def test_layers_of_newer_families(read: Any) -> None:
+    patterned = read("Exaone4ForCausalLM", **SIZES, sliding_window=7, sliding_window_pattern="LG")
+    assert (patterned.windows, patterned.unrotated) == ((7, None, 7, None), (1, 3))
+    small = read("Exaone4ForCausalLM", **SIZES, sliding_window=None, layer_types=["full_attention"] * 4)
+    assert (small.windows, small.unrotated) == ((None,) * 4, ())
+    smollm3 = read("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 0, 0, 1])
+    assert (smollm3.unrotated, smollm3.rope.theta, smollm3.tied) == ((1, 2), 2e6, True)
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    olmo3 = read("Olmo3ForCausalLM", **SIZES, sliding_window=7, rope_theta=3e5, rope_scaling=scaling)
+    assert (olmo3.rope.kind, olmo3.rope.theta, olmo3.windows) == ("yarn", 3e5, (7, 7, 7, None))
+    assert (olmo3.window_rope.kind, olmo3.window_rope.theta) == ("default", 3e5)
+    assert read("Olmo3ForCausalLM", **SIZES).window_rope is None
+    command_r = read("CohereForCausalLM", **SIZES, max_position_embeddings=64, model_max_length=256)
+    assert (command_r.max_model_len, command_r.rope.theta, command_r.norm_eps) == (256, 5e5, 1e-5)
+    scaling = {"type": "dynamic", "factor": 1.0, "alpha": 1000.0}
+    hunyuan = read("HunYuanDenseV1ForCausalLM", **SIZES, max_position_embeddings=64, rope_scaling=scaling)
+    assert (hunyuan.rope.kind, hunyuan.rope.alpha, hunyuan.max_model_len) == ("default", 1000.0, 64)
+    assert hunyuan.shareable_prefixes
+
+
 def test_gemma_means_tanh_where_it_says_gelu(read: Any) -> None:
     gemma = read("GemmaForCausalLM", **SIZES, hidden_act="gelu", hidden_activation=None)
     assert (gemma.activation, gemma.embed_scale, gemma.tied) == ("gelu_pytorch_tanh", 8.0, True)
@@ -162,6 +182,9 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
     [
         ("GPT2LMHeadModel", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("PhiForCausalLM", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla True"),
+        ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
+        ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
     ],

@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from engine.load_runner import load_model_runner
 from engine.models.encodings import ENCODINGS
-from engine.models.linear import FloatOps, Int8Ops, Norm, QuantisedRows, make_linear
+from engine.models.linear import FloatOps, Int8Ops, QuantisedRows, make_linear
+from engine.models.norms import Norm
 from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError

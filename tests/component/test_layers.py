@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from engine.models.encodings import LinearParameters
-from engine.models.linear import ACTIVATIONS, Linear, rms_norm
+from engine.models.linear import ACTIVATIONS, Linear
+from engine.models.norms import rms_norm
 from engine.models.read_config import SUPPORTED_ACTIVATIONS
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,11 @@ def token_ids(runner: ModelRunner) -> list[object]:
     return [{name: [token.id for token in tokens] for name, tokens in forked.items()}, ids(guessed)]
 
 
-@pytest.mark.parametrize("degrees", [Degrees(2), Degrees(2, 2), Degrees(4)], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "qwen2-moe", "bloom-6-heads"])
+_DEGREES = [Degrees(2), Degrees(2, 2), Degrees(4)]
+_DIVIDED = [*product(["llama", "qwen2", "mistral", "qwen2-moe", "bloom-6-heads"], _DEGREES), ("olmo2", Degrees(4))]
+
+
+@pytest.mark.parametrize(("family", "degrees"), _DIVIDED, ids=str)
 def test_any_degrees_say_what_transformers_says(checkpoint: Checkpoint, family: str, degrees: Degrees) -> None:
     """With fewer than 4 KV heads 4 ranks have copies of them."""
     with own_memory_runner(checkpoint(family), degrees) as (runner, _):

@@ -38,11 +38,13 @@ def test_ranks_equal_one_rank(checkpoint: Callable[[str], Path], family: str, ch
 
 
 @pytest.mark.parametrize("changes", [{}, {"quantize": "int8"}], ids=["float32", "int8"])
-@pytest.mark.parametrize("family", ["gpt2", "falcon-40b", "gemma3", "bloom"])
+@pytest.mark.parametrize("family", ["gpt2", "falcon-40b", "gemma3", "bloom", "olmo3", "cohere"])
 def test_ranks_of_other_layers_equal_one_rank(
     checkpoint: Callable[[str], Path], family: str, changes: dict[str, str]
 ) -> None:
-    """A plain MLP, blocks side by side, norms after attention and a gate of GELU, ALiBi."""
+    """A plain MLP, blocks side by side, norms after attention and a gate of GELU, ALiBi, norms over all heads, norms of
+    heads that each have their own weights.
+    """
     expected = run_mixed(load_arm(checkpoint(family), "compiled", **changes))
     with ranked_runner(checkpoint(family), Degrees(2, 2), **changes) as runner:
         require_equal(run_mixed(runner), expected)

@@ -82,7 +82,9 @@ def check_threads(shares: list[int], model_dir: Path, *digests: str, **settings:
         assert set(shares) >= {1, num_threads}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope"])
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope", "olmo3", "ministral3"]
+)
 def test_families(checkpoint: Checkpoint, shares: list[int], family: str) -> None:
     check_threads(shares, checkpoint(family))
 

@@ -6,6 +6,7 @@ there. Token 256 ends an answer.
 
 import asyncio
 import codecs
+import json
 import signal
 import threading
 from collections import deque
@@ -40,6 +41,8 @@ class Script:
     """The behaviour of the fake router, and its observations."""
 
     story: str = STORY
+    call: str = ""
+    """JSON of a call, which comes in place of the story where tools are offered and none has answered yet."""
     refusals: deque[Refusal] = field(default_factory=deque)
     tokens_per_message: int = 1
     hold_after_messages: int | None = None
@@ -205,7 +208,7 @@ def input_ids(request: Any) -> list[int]:
 def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateResponse]:
     """The whole stream for one request; choices take turns."""
     ids = input_ids(request)
-    generated = _following(ids, script.story)
+    generated = _following(ids, _call(request, script) or script.story)
     is_cut = request.sampling.HasField("max_new_tokens") and request.sampling.max_new_tokens < len(generated)
     generated = generated[: request.sampling.max_new_tokens] if is_cut else generated
     tokens = _tokens(generated, request.output.top_logprobs, script.logprob)
@@ -232,6 +235,17 @@ def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateRespo
             for index, token_id in enumerate(ids)
         )
     return messages
+
+
+def _call(request: pb.GenerateRequest, script: Script) -> str:
+    """The call as Hermes writes it, or as a forced one must be; "" where none is due."""
+    chat = request.chat
+    if not script.call or not chat.tools_json or any(turn.role == "tool" for turn in chat.messages):
+        return ""
+    schema = request.sampling.structure.json_schema
+    if not schema:
+        return f"<tool_call>{script.call}</tool_call>"
+    return f"[{script.call}]" if json.loads(schema).get("type") == "array" else script.call
 
 
 def _following(ids: Sequence[int], story: str) -> list[int]:

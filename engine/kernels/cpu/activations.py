@@ -12,9 +12,11 @@ from engine.kernels.cpu.arguments import (
     GELU,
     GELU_TANH,
     RELU,
+    RELU2,
     SILU,
     SWIGLU_ALPHA,
     SWIGLU_LIMIT,
+    XIELU,
     Floats,
     Range,
 )
@@ -81,7 +83,8 @@ def _activated(emit: Emitter, x: Value, activation: int) -> Value:
         return _gelu(emit, x)
     if activation == GELU_TANH:
         return _gelu_tanh(emit, x)
-    return emit.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, 0.0))
+    positive = emit.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, 0.0))
+    return emit.builder.fmul(positive, positive) if activation == RELU2 else positive
 
 
 @emitted
@@ -97,6 +100,41 @@ def activate(typing: TypingContext, row: NumbaType, num_vectors: NumbaType, acti
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, activation), generate
+
+
+@emitted
+def activate_xielu(
+    typing: TypingContext,
+    row: NumbaType,
+    num_vectors: NumbaType,
+    alpha_p: NumbaType,
+    alpha_n: NumbaType,
+    beta: NumbaType,
+    eps: NumbaType,
+) -> Intrinsic:
+    """xIELU in place (Huang and Schlag 2024): alpha_p x^2 + beta x for x > 0, alpha_n (e^min(x, eps) - 1 - x) + beta x
+    else.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        at, (alpha_p, alpha_n, beta, eps) = emit.pointer(args[0]), (emit.splat(arg) for arg in args[2:])
+        with emit.loop(args[1], []) as loop:
+            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+            x = emit.load(target, FLOATS)
+            exponent = builder.fmul(emit.call("llvm.minnum.v16f32", FLOATS, x, eps), constant(FLOATS, LOG2_E))
+            power = builder.fsub(emit.power_of_two(exponent), constant(FLOATS, 1.0))
+            is_positive = builder.fcmp_ordered(">", x, constant(FLOATS, 0.0))
+            bent = builder.select(
+                is_positive,
+                builder.fmul(alpha_p, builder.fmul(x, x)),
+                builder.fmul(alpha_n, builder.fsub(power, x)),
+            )
+            emit.store(emit.multiply_add(beta, x, bent), target)
+        return context.get_dummy_value()
+
+    floats = (types.float32,) * 4
+    return types.void(_INTP, _INTP, *floats), generate
 
 
 @emitted
@@ -126,8 +164,8 @@ def gate_panels(
 
 
 @jit
-def activate_rows(x: Floats, activation: int, part: Range) -> None:
-    """x = activation(x) in place, for the rows of x [rows, width] in the range."""
+def activate_rows(x: Floats, activation: int, parameters: Floats, part: Range) -> None:
+    """x = activation(x) in place, for the rows of x [rows, width] in the range. parameters: of xIELU."""
     num_vectors = x.shape[1] // LANES
     for r in range(part.first, part.end):
         at = address(x) + r * x.shape[1] * FLOAT_BYTES
@@ -137,6 +175,10 @@ def activate_rows(x: Floats, activation: int, part: Range) -> None:
             activate(at, num_vectors, GELU_TANH)
         elif activation == RELU:
             activate(at, num_vectors, RELU)
+        elif activation == RELU2:
+            activate(at, num_vectors, RELU2)
+        elif activation == XIELU:
+            activate_xielu(at, num_vectors, parameters[0], parameters[1], parameters[2], parameters[3])
         else:
             activate(at, num_vectors, SILU)
 
@@ -158,5 +200,7 @@ def gate_rows(gate_up: Floats, out: Floats, activation: int, part: Range) -> Non
             gate_panels(at, num_panels, target, RELU)
         elif activation == CLAMPED_SWIGLU:
             gate_panels(at, num_panels, target, CLAMPED_SWIGLU)
+        elif activation == RELU2:
+            gate_panels(at, num_panels, target, RELU2)
         else:
             gate_panels(at, num_panels, target, SILU)

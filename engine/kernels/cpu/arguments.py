@@ -22,7 +22,7 @@ Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
 
-SILU, GELU, GELU_TANH, RELU, CLAMPED_SWIGLU = range(5)
+SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU = range(7)
 """Activations of MLPs, which `activations.py` computes."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
@@ -84,6 +84,9 @@ class HeadShape(NamedTuple):
     softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
 
+NO_FACTORS: Floats = np.empty((0, 0), np.float32)
+
+
 class Batch(NamedTuple):
     """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
 
@@ -94,6 +97,7 @@ class Batch(NamedTuple):
     query_starts: Int32s  # [num_seqs + 1]
     cos: Floats  # [kinds of layers, num_tokens, head_dim]; no kind without rotary positions
     sin: Floats  # like cos; the first half is negated
+    query_factors: Floats = NO_FACTORS  # [kinds of layers, num_tokens], of rotated queries; no kind without
 
 
 class Queries(NamedTuple):

@@ -26,6 +26,7 @@ from engine.kernels.cpu.arguments import (
     Weights,
 )
 from engine.kernels.cpu.compiler import entry, jit
+from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
 from engine.kernels.cpu.matmul import Operand
@@ -49,13 +50,6 @@ class Norm(NamedTuple):
     """The parameters of a norm of rows: a root-mean-square norm, or, with a bias, a layer norm."""
 
     weight: Floats  # [1, width]; [2, width]: weights, then biases
-    eps: np.float32
-
-
-class HeadNorms(NamedTuple):
-    """The parameters of the root-mean-square norms of queries and keys."""
-
-    weight: Floats  # [2, head_dim], of queries, then of keys; [0, head_dim] without norms
     eps: np.float32
 
 
@@ -167,16 +161,6 @@ def _gather(row: Floats, order: Int32s, out: Floats) -> None:
 
 
 @jit
-def _norm_head(head: Floats, weight: Floats, eps: np.float32) -> None:
-    total = np.float32(0.0)
-    for i in range(len(head)):
-        total += head[i] * head[i]
-    factor = np.float32(1.0) / np.sqrt(total / np.float32(len(head)) + eps)
-    for i in range(len(head)):
-        head[i] *= factor * weight[i]
-
-
-@jit
 def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
     """Apply rotary positions to contiguous heads in place. Halves are paired as in GPT-NeoX; the first half of `sin` is
     negated.
@@ -207,12 +191,15 @@ def rotate_and_store(
     layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
-        if len(norms.weight):
-            for head in range(num_heads + num_kv_heads):
-                weight = norms.weight[0 if head < num_heads else 1]
-                _norm_head(heads[head * dim : (head + 1) * dim], weight, norms.eps)
+        if len(norms.weight) and not norms.rotated:
+            norm_heads(heads, norms, shape, r)
         if len(batch.cos):
             _rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
+        if len(norms.weight) and norms.rotated:
+            norm_heads(heads, norms, shape, r)
+        if len(batch.query_factors):
+            for i in range(num_heads * dim):
+                heads[i] *= batch.query_factors[rope, r]
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
         _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)

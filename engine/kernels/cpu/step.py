@@ -47,6 +47,7 @@ from engine.kernels.cpu.experts import (
     put_inner,
     route_rows,
 )
+from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
 from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
     ATTENTION,
@@ -61,7 +62,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
-from engine.kernels.cpu.rows import HeadNorms, Norm, add_normed, norm_rows, put_rows, rotate_and_store
+from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
@@ -71,9 +72,13 @@ class Kind(NamedTuple):
     """How the layers of a family differ from those of others."""
 
     parallel: bool  # attention and MLP both read the layer's input
-    sandwich: bool  # the outputs of attention and MLP are normed, too, before they are added
+    norms_inputs: bool  # attention and MLP read the normed residual, not the residual as it is
+    sandwich: bool  # the outputs of attention and MLP are normed before they are added
     gated: bool
-    activation: int  # SILU, GELU, GELU_TANH or RELU
+    activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
+    centred_heads: bool  # see HeadNorms
+    norms_rotated: bool
+    clip_qkv: np.float32  # see clip_rows; 0: no limit
 
 
 class ModelConstants(NamedTuple):
@@ -84,7 +89,8 @@ class ModelConstants(NamedTuple):
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 2, head_dim] of queries and keys; [num_layers, 0, head_dim] without
+    head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
+    activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
     windows: Int64s  # [num_layers]
     ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
@@ -111,6 +117,8 @@ class Activations(NamedTuple):
     mixed: Floats  # [num_tokens, num_heads * head_dim], the heads of all ranks
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
     queries: Queries  # over qkv and the rank's part of mixed
+    squares: Floats  # see HeadNorms
+    own_squares: Floats
     routed: RoutedRows  # of layers with experts
 
 
@@ -166,14 +174,19 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window = _matrices(model, layer).qkv, model.windows[layer]
-    norm, head_norms = Norm(model.norms[layer, _INPUT_NORM], model.eps), HeadNorms(model.head_norms[layer], model.eps)
-    norm_rows(acts.residual, norm, weights, qkv, operand, rows)
-    norm_and_shrink(adapted, layer, QKV_SITE, acts.residual, norm, rows)
+    qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
+    _put_inputs(model, work, rows, layer, QKV_SITE)
     _finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
     _finish_own_phase(team, QKV)
     expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
+    if kind.clip_qkv > 0:
+        clip_rows(acts.qkv, kind.clip_qkv, own_rows)
+    if len(acts.squares):
+        sum_squares(acts.qkv, attending.shape, acts.own_squares, own_rows)
+        if team.num_all > team.num_threads:
+            _finish_phase(team, QKV)
+    head_norms = HeadNorms(model.head_norms[layer], model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
     rotate_and_store(acts.queries.rows, head_norms, attending, cache, layer, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
     wait_for_earlier_rows(team.share, team.thread, layer)
@@ -182,6 +195,23 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
         _finish_own_phase(team, ATTENTION)
         join(attending, layer, window, part)
     _finish_phase(team, ATTENTION)
+
+
+@jit
+def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
+    """Write rows of the residual, normed in most models, to the operand of the product at the start of attention or of
+    the MLP.
+    """
+    residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
+    matrices, is_attention = _matrices(model, layer), site == QKV_SITE
+    matrix = matrices.qkv if is_attention else matrices.gate_up
+    if model.kind.norms_inputs:
+        norm = Norm(model.norms[layer, _INPUT_NORM if is_attention else _POST_NORM], model.eps)
+        norm_rows(residual, norm, weights, matrix, operand, rows)
+        norm_and_shrink(adapted, layer, site, residual, norm, rows)
+    else:
+        put_rows(residual, weights, matrix, operand, rows)
+        shrink(adapted, layer, site, residual, rows)
 
 
 @jit
@@ -203,9 +233,8 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
     acts, operand, _, _, adapted = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
     rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
-    norm, is_gated_at_once = Norm(model.norms[layer, _POST_NORM], model.eps), _is_gated_at_once(kind, work, layer)
-    norm_rows(acts.residual, norm, weights, gate_up, operand, rows)
-    norm_and_shrink(adapted, layer, GATE_UP_SITE, acts.residual, norm, rows)
+    is_gated_at_once = _is_gated_at_once(kind, work, layer)
+    _put_inputs(model, work, rows, layer, GATE_UP_SITE)
     _finish_phase(team, NORM)
     if is_gated_at_once:
         product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
@@ -214,7 +243,7 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
     _finish_phase(team, GATE_UP)
     if not kind.gated:
         expand(adapted, layer, GATE_UP_SITE, acts.inner, rows)
-        activate_rows(acts.inner, kind.activation, rows)
+        activate_rows(acts.inner, kind.activation, model.activation[layer], rows)
     elif not is_gated_at_once:
         expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
         gate_rows(acts.gate_up, acts.inner, kind.activation, rows)

@@ -16,7 +16,8 @@ from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.step import PositionBias, Step, attend_own, attend_prompts, causal_bias, plan_step
 from engine.models.encodings import Parameters
 from engine.models.layer import DenseMlp
-from engine.models.linear import ACTIVATIONS, LinearLayer, Norm, Rows, make_linear
+from engine.models.linear import ACTIVATIONS, LinearLayer, Rows, make_linear
+from engine.models.norms import Norm
 from mesh.domain.host import Cores
 
 

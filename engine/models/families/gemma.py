@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, rope_section, section
-from engine.models.model_config import ModelConfig, TensorNames, layer_windows, parse_rope, sliding_window
+from engine.models.families.layer_kinds import windows_but_every
+from engine.models.model_config import ModelConfig, TensorNames, parse_rope, sliding_window
 from mesh.domain.errors import ConfigurationError
 
 _GEMMA = TensorNames(norm_offset=1.0)
@@ -35,7 +36,7 @@ def gemma2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         gemma(plain, raw),
         tensors=_GEMMA2,
         block="sandwich",
-        windows=_every(2, plain, raw),
+        windows=windows_but_every(2, plain, raw, sliding_window(raw, 4096)),
         attention_scale=number(raw, "query_pre_attn_scalar", default=256) ** -0.5,
         attention_softcap=optional_number(raw, "attn_logit_softcapping"),
         logit_softcap=optional_number(raw, "final_logit_softcapping"),
@@ -52,6 +53,7 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         full, local = ({"rope_parameters": section(ropes, kind)} for kind in ("full_attention", "sliding_attention"))
         if not full["rope_parameters"] or not local["rope_parameters"]:
             raise ConfigurationError("config.json: rope_parameters needs full_attention and sliding_attention")
+    pattern = integer(raw, "sliding_window_pattern", "_sliding_window_pattern", default=6)
     return replace(
         gemma2(plain, raw),
         attention_softcap=None,  # config.json may have Gemma 2's, which transformers does not apply either
@@ -59,13 +61,5 @@ def gemma3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         counts_scaled_positions=True,
         rope=parse_rope(full, *sizes),
         window_rope=parse_rope(local, *sizes),
-        windows=_every(integer(raw, "sliding_window_pattern", "_sliding_window_pattern", default=6), plain, raw),
+        windows=windows_but_every(pattern, plain, raw, sliding_window(raw, 4096)),
     )
-
-
-def _every(pattern: int, plain: ModelConfig, raw: RawConfig) -> tuple[int | None, ...]:
-    """Windows of all layers but every `pattern`-th one. Newer config.json files list them in `layer_types`."""
-    window = sliding_window(raw, 4096)
-    if raw.get("layer_types") is not None:
-        return layer_windows(raw, plain.num_layers, window)
-    return tuple(window if (layer + 1) % pattern else None for layer in range(plain.num_layers))

@@ -9,7 +9,7 @@ ALiBi instead of rotary positions. InternLM has attention biases (1), one groupe
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, number, refuse
+from checkpoint.config_json import RawConfig, flag, integer, number
 from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
 
 
@@ -59,11 +59,20 @@ def granite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+_STABLELM_HEAD_NORMS = TensorNames(
+    q_norm="self_attn.q_layernorm.norms.{}",
+    k_norm="self_attn.k_layernorm.norms.{}",
+)
+
+
 def stablelm(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """StableLM 3B, Zephyr 3B and StableLM 2 1.6B. StableLM 2 12B, which norms queries and keys, is refused."""
-    refuse(raw, qk_layernorm=True)
+    """StableLM 3B, Zephyr 3B and StableLM 2. In 12B each head of queries and keys has a norm of its own."""
+    has_head_norms = flag(raw, "qk_layernorm", default=False)
     return replace(
         plain,
+        tensors=_STABLELM_HEAD_NORMS if has_head_norms else plain.tensors,
+        qk_norm=has_head_norms,
+        qk_norm_of="own" if has_head_norms else "head",
         norm="layer",
         norm_bias=True,
         block="parallel-shared" if flag(raw, "use_parallel_residual", default=False) else "sequential",

@@ -12,14 +12,16 @@ from gateway.exchange import Exchange
 from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
 from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
+from gateway.openai.responses.tools import callees, free_text_of
 from gateway.schema import Json
 from tandem import TokenEvent
 
-_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc"}
+_PREFIXES = {"reasoning": "rs", "text": "msg", "call": "fc", "custom": "ctc"}
 _TEXT_EVENTS = {
     "reasoning": "response.reasoning_text",
     "text": "response.output_text",
     "call": "response.function_call_arguments",
+    "custom": "response.custom_tool_call_input",
 }
 
 
@@ -49,6 +51,7 @@ class ResponseEvents:
         self._body = body
         self._model = model
         self._field_names = field_names
+        self._callees = callees(body.all_tools)
         self._answer = BlockReader(reading)
         self._created_s = int(time.time())
         self._id = f"resp_{uuid4().hex}"
@@ -102,25 +105,38 @@ class ResponseEvents:
         return "incomplete" if self._answer.reason == "length" else "completed"
 
     def _item_events(self, step: BlockStep) -> Iterable[Json]:
-        block = step.block
+        """The input of a custom tool comes as one delta, when all of it is there."""
+        block, kind = step.block, self._kind(step.block)
         position = {"output_index": block.index}
         if isinstance(step, BlockBegun):
-            self._item_ids.append(f"{_PREFIXES[block.kind]}_{uuid4().hex}")
+            self._item_ids.append(f"{_PREFIXES[kind]}_{uuid4().hex}")
             yield self._numbered("response.output_item.added", item=self._item(block, is_done=False), **position)
         item_id = self._item_ids[block.index]
         inside = position | {"item_id": item_id} | ({} if block.kind == "call" else {"content_index": 0})
-        logprobs: Json = {"logprobs": []} if block.kind == "text" else {}
+        logprobs: Json = {"logprobs": []} if kind == "text" else {}
         if isinstance(step, BlockBegun):
             if block.kind != "call":
                 yield self._numbered("response.content_part.added", part=_part(block, ""), **inside)
         elif isinstance(step, BlockAdded):
-            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.delta", delta=step.text, **inside, **logprobs)
+            if kind != "custom":
+                yield self._numbered(f"{_TEXT_EVENTS[kind]}.delta", delta=step.text, **inside, **logprobs)
         else:
-            content = {"name": block.name, "arguments": block.text} if block.kind == "call" else {"text": block.text}
-            yield self._numbered(f"{_TEXT_EVENTS[block.kind]}.done", **content, **inside, **logprobs)
+            content = self._called(block) if block.kind == "call" else {"text": block.text}
+            if kind == "custom":
+                yield self._numbered(f"{_TEXT_EVENTS[kind]}.delta", delta=content["input"], **inside)
+            yield self._numbered(f"{_TEXT_EVENTS[kind]}.done", **content, **inside, **logprobs)
             if block.kind != "call":
                 yield self._numbered("response.content_part.done", part=_part(block, block.text), **inside)
             yield self._numbered("response.output_item.done", item=self._item(block, is_done=True), **position)
+
+    def _kind(self, block: Block) -> str:
+        return "custom" if block.kind == "call" and self._callees[block.name].is_custom else block.kind
+
+    def _called(self, block: Block) -> Json:
+        """The members that say what a call is of: the tool's own name, and the text for it."""
+        callee = self._callees[block.name]
+        content = {"input": free_text_of(block.text)} if callee.is_custom else {"arguments": block.text}
+        return callee.members | content
 
     def _numbered(self, kind: str, **members: object) -> Json:
         self._num_events += 1
@@ -138,8 +154,11 @@ class ResponseEvents:
             return item | {"type": "reasoning", "summary": [], "content": content}
         if block.kind == "text":
             return item | {"type": "message", "role": "assistant", "content": content}
-        arguments = block.text if is_done else ""
-        return item | {"type": "function_call", "call_id": block.call_id, "name": block.name, "arguments": arguments}
+        called = self._called(block)
+        if not is_done:
+            called |= {name: "" for name in ("arguments", "input") if name in called}
+        kind = "custom_tool_call" if "input" in called else "function_call"
+        return item | {"type": kind, "call_id": block.call_id, **called}
 
     def _usage(self) -> Json:
         usage = self._answer.usage
@@ -160,7 +179,7 @@ def _part(block: Block, text: str) -> Json:
 
 def _request_members(body: ResponsesBody) -> Json:
     """Members of the request that its response repeats."""
-    tools = [tool.model_dump() for tool in body.tools or ()]
+    tools = [tool.shown() for tool in body.all_tools if tool.offered]
     text_format = body.text.format.model_dump(by_alias=True, exclude_none=True)
     return {
         "instructions": body.instructions,

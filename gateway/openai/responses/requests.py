@@ -7,6 +7,15 @@ from pydantic import Field
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
+from gateway.openai.responses.tools import (
+    Tool,
+    chat_choice,
+    chat_tools,
+    free_text_arguments,
+    invalid_value,
+    name_in_chat,
+)
+from gateway.openai.turns import joined_turns
 from gateway.schema import (
     MAX_MESSAGES,
     AnyJson,
@@ -20,7 +29,6 @@ from gateway.schema import (
     Name,
     Real,
     Seed,
-    check,
 )
 
 NAMES = {
@@ -38,6 +46,11 @@ _AS_IN_CHATS = (
 _TURN = ("reasoning_content", "content", "tool_calls")
 """Members of an assistant's message, in the order of their items."""
 
+_MORE_TOOLS = "additional_tools"
+_ITEMS = (
+    *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
+    _MORE_TOOLS,
+)
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -50,29 +63,11 @@ class Item(Body):
     summary: Many[ContentPart] | None = None
     call_id: Name = ""
     name: Name = ""
+    namespace: Name = ""
     arguments: str = ""
+    input: str = ""
     output: str | Many[ContentPart] = ""
-
-
-class FunctionTool(Body):
-    """A function that the model may call. `parameters` is a JSON schema."""
-
-    type: Name
-    name: Name = ""
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class _Allowed(Body):
-    mode: Literal["auto", "required"]
-    tools: Few[FunctionTool]
-
-
-class _AllowedTools(Body):
-    """Validates the member under its own name, so that errors name it."""
-
-    tool_choice: _Allowed
+    tools: Few[Tool] | None = None
 
 
 class TextFormat(Body):
@@ -100,7 +95,7 @@ class ResponsesBody(Body):
     model: Name = ""
     input: str | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
-    tools: Few[FunctionTool] | None = None
+    tools: Few[Tool] | None = None
     tool_choice: AnyJson = None
     parallel_tool_calls: bool | None = None
     text: TextConfig = TextConfig()
@@ -126,6 +121,13 @@ class ResponsesBody(Body):
     keep_priority: KeepPriority | None = None
     time_to_live: Real | None = None
     chat_template_kwargs: JsonObject | None = None
+
+    @property
+    def all_tools(self) -> list[Tool]:
+        """The tools of the body, and those that items of its input add."""
+        items = () if isinstance(self.input, str) else self.input
+        added = (tool for item in items if item.type == _MORE_TOOLS for tool in item.tools or ())
+        return [*(self.tools or ()), *added]
 
 
 def check_stateless(body: ResponsesBody) -> None:
@@ -153,9 +155,9 @@ def chat_of(body: ResponsesBody) -> Json:
     instructions = [{"role": "system", "content": body.instructions}] if body.instructions else []
     return {
         "model": body.model,
-        "messages": [*instructions, *_messages(body.input)],
-        "tools": [_tool(number, tool) for number, tool in enumerate(body.tools or ())] or None,
-        "tool_choice": _tool_choice(body.tool_choice),
+        "messages": joined_turns([*instructions, *_messages(body.input)]),
+        "tools": chat_tools(body.all_tools),
+        "tool_choice": chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "response_format": _response_format(body.text.format),
         "chat_template_kwargs": _template_values(body),
@@ -171,12 +173,12 @@ def _messages(items: str | Iterable[Item]) -> list[Json]:
     messages: list[Json] = []
     for number, item in enumerate(items):
         field = f"input[{number}]"
-        if item.type == "function_call_output":
+        if item.type in ("function_call_output", "custom_tool_call_output"):
             content = _text(item.output, f"{field}.output")
             messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif item.type == "message" and item.role != "assistant":
             messages.append({"role": item.role, "content": _text(item.content, f"{field}.content")})
-        else:
+        elif item.type != _MORE_TOOLS:
             _add_to_turn(messages, *_part_of_turn(item, field))
     return messages
 
@@ -187,11 +189,11 @@ def _part_of_turn(item: Item, field: str) -> tuple[str, object]:
         return "content", _text(item.content, f"{field}.content")
     if item.type == "reasoning":
         return "reasoning_content", _text(item.content or item.summary, f"{field}.content")
-    if item.type == "function_call":
-        function = {"name": item.name, "arguments": item.arguments}
+    if item.type in ("function_call", "custom_tool_call"):
+        arguments = item.arguments if item.type == "function_call" else free_text_arguments(item.input)
+        function = {"name": name_in_chat(item.name, item.namespace), "arguments": arguments}
         return "tool_calls", {"id": item.call_id, "type": "function", "function": function}
-    supported = ("message", "reasoning", "function_call", "function_call_output")
-    raise _invalid_value(item.type, supported, f"{field}.type")
+    raise invalid_value(item.type, _ITEMS, f"{field}.type")
 
 
 def _add_to_turn(messages: list[Json], member: str, value: object) -> None:
@@ -211,39 +213,9 @@ def _text(content: str | Iterable[ContentPart] | None, field: str) -> str:
     texts = []
     for number, part in enumerate(content):
         if part.type not in _TEXTS:
-            raise _invalid_value(part.type, _TEXTS[:2], f"{field}[{number}].type")
+            raise invalid_value(part.type, _TEXTS[:2], f"{field}[{number}].type")
         texts.append(part.shown)
     return "\n".join(texts)
-
-
-def _invalid_value(value: str, supported: Iterable[str], field: str) -> InvalidField:
-    names = ", ".join(f"'{name}'" for name in supported)
-    message = f"Invalid value: '{value[:64]}'. Supported values are: {names}."
-    return InvalidField(message, field=field, code="invalid_value")
-
-
-def _tool(number: int, tool: FunctionTool) -> Json:
-    if tool.type != "function":
-        raise _invalid_value(tool.type, ("function",), f"tools[{number}].type")
-    members = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
-    return {
-        "type": "function",
-        "function": {name: value for name, value in members.items() if value is not None},
-    }
-
-
-def _tool_choice(choice: object) -> object:
-    """Functions are named inside `function` in chats, beside `type` here; so are allowed tools."""
-    if not isinstance(choice, dict):
-        return choice
-    kind = choice.get("type")
-    if kind == "function":
-        return {"type": kind, "function": {"name": choice.get("name")}}
-    if kind == "allowed_tools":
-        allowed = check(_AllowedTools, {"tool_choice": choice}).tool_choice
-        tools = [{"type": tool.type, "function": {"name": tool.name}} for tool in allowed.tools]
-        return {"type": kind, "allowed_tools": {"mode": allowed.mode, "tools": tools}}
-    raise _invalid_value(str(kind), ("function", "allowed_tools"), "tool_choice.type")
 
 
 def _response_format(text_format: TextFormat) -> Json | None:

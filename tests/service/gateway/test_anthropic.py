@@ -94,6 +94,32 @@ async def test_members_that_change_the_prompt(gateway: RunningGateway) -> None:
     assert json.loads(chat.messages[1].extra_json or "{}") == {}
 
 
+async def test_what_a_coding_agent_sends(gateway: RunningGateway) -> None:
+    """Tools by Anthropic's types, and words of the system within the conversation, which few templates know."""
+    tools = [
+        {"type": kind, "name": name}
+        for kind, name in (("web_search_20250305", "web"), ("bash_20250124", "bash"), ("text_editor_20250728", "edit"))
+    ]
+    turns = [*QUESTION, {"role": "system", "content": "Be brief."}, *QUESTION]
+    body: dict[str, Any] = {
+        "messages": turns,
+        "tools": tools,
+        "max_tokens": 9,
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    for path in ("messages?beta=true", "messages/count_tokens?beta=true"):
+        response = await gateway.post(f"/v1/{path}", body, **{"anthropic-beta": "interleaved-thinking-2025-05-14"})
+        assert response.status_code == 200, response.text
+    chat = gateway.script.requests[-1].chat
+    assert [(turn.role, turn.content) for turn in chat.messages] == [("user", "weather?\nBe brief.\nweather?")]
+    offered = [tool["function"] for tool in json.loads(chat.tools_json)]
+    assert [(tool["name"], "command" in tool["parameters"]["properties"]) for tool in offered] == [
+        ("bash", True),
+        ("edit", True),
+    ]
+
+
 async def test_marks_of_what_to_cache(gateway: RunningGateway) -> None:
     mark = {"type": "ephemeral"}
     marked = [{"role": "user", "content": [{"type": "text", "text": "weather?", "cache_control": mark}]}]
@@ -162,6 +188,13 @@ async def test_arguments_that_are_not_quite_json_lose_no_more_than_they_must(
         ({"messages": [*QUESTION, {"role": "user", "content": []}]}, "messages: a turn of the user has no content"),
         ({"messages": [{"role": "user", "content": ""}]}, "messages: a turn of the user has no content"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305' is not supported"),
+        (
+            {
+                "tools": [{"name": "y"}, {"type": "computer_20250124", "name": "c"}],
+                "tool_choice": {"type": "tool", "name": "c"},
+            },
+            "'computer_20250124' is not supported",
+        ),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [{"name": "y"}]}, "there is no function 'x'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),

@@ -91,6 +91,60 @@ async def test_streams(gateway: RunningGateway, client: openai.AsyncOpenAI) -> N
     assert done[-1]["arguments"] == texts["function_call_arguments"]
 
 
+async def test_the_tools_of_a_coding_agent(gateway: RunningGateway, client: openai.AsyncOpenAI) -> None:
+    """Functions in a group, tools that take text, and what OpenAI runs itself; calls name what the client has sent."""
+    patch: Any = {"type": "custom", "name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": "x"}}
+    web: Any = {"type": "web_search"}
+    spawn: Any = {"type": "function", "name": "spawn", "parameters": PARAMETERS, "strict": False, "description": "d"}
+    group: Any = {"type": "namespace", "name": "agents", "description": "More of you.", "tools": [spawn, patch]}
+    gateway.script.story = "".join(
+        f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+        for name, arguments in [
+            ("agents__spawn", {"city": "Bern"}),
+            ("patch", {"input": "+ é\n"}),
+            ("agents__patch", {"text": "-"}),
+        ]
+    )
+    async with client.responses.stream(model="fake", input="go", tools=[web, group, patch]) as stream:
+        events: list[Any] = [event async for event in stream]
+        answer = await stream.get_final_response()
+    spawned, patched, other = (item.to_dict() for item in answer.output)
+    assert [spawned[name] for name in ("type", "namespace", "name")] == ["function_call", "agents", "spawn"]
+    assert [patched[name] for name in ("type", "name", "input")] == ["custom_tool_call", "patch", "+ é\n"]
+    assert "namespace" not in patched
+    assert [other[name] for name in ("namespace", "name", "input")] == ["agents", "patch", '{"text": "-"}']
+    inputs = [event for event in events if event.type.startswith("response.custom_tool_call_input")]
+    assert [event.to_dict().get("input", event.to_dict().get("delta")) for event in inputs[:2]] == ["+ é\n"] * 2
+    assert [tool["type"] for tool in answer.to_dict()["tools"]] == ["namespace", "custom"], "that the model was offered"
+    results = [
+        {"type": f"{kind}_output", "call_id": item["call_id"], "output": "done"}
+        for kind, item in (("function_call", spawned), ("custom_tool_call", patched))
+    ]
+    history: Any = [
+        {"type": "additional_tools", "role": "developer", "tools": [group]},
+        *({"role": role, "content": role[0]} for role in ("developer", "system", "user", "developer")),
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None},
+        *(spawned, patched, *results),
+    ]
+    forced: Any = {"type": "custom", "name": "patch", "namespace": "agents"}
+    gateway.script.story = '{"name": "agents__patch", "arguments": {"input": "x"}}'
+    await client.responses.create(model="fake", input=history, tools=[patch], tool_choice=forced)
+    chat = gateway.script.requests[-1].chat
+    assert [(turn.role, turn.content) for turn in chat.messages] == [
+        *(("system", "d\ns"), ("user", "u\nd"), ("assistant", ""), ("tool", "done"), ("tool", "done"))
+    ]
+    called = [call["function"] for call in json.loads(chat.messages[2].extra_json)["tool_calls"]]
+    assert called == [
+        {"name": "agents__spawn", "arguments": {"city": "Bern"}},
+        {"name": "patch", "arguments": {"input": "+ é\n"}},
+    ]
+    offered = [tool["function"] for tool in json.loads(chat.tools_json)]
+    assert [tool["name"] for tool in offered] == ["patch", "agents__spawn", "agents__patch"]
+    assert offered[0]["parameters"]["required"] == ["input"]
+    assert "fit this grammar (lark):\nx" in offered[0]["description"]
+    assert "agents__patch" in gateway.script.requests[-1].sampling.structure.json_schema
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_that_is_cut_off(gateway: RunningGateway, client: openai.AsyncOpenAI, stream: bool) -> None:
     answer: Any = await client.responses.create(model="fake", input="x", max_output_tokens=40, stream=stream)

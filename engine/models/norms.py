@@ -1,0 +1,103 @@
+"""Norms of the eager decoder: of the residual, and of queries and keys (see ModelConfig.qk_norm_of)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.models.encodings import Parameters
+from engine.models.model_config import ModelConfig
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root-mean-square norm over the last dimension, computed in fp32."""
+    if not is_cpu_fp32(x):
+        return F.rms_norm(x, weight.shape, weight, eps)
+    # torch has no fused kernel for CPU; this takes half as many operations as its decomposition.
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    scale = length.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return (x * scale).mul_(weight)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Root-mean-square norm over the last dimension or, if `centred`, layer norm."""
+
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+    centred: bool = False
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.centred:
+            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return rms_norm(x, self.weight, self.eps)
+
+
+def is_cpu_fp32(x: Tensor) -> bool:
+    return x.is_cpu and x.dtype == torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """Norms of each head. `weights`: of queries and of keys, [1 or number of heads, head_dim]."""
+
+    weights: tuple[Tensor, Tensor]
+    eps: float
+    centred: bool
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries [num_tokens, num_heads, head_dim], keys [.., num_kv_heads, ..] -> both beside each other."""
+        return torch.cat([self._norm(*each) for each in zip((queries, keys), self.weights, strict=True)], 1)
+
+    def _norm(self, heads: Tensor, weight: Tensor) -> Tensor:
+        shape = heads.shape[-1:]
+        if self.centred:
+            return F.layer_norm(heads, shape, None, None, self.eps) * weight
+        if len(weight) == 1:
+            return rms_norm(heads, weight[0], self.eps)
+        return F.rms_norm(heads, shape, None, self.eps) * weight
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionNorms:
+    """Norms of all queries and of all keys of a token. Each of several ranks has some of the heads.
+
+    widths: numbers that the sums of squares add up, of queries and of keys; heads of which ranks hold copies count as
+    often as they are held.
+    """
+
+    weights: tuple[Tensor, Tensor]  # of the own heads, [num_heads, head_dim] and [num_kv_heads, head_dim]
+    eps: float
+    widths: tuple[int, int]
+    sum_over_ranks: Callable[[Tensor], Tensor] | None
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """As HeadNorms."""
+        squares = torch.stack([heads.float().square().sum((1, 2)) for heads in (queries, keys)])  # [2, num_tokens]
+        squares = squares if self.sum_over_ranks is None else self.sum_over_ranks(squares)
+        normed = [
+            heads * (sums / width + self.eps).rsqrt()[:, None, None] * weight
+            for heads, sums, width, weight in zip((queries, keys), squares, self.widths, self.weights, strict=True)
+        ]
+        return torch.cat(normed, 1).to(queries.dtype)
+
+
+def take_head_norms(
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    num_tensor_ranks: int,
+    sum_over_ranks: Callable[[Tensor], Tensor] | None,
+) -> HeadNorms | ProjectionNorms | None:
+    """Take the norms of a layer, whose heads so many ranks share out."""
+    if not config.qk_norm:
+        return None
+    queries, keys = (parameters.take(prefix + name).view(-1, config.head_dim) for name in ("q_norm", "k_norm"))
+    if config.qk_norm_of != "all":
+        return HeadNorms((queries, keys), config.norm_eps, config.norm == "layer")
+    num_copies = max(1, num_tensor_ranks // config.num_kv_heads)
+    widths = config.num_heads * config.head_dim, config.num_kv_heads * num_copies * config.head_dim
+    return ProjectionNorms((queries, keys), config.norm_eps, widths, sum_over_ranks)

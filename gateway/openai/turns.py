@@ -1,0 +1,23 @@
+"""Turns of other dialects' conversations, as chat templates take them."""
+
+from collections.abc import Iterable
+
+from gateway.schema import Json
+
+_SYSTEM = ("system", "developer")
+
+
+def joined_turns(messages: Iterable[Json]) -> list[Json]:
+    """Join what the system says at the beginning, and what the user says in a row. The system's words within the
+    conversation are said by the user: many templates refuse them or leave them out. Agents send all of these.
+    """
+    joined: list[Json] = []
+    for message in messages:
+        role = message["role"]
+        if role in _SYSTEM:
+            role = "system" if all(each["role"] == "system" for each in joined) else "user"
+        if joined and role == joined[-1]["role"] and role in ("system", "user"):
+            joined[-1] = {"role": role, "content": f"{joined[-1]['content']}\n{message['content']}"}
+        else:
+            joined.append({**message, "role": role})
+    return joined

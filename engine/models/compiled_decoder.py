@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
-from engine.attention.cpu import head_shape, kernel_batch, kernel_sinks, kernel_slopes
+from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.kernels.cpu.arguments import (
-    NO_SINKS,
     NO_WINDOW,
     SILU,
     Attending,
@@ -35,6 +34,7 @@ from engine.kernels.cpu.experts import Experts, RoutedRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
+    LOG2_E,
     PANEL,
     TILE_ROWS,
     UNIT,
@@ -108,8 +108,7 @@ class CompiledDecoder:
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
-        self._slopes = kernel_slopes(self._heads)
-        self._sinks = kernel_sinks(torch.from_numpy(packed.sinks)) if config.attention_sinks else NO_SINKS
+        self._slopes, self._sinks = kernel_slopes(self._heads), packed.sinks * np.float32(LOG2_E)
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)

@@ -26,6 +26,8 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     Queries,
     Range,
+    RoutedRows,
+    Routing,
     Weights,
 )
 from engine.kernels.cpu.barrier import Team
@@ -44,7 +46,6 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
-from engine.kernels.cpu.routing import RoutedRows, Routing
 from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import Activations, Kind, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache

@@ -190,3 +190,33 @@ class LayerKV(NamedTuple):
     values: Address
     element: Element
     window: int  # tokens that a query sees, its own included
+
+
+class Routing(NamedTuple):
+    """The routers of a model, and the facts of engine.models.experts_config.ExpertsConfig that they have."""
+
+    routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
+    choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
+    shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    num_experts: int
+    top_k: int
+    normalised: bool
+    scoring: int  # SOFTMAX, SIGMOID or SPARSE_MIXER
+    num_groups: int
+    top_groups: int
+    group_best: int
+    routed_scale: np.float32
+    mixer_range: np.float32
+
+
+class RoutedRows(NamedTuple):
+    """Buffers of a layer with experts, which all threads share. A copy is a row of one expert: first those that were
+    routed, expert by expert, then one of each token for the shared expert.
+    """
+
+    normed: Floats  # [num_tokens, hidden]
+    scores: Floats  # [num_tokens, experts, padded to whole panels]
+    chosen: Int64s  # [num_tokens, top_k]
+    weights: Floats  # [num_tokens, top_k + 1]: of the chosen experts, then of the shared one
+    inner: Floats  # flat: inner rows of all copies
+    results: Floats  # [copies, hidden]

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Int64s, Part, Range, Weights
+from engine.kernels.cpu.arguments import Floats, Int64s, Part, Range, RoutedRows, Routing, Weights
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Operand, Target, product
-from engine.kernels.cpu.routing import RoutedRows, Routing
 from engine.kernels.cpu.rows import put_row_at
 from engine.kernels.cpu.tiles import GATE, STORE
 from engine.kernels.cpu.vectors import address, mix_rows

@@ -31,6 +31,7 @@ from engine.kernels.cpu.arguments import (
     Part,
     Queries,
     Range,
+    RoutedRows,
     Weights,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
@@ -60,7 +61,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
-from engine.kernels.cpu.routing import RoutedRows, route_rows
+from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 

@@ -32,13 +32,17 @@ _BITS = {
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """The location of a tensor: bytes `[offset, offset + num_bytes)` of `path`."""
+    """The location of a tensor: bytes `[offset, offset + num_bytes)` of `path`. If it is a part of another one, that is
+    `whole` in the file, and `first` is the place of its first number there.
+    """
 
     path: Path
     dtype: str
     shape: tuple[int, ...]
     offset: int
     num_bytes: int
+    whole: str | None = None
+    first: int = 0
 
 
 def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:

@@ -162,5 +162,5 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
 
 def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
     """Memory of the parts that are held, in the dtype of the model, before quantisation."""
-    itemsize = getattr(torch, settings.dtype).itemsize
-    return sum(prod(spec.held_shape) for spec in specs if spec.is_held) * int(itemsize)
+    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype))
+    return sum(prod(spec.held_shape) * target.dtype_of(spec).itemsize for spec in specs if spec.is_held)

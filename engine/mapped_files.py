@@ -1,11 +1,13 @@
 """Tensors of safetensors files, mapped into memory; errors name the file and the tensor."""
 
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from checkpoint.tensors import StoredTensor
 from mesh.domain.errors import ConfigurationError
 
 
@@ -24,6 +26,14 @@ def read_mapped(file: Any, name: str) -> Tensor:
     except (SafetensorError, RuntimeError) as error:
         raise ConfigurationError(f"cannot read tensor {name}: {error}") from error
     return tensor
+
+
+def read_part(file: Any, name: str, stored: StoredTensor) -> Tensor:
+    """As `read_mapped`, for a tensor that may be a part of another one."""
+    if stored.whole is None:
+        return read_mapped(file, name)
+    numbers = read_mapped(file, stored.whole).view(-1)
+    return numbers[stored.first : stored.first + prod(stored.shape)].view(stored.shape)
 
 
 def read_stored(path: Path, name: str) -> Tensor:

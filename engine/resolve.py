@@ -58,6 +58,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"{settings.dtype} on {settings.device}"
     if config.experts is not None and settings.adapters:
         return "adapters of a model with experts"
+    if config.latent is not None and settings.adapters:
+        return "adapters of a model with latent attention"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 
@@ -231,6 +233,8 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     can_multiply = config.head_dim % KEYS == 0 and (config.head_dim <= MAX_SHORTS or knows_vnni())
+    if isinstance(config, ModelConfig) and config.latent is not None:
+        return "float16"  # one scale for rotated keys and latents, which differ in size, is coarse
     fits = can_multiply and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits else "float16"
 

@@ -46,6 +46,8 @@ def row_numbers(config: AnyConfig, *, experts_on_device: bool = False) -> int:
         mlp = max(mlp, 3 * experts.intermediate_size, 3 * experts.shared_size)
         # A token's row in each expert, one after the other; its scores in fp32; its choices in 64 bits.
         routed = 4 * width + 6 * experts.num_experts + 16 * experts.top_k
+        if experts.wide_router:  # its rows and scores in fp32, and the scores that the choice sees
+            routed += 2 * width + 6 * experts.num_experts
     if experts is not None and experts_on_device:
         # The rows of all its experts at once, and the lists of choices.
         inner = experts.top_k * experts.intermediate_size

@@ -3,11 +3,13 @@ they are. Reads headers only.
 """
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from engine.models.encodings import OUTPUT
-from engine.models.parameters import ParameterSpec
+from engine.models.parameters import ParameterSpec, Stack
 from engine.quantized_formats.config import Quantization, read_quantization
 from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
 from mesh.domain.errors import ConfigurationError
@@ -19,6 +21,39 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
     """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
     bare = name.partition(".")[2]
     return bare if name not in stored and bare in stored else name
+
+
+def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by name. Instead of those that stack experts it has the parts of each expert, under
+    the names of their sources. Raises ConfigurationError.
+    """
+    stored = dict(open_checkpoint(model_dir))
+    members, stacks = dict[str, StoredTensor](), set[str]()
+    for source in (source for spec in specs for source in spec.sources):
+        if source.stack is None or stored_name(source.name, stored) in stored:
+            continue
+        name = stored_name(source.stack.name, stored)
+        if name in stored:
+            members[source.name] = _member(stored[name], name, source.stack, source.shape)
+            stacks.add(name)
+    return {name: tensor for name, tensor in stored.items() if name not in stacks} | members
+
+
+def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]) -> StoredTensor:
+    if whole.shape != stack.shape:
+        raise ConfigurationError(
+            f"{whole.path}: tensor {name} has shape {list(whole.shape)}, config.json implies {list(stack.shape)}"
+        )
+    _, rows, columns = stack.shape
+    first, itemsize = (stack.member * rows + stack.first_row) * columns, whole.num_bytes // prod(whole.shape)
+    return replace(
+        whole,
+        shape=shape,
+        offset=whole.offset + first * itemsize,
+        num_bytes=prod(shape) * itemsize,
+        whole=name,
+        first=first,
+    )
 
 
 def find_modules(
@@ -59,8 +94,8 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     """True if a checkpoint stores its matrices in this dtype and they are used as they are, so that loading rounds
     nothing. Reads headers. Raises ConfigurationError.
     """
-    stored = open_checkpoint(model_dir)
-    matrices = [spec for spec in specs if len(spec.shape) > 1]
+    stored = open_stored(model_dir, specs)
+    matrices = [spec for spec in specs if len(spec.shape) > 1 and not spec.in_fp32]
     sources = {source.name for spec in matrices for source in spec.sources}
     if dtype == "bfloat16" and (quantization := read_quantization(model_dir)) is not None:  # holds any number of MXFP4
         modules = find_modules(specs, stored, quantization)
@@ -75,14 +110,14 @@ def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
     """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
     multiplies them, else None. Reads headers. Raises ConfigurationError.
     """
-    return group_of_int4(specs, find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir)))
+    return group_of_int4(specs, find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir)))
 
 
 def has_fp8(model_dir: Path, specs: list[ParameterSpec]) -> bool:
     """True if a checkpoint stores all matrices of its layers in fp8 as the compiled decoder multiplies them. Reads
     headers. Raises ConfigurationError.
     """
-    modules = find_modules(specs, open_checkpoint(model_dir), read_quantization(model_dir))
+    modules = find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir))
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
     found = [modules.get(source.name) for spec in matrices for source in spec.sources]
     is_plain = not any(spec.unit_rows or spec.offset for spec in matrices)

@@ -20,11 +20,11 @@ import structlog
 import torch
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor, open_checkpoint
+from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
 from engine.kernels.cpu.nibbles import E2M1_ZERO
 from engine.load_times import load_phase
-from engine.mapped_files import open_mapped, read_mapped
+from engine.mapped_files import open_mapped, read_part
 from engine.memory import release_pages
 from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, LinearParameters, Parameters, Values
 from engine.models.parameters import ParameterSpec, Source
@@ -33,7 +33,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
 from engine.quantized_formats.mxfp4 import levels_of
-from engine.stored_parameters import find_modules, group_of_int4, stored_name
+from engine.stored_parameters import find_modules, group_of_int4, open_stored, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -58,7 +58,7 @@ class WeightsTarget:
     wide_vectors: bool = False
 
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
-        if self.wide_vectors and len(spec.shape) == 1:
+        if spec.in_fp32 or (self.wide_vectors and len(spec.shape) == 1):
             return torch.float32
         return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
 
@@ -78,7 +78,7 @@ def load_weights(
     `on_progress` receives the fraction of read elements, up to 1.0. Raises ConfigurationError with the file and the
     tensor that is missing or has the wrong shape or dtype; taking a parameter raises it if a number is not finite.
     """
-    stored, quantization = open_checkpoint(model_dir), read_quantization(model_dir)
+    stored, quantization = open_stored(model_dir, specs), read_quantization(model_dir)
     modules = find_modules(specs, stored, quantization)
     if modules:
         loaded_as = str(target.dtype).removeprefix("torch.") if target.encoding == "float" else target.encoding
@@ -323,10 +323,10 @@ class _Reader:
         return matrix if source.rows is None else matrix.select(torch.from_numpy(source.rows))
 
     def _tensor(self, name: str) -> Tensor:
-        path = self._stored[name].path
-        if path not in self._files:
-            self._files[path] = self._stack.enter_context(open_mapped(path))
-        self._mapped.append(read_mapped(self._files[path], name))
+        stored = self._stored[name]
+        if stored.path not in self._files:
+            self._files[stored.path] = self._stack.enter_context(open_mapped(stored.path))
+        self._mapped.append(read_part(self._files[stored.path], name, stored))
         return self._mapped[-1]
 
     def _release(self) -> None:

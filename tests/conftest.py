@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections.abc import Generator, Iterable
 from typing import Any
@@ -17,12 +18,12 @@ from tests.evidence import evidence
 
 __all__ = ["evidence", "repaired"]
 
-STAGES = (("chaos", "component", "e2e", "service"), ("unit",))
-"""Folders of tests, in order. Those of one stage take turns, so that all cores are busy all the time: tests of
-`component` compute, those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core.
-Short tests at the end keep all processes busy until then.
+LENGTHENED = {"unit": 1.5}
+"""Tests of all folders take turns, so that all cores are busy all the time: those of `component` and `unit` compute,
+those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core. A third of `unit` comes
+when all others have begun: short tests, which keep all processes busy until the end.
 """
-ALONE = ("tests/e2e/", "tests/component/test_triton_attention.py", "tests/service/test_switching.py")
+ALONE = ("tests/e2e/", "tests/service/test_switching.py")
 """Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
 
 # A test must not fail because the machine has other work.
@@ -45,8 +46,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
-    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Sort those that are
-    left to run by stages.
+    """Mark tests that state figures or repairs, so that `make chaos` and `make defects` find them. Let the folders of
+    those that are left to run take turns.
     """
     for item in items:
         if "evidence" in getattr(item, "fixturenames", ()):
@@ -73,19 +74,27 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Torch computes on one thread, whatever the last test has left: threads that wait for a test's small products
+    take the cores from the other processes.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
+
+
 def _unit(nodeid: str) -> str:
     """What runs in one process: a file, whose tests share clusters, models or servers, or a test of ALONE."""
     return nodeid if nodeid.startswith(ALONE) else nodeid.partition("::")[0]
 
 
-def _places(units: Iterable[str]) -> dict[str, tuple[int, float]]:
-    """The stage of each unit, and its place there: units of each folder are spread over the whole stage."""
-    stages = {folder: stage for stage, folders in enumerate(STAGES) for folder in folders}
+def _places(units: Iterable[str]) -> dict[str, float]:
+    """The place of each unit: those of each folder are spread over the whole run."""
     by_folder: dict[str, list[str]] = {}
     for unit in dict.fromkeys(units):
         by_folder.setdefault(unit.removeprefix("tests/").partition("/")[0], []).append(unit)
     return {
-        unit: (stages.get(folder, len(STAGES)), number / len(inside))
+        unit: LENGTHENED.get(folder, 1.0) * number / len(inside)
         for folder, inside in by_folder.items()
         for number, unit in enumerate(inside)
     }

@@ -17,20 +17,21 @@ from torch.nn.functional import layer_norm
 from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.kernels.cpu.arguments import (
-    NO_WINDOW,
     SILU,
     Attending,
     Batch,
     Bytes,
     Floats,
     Int64s,
+    Operand,
     Queries,
     Range,
+    RoutedRows,
     Weights,
 )
 from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.buffers import Buffers, round_up
-from engine.kernels.cpu.experts import Experts, RoutedRows
+from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
@@ -43,20 +44,19 @@ from engine.kernels.cpu.machine import (
     knows_amx,
     multiplies_bf16,
 )
-from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import Activations, Kind, ModelConstants, Work, output_rows, run_layers
+from engine.kernels.cpu.step import Activations, ModelConstants, Work, output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.cpu_support import KERNEL_ACTIVATIONS
+from engine.models.loop_constants import model_constants
 from engine.models.loop_threads import LoopThreads
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names, qkv_width
+from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rank_group import Alone, RankGroup
-from engine.models.rope import rope_of_layer, ropes_of
+from engine.models.rope import ropes_of
 from engine.models.row_shares import (
     RowCosts,
     RowCut,
@@ -71,10 +71,10 @@ from mesh.domain.host import Cores
 _AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
-_NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
 _NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
 _NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, _NO_CHOICES, _NO_ROWS, _NO_NUMBERS, _NO_NUMBERS, _NO_ROWS)
+_NO_LATENT_ROWS = LatentRows(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, step=0, query_step=0)
 
 
 class CompiledDecoder:
@@ -112,21 +112,8 @@ class CompiledDecoder:
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
-        self._model = ModelConstants(
-            weights=packed.weights,
-            firsts=np.cumsum([0, *(len(matrix_names(config, layer)) for layer in layers)], dtype=np.int64)[:-1],
-            output=packed.output,
-            norms=packed.norms,
-            final_norm=packed.final_norm,
-            head_norms=packed.head_norms,
-            activation=packed.activation,
-            windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
-            ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
-            eps=np.float32(config.norm_eps),
-            shape=head_shape(self._heads, cache.layer(self.layers.first)),
-            kind=_kind(config),
-            experts=_experts(config, packed, layers),
-        )
+        shape = head_shape(self._heads, cache.layer(self.layers.first))
+        self._model = model_constants(config, packed, layers, shape)
         self._buffers = Buffers()
         if self._ranks.rank == 0:
             self._compile()
@@ -168,7 +155,7 @@ class CompiledDecoder:
 
     def _row_shares(self, batch: Batch) -> list[RowCut]:
         """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""
-        if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts:
+        if self._ranks.degrees.num_ranks > 1 or self._model.experts.num_experts or self._model.latent.rank:
             count = 1
         else:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
@@ -255,10 +242,11 @@ class CompiledDecoder:
         branch_rows = rows if kind.sandwich else 0
         gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
         q_width = config.num_heads * config.head_dim
-        width = qkv_width(self._heads)
+        latent = self._latent_rows(rows)
+        width = q_width if config.latent else qkv_width(self._heads)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
-        own_mixed = self._rows("mixed", rows, q_width, first_query)
+        own_mixed = self._rows("latents" if config.latent else "mixed", rows, q_width, first_query)
         return Activations(
             residual=self._rows("residual", rows, config.hidden_size),
             own_residual=self._rows("residual", rows, config.hidden_size, share.hidden.first),
@@ -268,13 +256,25 @@ class CompiledDecoder:
             own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
             gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size),
             own_gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size, 2 * share.inner.first),
-            mixed=self._rows("mixed", rows, q_width),
+            mixed=latent.results.reshape(rows, -1) if config.latent else self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
             squares=self._squares(rows),
             own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
+            latent=latent,
         )
+
+    def _latent_rows(self, rows: int) -> LatentRows:
+        config, facts = self.config, self._model.latent
+        if not facts.rank:
+            return _NO_LATENT_ROWS
+        query_step = config.num_heads * (facts.rotated + facts.plain)
+        step = (facts.query_rank or query_step) + config.head_dim
+        sizes = {"projected": step, "latent_queries": query_step, "mixed": config.num_heads * facts.width}
+        flat = {name: self._rows(name, rows, width).reshape(-1) for name, width in sizes.items()}
+        queries = (flat["latent_queries"], query_step) if facts.query_rank else (flat["projected"], step)
+        return LatentRows(flat["projected"], queries[0], flat["mixed"], step, queries[1])
 
     def _squares(self, rows: int, first_kv_head: int = 0) -> Floats:
         config = self.config
@@ -285,13 +285,16 @@ class CompiledDecoder:
         experts, hidden = self._model.experts, self.config.hidden_size
         if not experts.num_experts:
             return _NO_ROUTED_ROWS
-        num_inner, num_chosen = rows * (experts.top_k * experts.width + experts.shared_width), rows * experts.top_k
+        num_inner, num_chosen = (
+            rows * (experts.routing.top_k * experts.width + experts.shared_width),
+            rows * experts.routing.top_k,
+        )
         buffers, num_gated = self._ranks.buffers, 0 if experts.activation == SILU else 2 * num_inner
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
             chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
-            weights=self._rows("expert_weights", rows, experts.top_k + 1),
+            weights=self._rows("expert_weights", rows, experts.routing.top_k + 1),
             gate_up=buffers.get("expert_gate_up", num_gated)[:num_gated],
             inner=buffers.get("expert_inner", num_inner)[:num_inner],
             results=self._rows("expert_results", self._num_copies(rows), hidden),
@@ -300,7 +303,7 @@ class CompiledDecoder:
     def _num_copies(self, rows: int) -> int:
         """Rows of all experts together."""
         experts = self._model.experts
-        return rows * (experts.top_k + (1 if experts.shared_width else 0))
+        return rows * (experts.routing.top_k + (1 if experts.shared_width else 0))
 
     def _operands(self, rows: int, weights: Weights, shares: Sequence[Range]) -> list[Operand]:
         """One operand for each thread. All threads of a row share have its rows, and separate sums."""
@@ -322,7 +325,7 @@ class CompiledDecoder:
 
 
 def _activations_of(acts: Activations, rows: Range) -> Activations:
-    """Some rows of a layer's intermediate results. Experts do not share out rows."""
+    """Some rows of a layer's intermediate results. Experts and latent attention do not share out rows."""
     queries, own = acts.queries, slice(rows.first, rows.end)
     return Activations(
         residual=acts.residual[own],
@@ -344,35 +347,7 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
             queries.out_step,
         ),
         routed=acts.routed,
-    )
-
-
-def _kind(config: ModelConfig) -> Kind:
-    return Kind(
-        parallel=config.block.startswith("parallel"),
-        norms_inputs="input_norm" in BLOCKS[config.block],
-        sandwich="attn_out_norm" in BLOCKS[config.block],
-        gated=config.gated,
-        activation=KERNEL_ACTIVATIONS[config.activation],
-        centred_heads=config.norm == "layer",
-        norms_rotated=config.qk_norm_rotated,
-        clip_qkv=np.float32(config.clip_qkv or 0.0),
-    )
-
-
-def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) -> Experts:
-    facts = config.experts or _NO_EXPERTS
-    return Experts(
-        layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
-        routers=packed.routers,
-        router_biases=packed.router_biases,
-        shared_gates=packed.shared_gates,
-        num_experts=facts.num_experts,
-        top_k=facts.top_k,
-        width=facts.intermediate_size,
-        shared_width=facts.shared_size,
-        normalised=facts.normalised,
-        activation=KERNEL_ACTIVATIONS[config.activation],
+        latent=acts.latent,
     )
 
 

@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 
-from engine.kernels.cpu.arguments import CLAMPED_SWIGLU, GELU, GELU_TANH, RELU, RELU2, SILU, XIELU
+from engine.kernels.cpu.arguments import (
+    CLAMPED_SWIGLU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SIGMOID,
+    SILU,
+    SOFTMAX,
+    SPARSE_MIXER,
+    XIELU,
+)
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
@@ -23,6 +34,8 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "xielu": XIELU,
 }
 """Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
+KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse-mixer": SPARSE_MIXER}
+"""By the names of ExpertsConfig.scoring."""
 
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) -> str | None:
@@ -45,6 +58,13 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         if config.block != "sequential" or not config.gated:
             return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
+    if (latent := config.latent) is not None:
+        if num_ranks > 1:
+            return "latent attention over several ranks"
+        if config.block != "sequential":
+            return f"latent attention in a block {config.block}"
+        widths |= {"latent of queries": latent.query_rank, "latent of KV": latent.kv_rank}
+        widths |= {"width of queries": latent.plain_dim, "width of results": latent.value_dim}
     for name, width in widths.items():
         if width % PANEL:
             return f"{name} {width}, not a multiple of {PANEL}"

@@ -13,11 +13,15 @@ from torch.nn import functional as F
 from engine.attention.backend import AttentionShape
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.experts_config import ExpertsConfig
+from engine.models.latent import LatentHeads
+from engine.models.latent_config import LATENT_EPS
 from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows
-from engine.models.model_config import BLOCKS, ExpertsConfig, ModelConfig
+from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
 from engine.models.rope import Rotation, rotate
+from engine.models.routing import Router
 from engine.models.share import rank_share
 from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
@@ -77,8 +81,8 @@ class DenseMlp:
 
 
 class Experts:
-    """A mixture of experts (Shazeer et al. 2017): each row is processed by `top_k` experts. The router is never
-    quantised. `experts`: by number, all of them or those of this rank.
+    """A mixture of experts (Shazeer et al. 2017): each row is processed by those that the router chooses. The router is
+    never quantised. `experts`: by number, all of them or those of this rank.
 
     On a GPU, `on_device` computes steps of few rows, and those that are captured. Otherwise the host reads once how
     many rows each expert has, and the experts run in order, each with all of its rows, so a row's result does not
@@ -88,37 +92,27 @@ class Experts:
     def __init__(
         self,
         config: ExpertsConfig,
-        router: Tensor,
+        router: Router,
         experts: Mapping[int, DenseMlp],
         linears: LinearLayers,
         on_device: ChosenExperts | None = None,
-        router_bias: Tensor | None = None,
     ) -> None:
         self.ops = next(iter(experts.values())).ops
         self._config = config
-        self.router = router  # [num_experts, hidden_size]
-        self._router_bias = router_bias
+        self.router = router
         self._experts = experts
         self._linears = linears
         self._on_device = on_device
 
     def __call__(self, x: Rows) -> Tensor:
         values = self.ops.values(x)
-        chosen, shares = self._choose(values)
+        chosen, shares = self.router(values)
         if self._on_device is not None and self._on_device.products.fit_step:
             return self._on_device(values, chosen, shares)
         return self._one_by_one(values, chosen.flatten(), shares.flatten())
 
     def add_to(self, residual: Tensor, x: Rows) -> Tensor:
         return residual + self(x)
-
-    def _choose(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row, and the weights of their results: both [rows, top_k]."""
-        scores = F.linear(values, self.router, self._router_bias).softmax(-1, dtype=torch.float32)
-        shares, chosen = scores.topk(self._config.top_k, -1)
-        if self._config.normalised:
-            shares = shares / shares.sum(-1, keepdim=True)
-        return chosen, shares.to(values.dtype)
 
     def _one_by_one(self, values: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """chosen, shares: [choices], `top_k` of each row."""
@@ -187,6 +181,7 @@ class Layer:
     norms_rotated: bool
     clip_qkv: float | None
     sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
+    latent: LatentHeads | None
     o: LinearLayer
     attn_out_norm: Norm | None
     post_norm: Norm | None
@@ -240,6 +235,7 @@ def take_layer(
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
         sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
+        latent=_take_latent(parameters, prefix, config, linears),
         o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
@@ -252,6 +248,21 @@ def take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Norm:
     """Take a norm of the residual, of the kind that `config` selects."""
     centred = config.norm == "layer"
     return Norm(parameters.take(name), parameters.take_optional(f"{name}_bias"), config.norm_eps, centred)
+
+
+def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> LatentHeads | None:
+    if config.latent is None:
+        return None
+    from_query_latent: Callable[[Tensor], Tensor] | None = None
+    if config.latent.query_rank:
+        norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
+        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
+    kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
+    return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
+
+
+def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
+    return linear(linear.ops.norm(x, norm))
 
 
 def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
@@ -290,7 +301,8 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    router = parameters.take(f"{prefix}router")
+    biases = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias"))
+    router = Router(facts, parameters.take(f"{prefix}router"), *biases)
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
@@ -302,8 +314,7 @@ def _take_mixture(
     if products is not None:
         on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], mlps[held.first].inner)
         on_device.compile(facts.top_k)
-    bias = parameters.take_optional(f"{prefix}router_bias")
-    experts = Experts(facts, router, mlps, linears, on_device, bias)
+    experts = Experts(facts, router, mlps, linears, on_device)
     if not facts.shared_size:
         return experts
     shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)
@@ -319,7 +330,10 @@ def run_layer(
     is_post = layer.block == "post"
     x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
     queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
-    mixed = layer.o.ops.rows(attend(queries, keys, values))
+    mixed = attend(queries, keys, values)
+    if layer.latent is not None:
+        mixed = layer.latent.results(mixed, heads)
+    mixed = layer.o.ops.rows(mixed)
     if layer.parallel:
         beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -341,6 +355,8 @@ def _project(
     qkv: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated queries [num_tokens, num_heads, head_dim], rotated keys and values [.., num_kv_heads, ..]."""
+    if layer.latent is not None and rotation is not None:
+        return layer.latent.project(qkv, shape, rotation)
     num_scored = shape.num_heads + shape.num_kv_heads
     if layer.clip_qkv is not None:
         qkv = qkv.clamp(-layer.clip_qkv, layer.clip_qkv)

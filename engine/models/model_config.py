@@ -7,6 +7,7 @@ config.json, in which families use different keys for the same fact. Data only, 
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import log
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -24,6 +25,8 @@ from checkpoint.config_json import (
     text,
     texts,
 )
+from engine.models.experts_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES
 
@@ -108,6 +111,11 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
     )
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
+
+
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     """The number of rotated dimensions per head, for families whose config.json has this fact.
 
@@ -154,6 +162,9 @@ class TensorNames:
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
     sinks: str = field(default="self_attn.sinks", repr=False)
+    q_b: str = field(default="", repr=False)
+    """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
+    `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
@@ -164,16 +175,20 @@ class TensorNames:
     xielu: str = field(default="mlp.act_fn", repr=False)
 
     router: str = "mlp.gate"
-    """With `.weight`, and `.bias` if it has one."""
     expert: str = "mlp.experts.{}"
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
     stacked_experts: bool = field(default=False, repr=False)
-    """A tensor holds a matrix of all experts, [experts, inputs, outputs], and another their biases, [experts, outputs],
-    under its name and `_bias`. Gates and ups alternate."""
+    """A tensor has a matrix of all experts, [experts, inputs, outputs]. See engine/models/families/gpt_oss.py."""
+    stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
+    """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
+    stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
+    choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
+    """The whole name. `choice_bias_is_row`: it is stored as [1, num_experts]."""
+    choice_bias_is_row: bool = field(default=False, repr=False)
 
     grouped_qkv: bool = False
     """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
@@ -206,25 +221,6 @@ Parallel: both read the layer's input, through separate norms or a shared one. S
 attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
 the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
 and MLP."""
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertsConfig:
-    """A mixture of experts in place of the MLP: the router sends each token to `top_k` of `num_experts` experts.
-
-    `normalised`: the weights of the selected experts add up to 1. `shared_size`: inner width of the expert that
-    processes every token, 0 if there is none; `shared_gate`: a learned gate weights its output. `layers` marks the
-    layers with experts; the others have the MLP.
-    """
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    normalised: bool
-    layers: tuple[bool, ...]
-    shared_size: int = 0
-    shared_gate: bool = False
-    router_bias: bool = field(default=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,6 +275,7 @@ class ModelConfig:
     """Each head has a number that counts as the score of one more key, whose value is 0 (Xiao et al. 2024)."""
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
+    latent: LatentConfig | None = field(default=None, repr=False)
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -324,6 +321,16 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+
+    @property
+    def result_dim(self) -> int:
+        """Width of a head in the input of attention's output projection."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def rotated_width(self) -> int:
+        """Width of the part of a head that `engine.models.rope.rotate` sees."""
+        return self.head_dim if self.latent is None else self.rope.dim
 
     @property
     def queries_per_kv_head(self) -> int:

@@ -20,6 +20,8 @@ from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.encodings import PACKED, LinearParameters, Parameters
+from engine.models.experts_config import NO_EXPERTS
+from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import BLOCKS, ModelConfig
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
@@ -56,9 +58,14 @@ class PackedDecoder(NamedTuple):
     head_norms: Floats  # [num_layers, 0, 2 or number of own heads, head_dim]; see HeadNorms
     activation: Floats  # see ModelConstants
     sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
-    routers: Floats  # of layers with experts; see engine/kernels/cpu/experts.py
-    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
+    routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
+    router_biases: Floats
+    choice_biases: Floats
     shared_gates: Floats
+    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
+    kv_norms: Floats
+    key_up: Array
+    value_up: Array
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -77,12 +84,15 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
     norms, head_norms, activation, sinks = [], [], [], []
     routers, number = _empty_routers(config, len(layers)), 0
+    latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
     for i, layer in enumerate(layers):
         for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
             number += 1
         if has_experts(config, share.layers.first + i):
             _take_router(parameters, layer, i, routers)
+        if config.latent is not None:
+            _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
         head_norms.append(_head_norms(parameters, layer, config))
         xielu = parameters.take_optional(f"{layer}.xielu")
@@ -104,6 +114,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
+        *latents,
     )
 
 
@@ -115,11 +126,12 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
     up = "gate_up" if config.gated else "up"
+    attention = ("q_b", "qkv", "o") if config.latent is not None and config.latent.query_rank else ("qkv", "o")
     if config.experts is None or not config.experts.layers[layer]:
-        return "qkv", "o", up, "down"
+        return *attention, up, "down"
     parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
     parts += ["shared."] if config.experts.shared_size else []
-    return "qkv", "o", *(part + name for part in parts for name in (up, "down"))
+    return *attention, *(part + name for part in parts for name in (up, "down"))
 
 
 class _Routers(NamedTuple):
@@ -127,18 +139,17 @@ class _Routers(NamedTuple):
 
     routers: Floats
     router_biases: Floats
+    choice_biases: Floats
     shared_gates: Floats
 
 
 def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
-    experts, hidden = config.experts, config.hidden_size
-    if experts is None:
-        none = np.empty((0, 0), np.float32)
-        return _Routers(np.empty((num_layers, 0, hidden, PANEL), np.float32), none, none.reshape(0, 0, 0))
+    experts, hidden = config.experts or NO_EXPERTS, config.hidden_size
     num_panels = -(-experts.num_experts // PANEL)
     return _Routers(
         np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
         np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
+        np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
         np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
     )
 
@@ -146,10 +157,34 @@ def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
 def _take_router(parameters: Parameters, layer: str, number: int, routers: _Routers) -> None:
     """Pack the router of layer `number` of the rank, whose parameters begin with `layer`."""
     routers.routers[number] = _in_panels(parameters.take(f"{layer}.router").float())
-    if routers.router_biases.shape[1]:
-        routers.router_biases[number] = parameters.take(f"{layer}.router_bias").float()
-    if routers.shared_gates.shape[1]:
-        routers.shared_gates[number] = parameters.take(f"{layer}.shared_gate").float()
+    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate"), routers[1:], strict=True):
+        if taken.shape[1]:
+            taken[number] = parameters.take(f"{layer}.{kind}").float()
+
+
+def _empty_latents(config: ModelConfig, num_layers: int, *, is_exact: bool) -> tuple[Floats, Floats, Array, Array]:
+    """Norms of queries and of KV, and panels that project to and from the latent: in fp16 unless `is_exact`."""
+    facts, heads = config.latent or NO_LATENT, config.num_heads if config.latent else 0
+    dtype = np.float32 if is_exact else np.uint16
+    return (
+        np.empty((num_layers, 1, facts.query_rank), np.float32),
+        np.empty((num_layers, 1, facts.kv_rank), np.float32),
+        np.empty((num_layers, heads, facts.kv_rank // PANEL, facts.plain_dim, PANEL), dtype),
+        np.empty((num_layers, heads, facts.value_dim // PANEL, facts.kv_rank, PANEL), dtype),
+    )
+
+
+def _take_latent(parameters: Parameters, layer: str, latents: tuple[Floats, Floats, Array, Array], index: int) -> None:
+    q_norms, kv_norms, key_up, value_up = latents
+    if q_norms.shape[2]:
+        q_norms[index, 0] = parameters.take(f"{layer}.q_norm").float()
+    kv_norms[index, 0] = parameters.take(f"{layer}.kv_norm").float()
+    heads, panels, plain, _ = key_up[index].shape
+    to_latent = parameters.take(f"{layer}.key_up").float().numpy().reshape(heads, plain, panels, PANEL)
+    heads, panels, rank, _ = value_up[index].shape
+    from_latent = parameters.take(f"{layer}.value_up").float().numpy().reshape(heads, panels, PANEL, rank)
+    for packed, matrix in ((key_up, to_latent.transpose(0, 2, 1, 3)), (value_up, from_latent.transpose(0, 1, 3, 2))):
+        packed[index] = matrix if packed.dtype == np.float32 else matrix.astype(np.float16).view(np.uint16)
 
 
 def _in_panels(router: Tensor) -> Tensor:
@@ -196,10 +231,16 @@ def qkv_width(heads: AttentionShape) -> int:
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
-    attention = [
-        MatrixShape(qkv_width(attention_shape(config).shard(share.heads)), config.hidden_size, group=group),
-        MatrixShape(share.hidden.count, config.num_heads * config.head_dim, group=group),
-    ]
+    attention = [MatrixShape(share.hidden.count, config.num_heads * config.result_dim, group=group)]
+    if (latent := config.latent) is None:
+        qkv = qkv_width(attention_shape(config).shard(share.heads))
+        attention.insert(0, MatrixShape(qkv, config.hidden_size, group=group))
+    else:
+        q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
+        own = MatrixShape((latent.query_rank or q_width) + config.head_dim, config.hidden_size, group=group)
+        attention.insert(0, own)
+        if latent.query_rank:
+            attention.insert(0, MatrixShape(q_width, latent.query_rank, group=group))
 
     def mlp(own_width: int, width: int) -> list[MatrixShape]:
         outputs = (1 + config.gated) * own_width

@@ -7,14 +7,27 @@ here by the order of rows; the decoder has one layout only.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.latent_config import LatentConfig
 from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
+
+
+class Stack(NamedTuple):
+    """A tensor [members, rows, columns] that a checkpoint may have instead of a source: the source is the member's rows
+    from `first_row` on.
+    """
+
+    name: str
+    shape: tuple[int, int, int]
+    member: int
+    first_row: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +45,7 @@ class Source:
     transposed: bool = False
     flat: bool = False
     member: int | None = None
+    stack: Stack | None = None
 
     @property
     def num_rows(self) -> int:
@@ -48,8 +62,9 @@ class ParameterSpec:
 
     Without sources it is the offset. With `unit_rows` each row is divided by its length. A parameter that `is_matrix`
     is multiplied by rows and stored by the weights' encoding; the embedding, norms and biases are not. A `wide`
-    parameter stays in fp32 if the model is in fp16. A rank holds only the rows `held_rows`, which are a matrix's
-    outputs, and the inputs `held_inputs`; None: all of them. It holds nothing of a parameter that is not `is_held`.
+    parameter stays in fp32 if the model is in fp16; one `in_fp32` always is. A rank holds only the rows `held_rows`,
+    which are a matrix's outputs, and the inputs `held_inputs`; None: all of them. It holds nothing of a parameter that
+    is not `is_held`.
     """
 
     name: str
@@ -60,6 +75,7 @@ class ParameterSpec:
     unit_rows: bool = False
     is_matrix: bool = False
     wide: bool = False
+    in_fp32: bool = False
     held_rows: RowOrder | None = None
     held_inputs: Span | None = None
     is_held: bool = True
@@ -131,21 +147,33 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
         builder.norm(norm, getattr(names, norm))
-    _add_attention(builder, config)
+    if config.latent is None:
+        _add_attention(builder, config)
+    else:
+        _add_latent_attention(builder, config, config.latent)
+    o_tensor = [(names.o, config.hidden_size, None)]
+    inputs = config.num_heads * config.result_dim
+    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         if config.activation == "xielu":
             builder.xielu(names.xielu)
         return builder.specs
     router = (experts.num_experts, config.hidden_size)
-    builder.add("router", router, [Source(f"{builder.source}{names.router}.weight", router)])
+    stored = (Source(f"{builder.source}{names.router}.weight", router),)
+    builder.specs.append(ParameterSpec(builder.target + "router", router, stored, in_fp32=experts.wide_router))
+    if experts.choice_bias:
+        shape = (1, *router[:1]) if names.choice_bias_is_row else router[:1]
+        numbers = np.arange(experts.num_experts)
+        stored = (Source(f"{builder.source}{names.choice_bias}", shape, numbers, flat=True),)
+        builder.specs.append(ParameterSpec(builder.target + "choice_bias", router[:1], stored, in_fp32=True))
     if experts.router_bias:
         builder.add("router_bias", router[:1], [Source(f"{builder.source}{names.router}.bias", router[:1])])
     for expert in range(experts.num_experts):
         if names.stacked_experts:
             _add_stacked(builder, config, expert)
             continue
-        nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".")
+        nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".", expert)
         nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
     if experts.shared_size:
         nested = builder.nested("shared.", f"{names.shared_expert}.")
@@ -192,9 +220,31 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
     if config.attention_sinks:
         shape = (config.num_heads,)
         builder.add("sinks", shape, [Source(f"{builder.source}{names.sinks}", shape)])
-    o_tensor = [(names.o, config.hidden_size, None)]
-    inputs = config.num_heads * head_dim
-    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+
+
+def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
+    """Rotated dimensions come first in queries, last in the projection of KV. `key_up` and `value_up` are no matrices:
+    attention multiplies heads of them, in full precision.
+    """
+    names, heads, rotated, plain = config.tensors, config.num_heads, config.rope.dim, latent.plain_dim
+    queries, kv, kv_up = names.qkv
+    turned = np.array(rotary_order(rotated, rotated, interleaved=names.interleaved_rotary))
+    q_rows = _rows_of_heads(np.arange(heads), np.concatenate((plain + turned, np.arange(plain))))
+    kv_rows = np.concatenate((np.arange(latent.kv_rank), latent.kv_rank + turned))
+    kv_tensor = (kv, len(kv_rows), kv_rows)
+    norms = [("kv_norm", names.k_norm, latent.kv_rank)]
+    if latent.query_rank:
+        builder.linear("qkv", [(queries, latent.query_rank, None), kv_tensor], config.hidden_size, has_bias=False)
+        builder.linear("q_b", [(names.q_b, len(q_rows), q_rows)], latent.query_rank, has_bias=False)
+        norms.append(("q_norm", names.q_norm, latent.query_rank))
+    else:
+        builder.linear("qkv", [(queries, len(q_rows), q_rows), kv_tensor], config.hidden_size, has_bias=False)
+    for name, stored, width in norms:
+        builder.add(name, (width,), [Source(f"{builder.source}{stored}.weight", (width,))])
+    up = np.arange(heads * (plain + latent.value_dim)).reshape(heads, -1)
+    for name, rows in (("key_up", up[:, :plain].ravel()), ("value_up", up[:, plain:].ravel())):
+        source = Source(f"{builder.source}{kv_up}.weight", (up.size, latent.kv_rank), rows)
+        builder.add(name, (len(rows), latent.kv_rank), [source])
 
 
 def _add_head_norm(builder: "_SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
@@ -240,15 +290,25 @@ def _rows_of_heads(heads: NDArray[np.int64], order: RowOrder) -> RowOrder:
 class _SpecBuilder:
     """Collects the specs of the model, a layer or an expert; `target` and `source` prefix our and the stored names."""
 
-    def __init__(self, config: ModelConfig, target: str, source: str, specs: list[ParameterSpec] | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        target: str,
+        source: str,
+        specs: list[ParameterSpec] | None = None,
+        stacked: tuple[str, int] | None = None,
+    ) -> None:
+        """`stacked`: the prefix of tensors of all experts, and the number of this one."""
+        self._stacked = stacked
         self.specs: list[ParameterSpec] = [] if specs is None else specs
         self.source = source
         self._config = config
         self.target = target
 
-    def nested(self, target: str, source: str) -> "_SpecBuilder":
-        """A builder with longer prefixes that adds to the same specs."""
-        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs)
+    def nested(self, target: str, source: str, expert: int | None = None) -> "_SpecBuilder":
+        """A builder with longer prefixes that adds to the same specs. `expert`: the number of that expert."""
+        stacked = None if expert is None else (self.source, expert)
+        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs, stacked)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
@@ -281,11 +341,25 @@ class _SpecBuilder:
             Source(f"{self.source}{stem}.weight", (inputs, n) if transposed else (n, inputs), rows, transposed)
             for stem, n, rows in tensors
         ]
+        if self._stacked is not None:
+            weights = self._from_stack(weights, outputs, is_down=name == "down")
         shape = (outputs, inputs)
         self.specs.append(ParameterSpec(self.target + name, shape, tuple(weights), factor, is_matrix=True))
         if has_bias:
             biases = [Source(f"{self.source}{stem}.bias", (n,), rows) for stem, n, rows in tensors]
             self.add(f"{name}_bias", (outputs,), biases, factor)
+
+    def _from_stack(self, weights: Sequence[Source], outputs: int, *, is_down: bool) -> list[Source]:
+        names, experts = self._config.tensors, self._config.experts
+        assert self._stacked is not None
+        assert experts is not None
+        (prefix, member), first, sources = self._stacked, 0, []
+        for weight in weights:
+            stored = prefix + (names.stacked_down if is_down else names.stacked_up)
+            shape = (experts.num_experts, outputs, weight.shape[1])
+            sources.append(replace(weight, stack=Stack(stored, shape, member, first)))
+            first += weight.shape[0]
+        return sources
 
     def mlp(self, up: tuple[str, ...], down: str, inner: int) -> None:
         """Add the projections of an MLP or an expert with inner width `inner`."""

@@ -11,9 +11,11 @@ from pathlib import Path
 from checkpoint.config_json import RawConfig, read_json, texts
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
+from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
+from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -46,6 +48,18 @@ from engine.models.families.recent import (
     nemotron,
     seed_oss,
     smollm3,
+)
+from engine.models.families.routed import (
+    dots1,
+    ernie4_5_moe,
+    flex_olmo,
+    glm4_moe,
+    granite_moe,
+    hunyuan_moe,
+    minimax_m2,
+    olmoe,
+    phimoe,
+    solar_open,
 )
 from engine.models.model_config import ModelConfig, RopeConfig, plain_config
 from mesh.domain.errors import ConfigurationError
@@ -99,6 +113,9 @@ FAMILIES: Mapping[str, Family] = {
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
     "GptOssForCausalLM": Family("gpt-oss", gpt_oss),
+    "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
+    "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
+    "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "SmolLM3ForCausalLM": Family("SmolLM 3", smollm3),
     "OlmoForCausalLM": Family("OLMo", olmo),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo2),
@@ -114,6 +131,18 @@ FAMILIES: Mapping[str, Family] = {
     "NemotronForCausalLM": Family("Nemotron 4, Minitron", nemotron),
     "ApertusForCausalLM": Family("Apertus", apertus),
     "HeliumForCausalLM": Family("Helium", helium),
+    "Glm4MoeForCausalLM": Family("GLM-4.5 to 4.7", glm4_moe),
+    "OlmoeForCausalLM": Family("OLMoE", olmoe),
+    "FlexOlmoForCausalLM": Family("FlexOlmo", flex_olmo),
+    "Ernie4_5_MoeForCausalLM": Family("ERNIE 4.5 MoE", ernie4_5_moe),
+    "GraniteMoeForCausalLM": Family("Granite 3 MoE", granite_moe),
+    "GraniteMoeSharedForCausalLM": Family("Granite 3.1 MoE", granite_moe),
+    "Dots1ForCausalLM": Family("dots.llm1", dots1),
+    "HunYuanMoEV1ForCausalLM": Family("Hunyuan A13B", hunyuan_moe),
+    "MiniMaxM2ForCausalLM": Family("MiniMax M2", minimax_m2),
+    "PhimoeForCausalLM": Family("Phi 3.5 MoE", phimoe),
+    "PhiMoEForCausalLM": Family("Phi 3.5 MoE", phimoe),
+    "SolarOpenForCausalLM": Family("Solar Open", solar_open),
 }
 """Families by the names in `architectures` of config.json."""
 
@@ -192,6 +221,8 @@ def _check(config: ModelConfig) -> None:
     if config.positions == "rotary":
         for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
             _check_rope(rope, config.head_dim)
+    if config.experts is not None:
+        check_experts(config.experts)
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
 

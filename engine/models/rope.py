@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import ModelConfig, RopeConfig
+from engine.models.model_config import ModelConfig, RopeConfig, yarn_mscale
 
 
 class Rotation(NamedTuple):
@@ -103,9 +103,7 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
     if config.positions != "rotary":
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
-    if config.unrotated:
-        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
-    return [RotaryEmbedding(rope, config.head_dim, device, dtype) for rope in ropes]
+    return [RotaryEmbedding(rope, config.rotated_width, device, dtype) for rope in ropes]
 
 
 def rope_of_layer(config: ModelConfig, layer: int) -> int:
@@ -169,11 +167,7 @@ def _attention_factor(config: RopeConfig) -> float:
             math.sqrt(1 + math.log(config.factor) / math.log(config.original_positions)) if config.factor > 1 else 1.0
         )
     if config.mscale and config.mscale_all_dim:
-        inferred = _mscale(config.factor, config.mscale) / _mscale(config.factor, config.mscale_all_dim)
+        inferred = yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
     else:
-        inferred = _mscale(config.factor, 1.0)
+        inferred = yarn_mscale(config.factor, 1.0)
     return inferred * config.attn_factor
-
-
-def _mscale(factor: float, weight: float) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0

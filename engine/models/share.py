@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
 from mesh.domain.errors import ConfigurationError
@@ -166,6 +167,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
     if owner.endswith(".shared") and config.experts is not None:
         width, inner = config.experts.shared_size, share.shared_inner
     match name.removesuffix("_bias"):
+        case "qkv" | "q_b" | "key_up" | "value_up" if config.latent is not None:
+            return replace(spec, held_rows=_rows_of_latent(name, config, config.latent, share))
         case "qkv":
             return replace(spec, held_rows=_rows_of_heads(config, share))
         case "sinks":
@@ -181,7 +184,7 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
         case "o" | "down" if not spec.is_matrix:  # a bias
             return replace(spec, is_held=share.tensor_rank == 0)
         case "o":
-            queries, dim = share.query_heads, config.head_dim
+            queries, dim = share.query_heads, config.result_dim
             return replace(spec, held_inputs=Span(queries.first * dim, queries.count * dim))
         case "down":
             return replace(spec, held_inputs=inner)
@@ -210,6 +213,17 @@ def _rows_of_heads(config: ModelConfig, share: RankShare) -> RowOrder:
     queries = np.arange(share.query_heads.first * dim, share.query_heads.end * dim)
     kv = np.arange(share.heads.first * dim, share.heads.end * dim)
     return np.concatenate((queries, first_key + kv, first_value + kv))
+
+
+def _rows_of_latent(name: str, config: ModelConfig, latent: LatentConfig, share: RankShare) -> RowOrder | None:
+    """Rows of latent attention's parameters that the rank's query heads need. Every rank computes all latents."""
+    if name == "qkv" and latent.query_rank:
+        return None
+    width = {"key_up": latent.plain_dim, "value_up": latent.value_dim}.get(name, config.rope.dim + latent.plain_dim)
+    queries = np.arange(share.query_heads.first * width, share.query_heads.end * width)
+    if name != "qkv":
+        return queries
+    return np.concatenate((queries, config.num_heads * width + np.arange(latent.kv_rank + config.rope.dim)))
 
 
 def _rows_of_norm(name: str, config: ModelConfig, share: RankShare) -> RowOrder:

@@ -117,7 +117,7 @@ def _routers(mlp: Mlp) -> dict[str, Tensor]:
     if isinstance(mlp, SharedExpert):
         gate = {} if mlp.gate is None else {"shared_gate": mlp.gate}
         return _routers(mlp.experts) | gate
-    return {"router": mlp.router} if isinstance(mlp, Experts) else {}
+    return {"router": mlp.router.weight} if isinstance(mlp, Experts) else {}
 
 
 class FloatLayer:

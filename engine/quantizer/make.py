@@ -19,7 +19,7 @@ from torch import Tensor
 from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
-from checkpoint.tensors import StoredTensor, open_checkpoint
+from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
 from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
@@ -38,7 +38,7 @@ from engine.quantizer.schemes import Factors, Scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, require_norms, tie
 from engine.quantizer.statistics import InputStatistics
-from engine.stored_parameters import stored_name
+from engine.stored_parameters import open_stored, stored_name
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
@@ -96,8 +96,8 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{config.architecture} cannot be quantised, whose tensors each hold a matrix of all experts: `tandem up "
             "--quantize int8` or int4 serves it"
         )
-    stored = dict(open_checkpoint(folder))
     in_order = sorted(parameter_specs(config), key=_when_needed)
+    stored = open_stored(folder, in_order)
     product_factors = {spec.name: spec.factor for spec in in_order}
     specs = [replace(spec, factor=1.0) for spec in in_order]
     dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
@@ -180,12 +180,14 @@ def quantize_checkpoint(
 
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
-    """Modules that are matrices to other readers and are not quantised: the output matrix, and routers of experts."""
+    """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, and what
+    attention projects from latents.
+    """
     # transformers' module of the output matrix is lm_head, whatever the tensor's name.
     kept = [checkpoint.config.tensors.lm_head, "lm_head"]
     for spec in checkpoint.specs:
-        is_router = spec.name.endswith((".router", ".shared_gate"))
-        if is_router or (spec.is_matrix and not _is_quantized(spec)):
+        is_kept = spec.name.endswith((".router", ".shared_gate", ".key_up", ".value_up"))
+        if is_kept or (spec.is_matrix and not _is_quantized(spec)):
             kept += [name.removesuffix(".weight") for name in _names(spec, checkpoint.stored)]
     return list(dict.fromkeys(kept))
 

@@ -45,7 +45,8 @@ def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...
         parts += ["shared."] if config.experts.shared_size else []
     ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
     from_norms = (("qkv", *ups),) if config.block == "parallel-shared" else (("qkv",), ups)
-    return (("o",), *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
+    values = (("o",),) if config.latent is None else ()  # results of heads follow from the latent, which norms feed
+    return (*values, *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:

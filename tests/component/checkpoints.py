@@ -50,6 +50,38 @@ def _llama_rope(rope_type: str, max_positions: int = 512, **parameters: Any) -> 
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": TRAINED_POSITIONS}
 
+
+def latent_attention(model_type: str, **facts: Any) -> PreTrainedModel:
+    """A model whose heads share a latent of 48, in heads of 16 + 32 for queries and of 48 for values."""
+    sizes = {
+        "kv_lora_rank": 48,
+        "qk_rope_head_dim": 16,
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 48,
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 1,
+        "moe_intermediate_size": 32,
+        "n_shared_experts": 2,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": TRAINED_POSITIONS,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 1.0,
+        },
+        "max_position_embeddings": 4 * TRAINED_POSITIONS,
+    }
+    return llama_like(model_type, **sizes | facts)
+
+
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: llama_like("llama", num_key_value_heads=4),
     "llama-tied": lambda: llama_like("llama", tie_word_embeddings=True),
@@ -67,6 +99,18 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen3": lambda: llama_like("qwen3", head_dim=32),
 }
 """The plain decoder in its variants; the CPU runs them in every way it has."""
+
+_SIGMOID_EXPERTS = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+}
 
 OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "gpt2": lambda: _model("gpt2"),
@@ -125,6 +169,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "granite", embedding_multiplier=3.0, attention_multiplier=0.2, residual_multiplier=0.7, logits_scaling=2.0
     ),
     "stablelm": lambda: llama_like("stablelm", use_qkv_bias=True),
+    "deepseek-v2": lambda: latent_attention("deepseek_v2", q_lora_rank=None, topk_method="group_limited_greedy"),
+    "deepseek-v3": lambda: latent_attention("deepseek_v3", q_lora_rank=32),
+    "glm4-moe-lite": lambda: latent_attention("glm4_moe_lite", q_lora_rank=None, rope_interleave=False),
     "stablelm-12b": lambda: llama_like("stablelm", use_parallel_residual=True, qk_layernorm=True),
     "mixtral": lambda: llama_like("mixtral", num_local_experts=4, sliding_window=WINDOW),
     "qwen2-moe": lambda: llama_like(
@@ -178,6 +225,55 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     "nemotron": lambda: llama_like("nemotron", attention_bias=True, mlp_bias=True),
     "apertus": lambda: llama_like("apertus", attention_bias=True),
     "helium": lambda: llama_like("helium", head_dim=16, attention_bias=True, mlp_bias=True),
+    "glm4-moe": lambda: llama_like(
+        "glm4_moe", **_SIGMOID_EXPERTS, head_dim=32, use_qk_norm=True, attention_bias=True, partial_rotary_factor=0.5
+    ),
+    "dots1": lambda: llama_like("dots1", **_SIGMOID_EXPERTS, sliding_window=WINDOW, max_window_layers=1),
+    "minimax-m2": lambda: llama_like(
+        "minimax_m2", num_local_experts=8, num_experts_per_tok=3, intermediate_size=32, head_dim=32, rotary_dim=16
+    ),
+    "ernie4-5-moe": lambda: llama_like(
+        "ernie4_5_moe", moe_num_experts=8, moe_k=3, moe_intermediate_size=32, tie_word_embeddings=False
+    ),
+    "granite-moe": lambda: llama_like(
+        "granitemoeshared",
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=32,
+        shared_intermediate_size=48,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "olmoe": lambda: llama_like("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
+    "flex-olmo": lambda: llama_like("flex_olmo", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
+    "hunyuan-moe": lambda: llama_like(
+        "hunyuan_v1_moe",
+        num_experts=8,
+        moe_topk=3,
+        intermediate_size=32,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 1.0, "alpha": 100.0},
+        head_dim=16,
+    ),
+    "phimoe": lambda: llama_like(
+        "phimoe",
+        num_local_experts=8,
+        intermediate_size=32,
+        attention_bias=True,
+        lm_head_bias=True,
+        router_jitter_noise=0.2,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10_000.0,
+            "short_factor": [1.0 + i / 8 for i in range(8)],
+            "long_factor": [1.0 + i / 8 for i in range(8)],  # transformers has lost the switch to these
+            "short_mscale": 1.25,
+            "long_mscale": 1.25,
+            "original_max_position_embeddings": TRAINED_POSITIONS,
+        },
+    ),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
@@ -210,6 +306,9 @@ def randomise(model: Any) -> None:
             # gpt-oss clamps gates and ups at 7.
             large = model.config.model_type == "gpt_oss" and name.endswith(("sinks", "gate_up_proj"))
             parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else 0.15)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.3)
 
 
 def save_tokenizer(model_dir: Path) -> None:

@@ -5,15 +5,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.component.checkpoints import build_checkpoint
 from tests.made_once import made_once
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

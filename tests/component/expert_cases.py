@@ -9,9 +9,10 @@ from torch.nn import functional as F
 
 from engine.models.encodings import LinearParameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
+from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DenseMlp, Experts
 from engine.models.linear import Adapters, make_linear
-from engine.models.model_config import ExpertsConfig
+from engine.models.routing import Router
 from mesh.domain.kv import Span
 from tests.component.paged_attention import TOLERANCES
 
@@ -46,7 +47,7 @@ def random_experts(case: ExpertCase, device: torch.device) -> Experts:
     products.fit_step = True
     on_device = ChosenExperts(products, held, matrices[::2], matrices[1::2], next(iter(mlps.values())).inner)
     config = ExpertsConfig(case.num_experts, case.top_k, case.inner, normalised=True, layers=(True,))
-    return Experts(config, router, mlps, Adapters(()), on_device)
+    return Experts(config, Router(config, router), mlps, Adapters(()), on_device)
 
 
 def random_rows(case: ExpertCase, device: torch.device) -> Tensor:
@@ -60,7 +61,7 @@ def difference(case: ExpertCase, device: torch.device) -> float:
     """
     experts, x = random_experts(case, device), random_rows(case, device)
     wide = random_experts(case, device) if case.dtype == torch.float32 else widened(experts)
-    chosen, shares = experts._choose(x)
+    chosen, shares = experts.router(x)
     assert experts._on_device is not None
     ours = experts._on_device(x, chosen, shares)
     theirs = wide._one_by_one(x.float(), chosen.flatten(), shares.flatten().float())
@@ -74,7 +75,7 @@ def widened(experts: Experts) -> Experts:
     for expert, mlp in experts._experts.items():
         pair = [LinearParameters(linear._weight.float()) for linear in (mlp._up, mlp._down)]  # type: ignore[attr-defined]
         mlps[expert] = DenseMlp(*map(make_linear, pair), F.silu, gated=True)
-    return Experts(experts._config, experts.router.float(), mlps, Adapters(()))
+    return Experts(experts._config, Router(experts._config, experts.router.weight.float()), mlps, Adapters(()))
 
 
 def require_near(case: ExpertCase, device: torch.device) -> None:

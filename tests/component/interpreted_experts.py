@@ -101,7 +101,7 @@ def test_experts_that_no_row_chooses_are_not_read() -> None:
     """Theirs are NaN here."""
     case = ExpertCase(num_rows=1, num_experts=5, top_k=2)
     experts, x = random_experts(case, CPU), random_rows(case, CPU)
-    wanted, chosen = experts(x), experts._choose(x)[0].flatten().tolist()
+    wanted, chosen = experts(x), experts.router(x)[0].flatten().tolist()
     assert experts._on_device is not None
     for matrices in (experts._on_device._ups, experts._on_device._downs):
         for expert, weight in enumerate(matrices._weights):

@@ -237,7 +237,8 @@ def test_encoder_decoder(tmp_path: Path) -> None:
 
 def test_a_captured_step_verifies_drafts(checkpoint: Callable[[str], Path]) -> None:
     capture, graphs = TapeCapture(), GraphSettings((2,), 40, max_drafts=2)
-    plain, graphed = (load(checkpoint("llama"), wanted, graphs, attention="triton") for wanted in (None, capture))
+    model_dir = checkpoint("llama-multi-query")
+    plain, graphed = (load(model_dir, wanted, graphs, attention="triton") for wanted in (None, capture))
     batch = ScheduledBatch((drafted("a", 0, 9, ()), drafted("b", 1, 6, (3, 9))))
     for one, other in zip(graphed.begin(batch)(), plain.begin(batch)(), strict=True):
         assert [token.id for token in one.tokens] == [token.id for token in other.tokens]
@@ -264,7 +265,9 @@ def test_steps_with_drafts_are_the_same_with_and_without_graphs(checkpoint: Call
 def test_forks_are_those_of_torch(checkpoint: Callable[[str], Path]) -> None:
     said = []
     for attention in ("triton", "torch"):
-        runner = load_model_runner(arms.settings(checkpoint("llama"), enforce_eager=True, attention=attention))
+        runner = load_model_runner(
+            arms.settings(checkpoint("llama-multi-query"), enforce_eager=True, attention=attention)
+        )
         first = SequenceState(choices(33))
         first.forks = [SequenceState(fork) for fork in choices(33).forked()]
         tokens, _ = run(runner, [first], Speculator(NgramDrafter(), 4))

@@ -17,10 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from checkpoint.tensors import open_checkpoint
+from checkpoint.tensors import StoredTensor
+from engine.mapped_files import open_mapped, read_part
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.stored_parameters import stored_name
+from engine.stored_parameters import open_stored, stored_name
 from tests.made_once import made_once
 
 GROUP = 16
@@ -206,9 +207,19 @@ INT4_FORMS: dict[str, Form] = {
 
 def quantized_modules(model_dir: Path) -> dict[str, bool]:
     """Matrices that are usually quantised, by their modules' names; whether they are stored transposed."""
-    specs, stored = parameter_specs(load_decoder_config(model_dir)), open_checkpoint(model_dir)
+    specs, stored = parameter_specs(load_decoder_config(model_dir)), places(model_dir)
     sources = [source for spec in specs if spec.is_matrix and spec.name != "lm_head" for source in spec.sources]
     return {stored_name(source.name, stored).removesuffix(".weight"): source.transposed for source in sources}
+
+
+def load_tensors(model_dir: Path) -> dict[str, Tensor]:
+    """The tensors of a checkpoint of one file; experts that it stacks are one by one."""
+    with open_mapped(model_dir / "model.safetensors") as file:
+        return {name: read_part(file, name, place).clone() for name, place in places(model_dir).items()}
+
+
+def places(model_dir: Path) -> dict[str, StoredTensor]:
+    return open_stored(model_dir, parameter_specs(load_decoder_config(model_dir)))
 
 
 def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
@@ -216,13 +227,16 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     description = (FORMS | INT4_FORMS)[form]
     for folder in (out, twin_of(out)):
         shutil.copytree(model_dir, folder)
-    tensors = load_file(model_dir / "model.safetensors")
-    twin = dict(tensors)
+    tensors, twin, stored = load_tensors(model_dir), load_file(model_dir / "model.safetensors"), places(model_dir)
     for module, transposed in quantized_modules(model_dir).items():
         weight = tensors.pop(f"{module}.weight")
         parts, means = description.store(weight.t() if transposed else weight)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-        twin[f"{module}.weight"] = (means.t() if transposed else means).contiguous()
+        means, place = (means.t() if transposed else means).contiguous(), stored[f"{module}.weight"]
+        if place.whole is None:
+            twin[f"{module}.weight"] = means
+        else:
+            twin[place.whole].view(-1)[place.first : place.first + means.numel()] = means.view(-1)
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)

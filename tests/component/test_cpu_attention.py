@@ -15,11 +15,16 @@ from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import SharedMemory
 from engine.kernels.cpu import attention, matmul
-from engine.kernels.cpu.arguments import NO_WINDOW, Attending, Part, Queries
+from engine.kernels.cpu.arguments import (
+    NO_WINDOW,
+    Attending,
+    Operand,
+    Part,
+    Queries,
+)
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
-from engine.kernels.cpu.matmul import Operand
 from engine.kv_cache import KVCache, elements
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
@@ -95,22 +100,30 @@ def written(cache: Tensor, metadata: ForwardMetadata) -> Tensor:
 
 
 def require_same(
-    backend: CpuAttention,
+    numbers_of_threads: Sequence[int],
     shape: AttentionShape,
     metadata: ForwardMetadata,
     cache: Tensor,
     window: int | None,
     atol: float,
 ) -> None:
-    """AssertionError unless a step over random queries, keys and values gives what torch gives on the same numbers."""
+    """AssertionError unless a step over random queries, keys and values gives what torch gives on the same numbers,
+    with each of these numbers of threads.
+    """
     num_tokens = metadata.positions.shape[0]
     queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
     new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
     sinks = 4 * torch.randn(shape.num_heads) if shape.has_sinks else None
-    ours = backend.attend(queries, *new, cache, window, metadata, sinks)
+    caches = [cache, *(cache.clone() for _ in numbers_of_threads[1:])]
+    ours = [
+        CpuAttention(shape, num_threads).attend(queries, *new, own, window, metadata, sinks)
+        for num_threads, own in zip(numbers_of_threads, caches, strict=True)
+    ]
     floats = as_floats(cache, shape.head_dim)
     theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata, sinks)
-    torch.testing.assert_close(ours, theirs, atol=atol, rtol=1e-4)
+    for each, own in zip(ours, caches, strict=True):
+        assert torch.equal(own, cache)
+        torch.testing.assert_close(each, theirs, atol=atol, rtol=1e-4)
 
 
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
@@ -118,9 +131,9 @@ def require_same(
 @pytest.mark.parametrize("shape", [*SHAPES, *BENT_SHAPES], ids=str)
 def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) -> None:
     torch.manual_seed(0)
-    for block_size, num_threads in ((16, 1), (32, 2), (16, 3)):
+    for block_size, numbers_of_threads in ((16, (1, 3)), (32, (2,))):
         cache = filled_cache(shape, dtype, block_size)
-        require_same(CpuAttention(shape, num_threads), shape, step(block_size), cache, window, atol=1e-5)
+        require_same(numbers_of_threads, shape, step(block_size), cache, window, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 300, 1024, 1500])
@@ -133,7 +146,7 @@ def test_generated_tokens_are_those_of_torch(
     torch.manual_seed(0)
     work = [*((n - 1, n) for n in (2, 17, 1023, 1024, 1025, 2048)), (0, 12), (1980, 2060)]
     cache = filled_cache(shape, dtype, 16)
-    require_same(CpuAttention(shape, 2), shape, step(16, work, num_generated=40), cache, window, atol)
+    require_same((2,), shape, step(16, work, num_generated=40), cache, window, atol)
 
 
 @pytest.mark.skipif(not multiplies_bf16(), reason="the CPU has no instructions for bf16, or the kernel keeps AMX")

@@ -11,10 +11,16 @@ from numpy.typing import NDArray
 
 from engine.kernels.cpu import matmul
 from engine.kernels.cpu import rows as row_phases
-from engine.kernels.cpu.arguments import Address, Matrix, Part, Range
+from engine.kernels.cpu.arguments import (
+    Address,
+    Matrix,
+    Operand,
+    Part,
+    Range,
+)
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import INT4_GROUPS, SHORTS_ORDER, TILE_ROWS, UNIT, amx_shapes, has_amx, knows_bf16
-from engine.kernels.cpu.matmul import Operand, Target
+from engine.kernels.cpu.matmul import Target
 from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, wide_size
 from engine.kernels.cpu.parts import OPTIONS

@@ -25,6 +25,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4,
 }
 BARE: dict[str, Any] = {"vocab_size": 100, "n_layer": 4, "n_head": 4}
+_EXPERTS: dict[str, Any] = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 @pytest.fixture
@@ -185,13 +186,44 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("HunYuanDenseV1ForCausalLM", {"use_cla": True}, "use_cla True"),
         ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
+        ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
+        ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),
+        (
+            "OlmoeForCausalLM",
+            {"num_experts": 2, "num_experts_per_tok": 3},
+            "cannot have 3 experts of 1 of 1 groups of 2",
+        ),
+        ("Dots1ForCausalLM", _EXPERTS | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
+        ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [2, 3]}, "moe_topk must be the same in all layers"),
+        ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),
+        ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}, "with linear attention is not supported"),
+        ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "must be 2 for Phi's SparseMixer"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:
     with pytest.raises(ConfigurationError, match=words):
         read(architecture, **SIZES | change)
+
+
+def test_experts_are_stored_one_by_one_or_stacked(tmp_path: Path, read: Any) -> None:
+    config = read("Dots1ForCausalLM", **SIZES | _EXPERTS | {"num_hidden_layers": 1})
+    specs = [spec for spec in parameter_specs(config) if ".experts." in spec.name]
+    tensors = {source.name: torch.randn(source.shape) for spec in specs for source in spec.sources}
+    ups = torch.stack([torch.cat([tensors[source.name] for source in spec.sources]) for spec in specs[::2]])
+    downs = torch.stack([tensors[spec.sources[0].name] for spec in specs[1::2]])
+    names = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    target = WeightsTarget(torch.device("cpu"), torch.float32)
+    loaded = []
+    for stored in (tensors, dict(zip(names, (ups, downs), strict=True))):
+        save_file(stored, tmp_path / "model.safetensors")
+        parameters = load_weights(tmp_path, specs, target)
+        loaded.append([parameters.take_linear(spec.name).weight for spec in specs])
+    assert all(map(torch.equal, *loaded))
+    save_file({names[0]: ups[1:], names[1]: downs}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigurationError, match=r"gate_up_proj has shape \[7, 64, 64\], config.json implies \[8,"):
+        load_weights(tmp_path, specs, target)
 
 
 def test_checkpoints_of_the_bare_model(tmp_path: Path, read: Any) -> None:

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, fields, make_dataclass
 import pytest
 
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
-from engine.models.model_config import ExpertsConfig, ModelConfig, RopeConfig, TensorNames
+from engine.models.experts_config import ExpertsConfig
+from engine.models.model_config import ModelConfig, RopeConfig, TensorNames
 from engine.resolve import facts_of
 
 FIRST_FACTS = {

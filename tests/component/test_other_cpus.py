@@ -18,9 +18,11 @@ Checkpoint = Callable[[str], Path]
 _SCRIPT = """
 import sys
 from pathlib import Path
+import torch
 from engine.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, logprob_differences, run_mixed
+torch.set_num_threads(1)
 model_dir, runs = Path(sys.argv[1]), {}
 for quantize in ("none", "int8"):
     runner = load_model_runner(settings(model_dir, quantize=quantize))

@@ -90,7 +90,7 @@ def test_any_degrees_say_what_transformers_says(checkpoint: Checkpoint, family: 
         check_parity(checkpoint(family), runner)
 
 
-@pytest.mark.parametrize("family", ["llama-multi-query", "gpt-bigcode", "falcon-7b"])
+@pytest.mark.parametrize("family", ["llama-multi-query", "gpt-bigcode", "falcon-7b", "deepseek-v2", "deepseek-v3"])
 def test_copies_of_the_only_kv_head(checkpoint: Checkpoint, family: str) -> None:
     with own_memory_runner(checkpoint(family), Degrees(2, 2)) as (runner, ranks):
         check_parity(checkpoint(family), runner)
@@ -154,8 +154,8 @@ def test_a_wrong_draft_that_breaks_changes_nothing_in_any_rank(checkpoint: Check
 def test_processes_say_what_one_rank_says(checkpoint: Checkpoint, family: str, degrees: Degrees) -> None:
     """Tokens; and log-probs, which sums in another order may change in the last bits. They are transformers', too."""
     model_dir = checkpoint(family)
-    cores = os.sched_getaffinity(0)
-    host = host_of(model_dir, degrees, num_threads=4)
+    cores, num_threads = os.sched_getaffinity(0), degrees.num_ranks + 1  # one for each rank, and one that is left
+    host = host_of(model_dir, degrees, num_threads=num_threads)
     assert isinstance(host.runner, ModelRunner)
     with closing(host.runner) as runner:
         ranks = ranks_of(os.getpid())
@@ -164,8 +164,8 @@ def test_processes_say_what_one_rank_says(checkpoint: Checkpoint, family: str, d
         check_parity(model_dir, runner)
         said = token_ids(runner)
     require_gone(ranks)
-    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, 4)
-    alone = host_of(model_dir, Degrees()).runner
+    assert (os.sched_getaffinity(0), torch.get_num_threads()) == (cores, num_threads)
+    alone = host_of(model_dir, Degrees(), num_threads=1).runner
     assert isinstance(alone, ModelRunner)
     assert said == token_ids(alone)
 

@@ -4,33 +4,40 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import tandem
 from tests.e2e.mesh_process import RESTART_S, mesh
 from tests.waiting import until_told
 
-STREAMS = [
-    {"prompt": f"{number} is a number that", "max_new_tokens": 1900 + 20 * number, "ignore_eos": True, "seed": number}
+STREAMS: list[dict[str, Any]] = [
+    {"prompt": f"{number} is a number that", "max_new_tokens": 1000 + 20 * number, "ignore_eos": True, "seed": number}
     for number in range(4)
 ]
-"""They last for longer than `tandem switch` takes to start, and a call beside them, also on a quick machine."""
+"""They last for several times as long as `tandem switch` takes to start, and a call beside them."""
+SHORTER = [stream | {"max_new_tokens": 300 + 20 * number} for number, stream in enumerate(STREAMS)]
+"""They last for longer than a call."""
 
 
-async def answers(client: tandem.AsyncClient, begun: asyncio.Event) -> list[list[int]]:
+async def answers(
+    client: tandem.AsyncClient, begun: asyncio.Event, streams: Sequence[dict[str, Any]] = STREAMS
+) -> list[list[int]]:
     """All streams at once; `begun` is set once each has some tokens."""
-    lengths = [0] * len(STREAMS)
+    lengths = [0] * len(streams)
 
     async def read(index: int) -> list[int]:
         ids = []
-        async for event in client.stream(**STREAMS[index], temperature=0.8):  # type: ignore[arg-type]
+        async for event in client.stream(**streams[index], temperature=0.8):
             ids.append(event.token.id)
             lengths[index] += 1
             if min(lengths) >= 5:
                 begun.set()
         return ids
 
-    return await asyncio.gather(*(read(index) for index in range(len(STREAMS))))
+    return await asyncio.gather(*(read(index) for index in range(len(streams))))
 
 
 async def switch(address: str, worker: str, role: str, *flags: str) -> tuple[int, str]:
@@ -50,14 +57,22 @@ async def test_roles_change_and_change_back_while_streams_run_also_when_a_worker
     async with mesh("tandem-small", tmp_path, *flags) as up, tandem.AsyncClient(up.address) as client:
         undisturbed = await answers(client, asyncio.Event())
         pids = {each.worker_id: each.pid for each in await client.workers()}
-        for name, role in (("decode-1", "prefill"), ("decode-1", "decode"), ("prefill-0", "decode")):
+        begun = asyncio.Event()
+        streams = asyncio.create_task(answers(client, begun))
+        await begun.wait()
+        assert await switch(up.address, "decode-1", "prefill") == (0, "")
+        assert await streams == undisturbed
+        now = await worker(client, "decode-1")
+        assert (now.pid, now.role, now.serving) == (pids["decode-1"], "prefill", True)
+        for name in ("decode-1", "prefill-0"):
             begun = asyncio.Event()
-            streams = asyncio.create_task(answers(client, begun))
+            streams = asyncio.create_task(answers(client, begun, SHORTER))
             await begun.wait()
-            assert await switch(up.address, name, role) == (0, "")
-            assert await streams == undisturbed
-            now = await worker(client, name)
-            assert (now.pid, now.role, now.serving) == (pids[name], role, True)
+            await client.switch_role(name, "decode")
+            beginnings = [ids[: stream["max_new_tokens"]] for ids, stream in zip(undisturbed, SHORTER, strict=True)]
+            assert await streams == beginnings
+            now = await until_told(partial(worker, client, name), lambda now: now.role == "decode" and now.serving)
+            assert now.pid == pids[name]
         status, said = await switch(up.address, "prefill-1", "decode")
         assert (status, "prefill-1 is the last prefill worker that serves" in said) == (1, True)
         assert (await switch(up.address, "decode-7", "decode"))[1] == "tandem: there is no worker 'decode-7'\n"

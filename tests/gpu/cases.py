@@ -19,6 +19,7 @@ _SHAPES = (
 )
 _WORK = [(0, 1), (16, 17), (255, 256), (300, 301), (2048, 2049), (4999, 5000)]
 _CHUNKS = [(0, 200), (700, 705), (500, 900), (0, 1025)]
+_SHORT = AttentionShape(4, 1, 128)
 _SHORT_WORK = [(0, 1), (256, 257)]
 _SHORT_CHUNKS = [(20, 25), (10, 30)]
 
@@ -29,7 +30,7 @@ def cases(device: torch.device) -> list[Case]:
     work: Work = [*_WORK, *_CHUNKS] if is_large else [*_SHORT_WORK, *_SHORT_CHUNKS]
     half = torch.bfloat16 if is_large else torch.float16  # the interpreter is not exact in bf16
     basic = [
-        Case(_LLAMA_8B, work, 16, None, half),
+        Case(_LLAMA_8B if is_large else _SHORT, work, 16, None, half),
         Case(_LLAMA_8B, work, 16, None, torch.float32),
         Case(_LLAMA_8B, work, 16, None, torch.float16),
         Case(_LLAMA_8B, work, 256, None, half),
@@ -46,7 +47,8 @@ def alone_case(device: torch.device) -> Case:
     """A sequence whose last token must not depend on what is computed beside it."""
     is_large = device.type == "cuda"
     end = 3000 if is_large else 300
-    return Case(_LLAMA_8B, [(end - 1, end)], dtype=torch.bfloat16 if is_large else torch.float32)
+    shape, dtype = (_LLAMA_8B, torch.bfloat16) if is_large else (_SHORT, torch.float32)
+    return Case(shape, [(end - 1, end)], dtype=dtype)
 
 
 def timed_cases(device: torch.device) -> list[tuple[str, Case]]:

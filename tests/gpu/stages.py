@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +34,7 @@ Item = TypeVar("Item")
 PARITY_FAMILIES = ("llama", "mixtral", "qwen2-window", "gemma2", "bloom", "mistral", "gpt2")
 _PACKAGES = ("torch", "triton", "flash-attn", "transformers", "numba", "grpcio")
 _CHUNK_BYTES = 8 << 20  # as workers send KV
+_INTERPRETED = ("attention", "parity", "attention_times")  # on CPU
 _NUM_STREAMED = 300  # tokens of a stream, so that none ends before all have begun
 
 
@@ -354,5 +356,8 @@ def run_stage(name: str, device: str, seconds: float, out: Path, said: Path) -> 
             os.dup2(output.fileno(), stream)
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"
+        torch.set_num_threads(1)  # as many as small shapes can use
+        if name in _INTERPRETED:
+            import_module("tests.component.quick_interpreter")
     torch.set_float32_matmul_precision("highest")  # what is compared to: containers of NVIDIA allow TF32
     out.write_text(json.dumps(STAGES[name](torch.device(device), seconds)))

@@ -26,6 +26,8 @@ SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU = range(7)
 """Activations of MLPs, which `activations.py` computes."""
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
+SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
+"""How a router's outputs become scores, which `routing.py` computes."""
 
 
 class Part(NamedTuple):
@@ -194,3 +196,50 @@ class LayerKV(NamedTuple):
     values: Address
     element: Element
     window: int  # tokens that a query sees, its own included
+
+
+_NOT_WIDE: Floats = np.empty(0, np.float32)
+
+
+class Operand(NamedTuple):
+    """The left operand of products, and a thread's sums."""
+
+    a: Array  # flat, of a type as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
+    factors: Floats  # [rows], of each row's result
+    sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
+    amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as for all types but int8 and bf16
+    wide: Floats = _NOT_WIDE  # the weights of a unit, widened, not shared either; too small: not widened ahead
+
+
+class Routing(NamedTuple):
+    """The routers of a model (routing.py), and the facts of engine.models.experts_config.ExpertsConfig that they
+    have.
+    """
+
+    routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
+    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
+    choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
+    shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    num_experts: int
+    top_k: int
+    normalised: bool
+    scoring: int  # SOFTMAX, SIGMOID or SPARSE_MIXER
+    num_groups: int
+    top_groups: int
+    group_best: int
+    routed_scale: np.float32
+    mixer_range: np.float32
+
+
+class RoutedRows(NamedTuple):
+    """Buffers of a layer with experts, which all threads share. A copy is a row of one expert: first those that were
+    routed, expert by expert, then one of each token for the shared expert.
+    """
+
+    normed: Floats  # [num_tokens, hidden]
+    scores: Floats  # [num_tokens, experts, padded to whole panels]
+    chosen: Int64s  # [num_tokens, top_k]
+    weights: Floats  # [num_tokens, top_k + 1]: of the chosen experts, then of the shared one
+    gate_up: Floats  # flat: panels of gates and ups of all copies; [0] with SILU
+    inner: Floats  # flat: inner rows of all copies
+    results: Floats  # [copies, hidden]

@@ -7,11 +7,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Bytes, Floats, Part
+from engine.kernels.cpu.arguments import (
+    Bytes,
+    Floats,
+    Operand,
+    Part,
+)
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import GROUP, PANEL, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
-from engine.kernels.cpu.matmul import Operand, Target, product
+from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
 from engine.kernels.cpu.tiles import STORE
 

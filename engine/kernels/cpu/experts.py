@@ -1,9 +1,9 @@
 """A mixture of experts inside the loop over layers (Shazeer et al. 2017): each token's row goes to `top_k` of them.
 
-A thread routes its own rows. Then all threads know which rows each expert has, and rows are copied to the operand of
-products expert by expert, so that an expert's matrices are read once for all of its rows, by all threads together. The
-results are added to the residual in the order of experts: a row's result does not depend on its batch. An expert that
-processes every row, where a model has one, comes after the others; it has an inner width of its own.
+A thread routes its own rows, see `routing.py`. Then all threads know which rows each expert has, and rows are copied to
+the operand of products expert by expert, so that an expert's matrices are read once for all of its rows, by all threads
+together. The results are added to the residual in the order of experts: a row's result does not depend on its batch. An
+expert that processes every row, where a model has one, comes after the others; it has an inner width of its own.
 """
 
 from typing import NamedTuple
@@ -11,44 +11,36 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.activations import gate_rows
-from engine.kernels.cpu.arguments import SILU, Floats, Int64s, Matrix, Part, Range, Weights
+from engine.kernels.cpu.arguments import (
+    SILU,
+    Floats,
+    Int64s,
+    Operand,
+    Part,
+    Range,
+    RoutedRows,
+    Routing,
+    Weights,
+)
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, PANEL
-from engine.kernels.cpu.matmul import Operand, Target, multiply_panel, product
-from engine.kernels.cpu.rows import Norm, norm_row, put_row_at
-from engine.kernels.cpu.tiles import GATE, STORE, TileProduct
-from engine.kernels.cpu.vectors import address, mix_rows, scale_row
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
+from engine.kernels.cpu.matmul import Target, product
+from engine.kernels.cpu.rows import put_row_at
+from engine.kernels.cpu.tiles import GATE, STORE
+from engine.kernels.cpu.vectors import address, mix_rows
 
 _ONE = np.float32(1.0)
 
 
 class Experts(NamedTuple):
-    """The routers of a model and its numbers. Without experts, `layers` is 0 everywhere and the arrays are empty."""
+    """The experts of a model. Without experts, `layers` is 0 everywhere and the arrays are empty."""
 
     layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP
-    routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
-    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
-    shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    routing: Routing
     num_experts: int
-    top_k: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
-    normalised: bool  # weights of a row's experts add up to 1
-    activation: int  # of gates: SILU, GELU, GELU_TANH, RELU or CLAMPED_SWIGLU
-
-
-class RoutedRows(NamedTuple):
-    """Buffers of a layer with experts, which all threads share. A copy is a row of one expert: first those that were
-    routed, expert by expert, then one of each token for the shared expert.
-    """
-
-    normed: Floats  # [num_tokens, hidden]
-    scores: Floats  # [num_tokens, experts, padded to whole panels]
-    chosen: Int64s  # [num_tokens, top_k]
-    weights: Floats  # [num_tokens, top_k + 1]: of the chosen experts, then of the shared one
-    gate_up: Floats  # flat: panels of gates and ups of all copies; [0] with SILU
-    inner: Floats  # flat: inner rows of all copies
-    results: Floats  # [copies, hidden]
+    activation: int  # of gates: a number of arguments.py
 
 
 class Copies(NamedTuple):
@@ -57,63 +49,6 @@ class Copies(NamedTuple):
     starts: Int64s  # [experts + 1], or [experts + 2] with a shared one
     rows: Int64s
     weights: Floats
-
-
-@jit
-def route_rows(experts: Experts, routed: RoutedRows, layer: int, x: Floats, norm: Norm, part: Range) -> None:
-    """Norm the rows of x in the range, and choose their experts."""
-    width, num_scores = x.shape[1], routed.scores.shape[1]
-    if part.first >= part.end:
-        return
-    for r in range(part.first, part.end):
-        at, divisor = address(routed.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, routed.normed[r])
-        scale_row(at, width // LANES, _ONE / divisor, at)
-    rows = Matrix(address(routed.normed) + part.first * width * FLOAT_BYTES, width * FLOAT_BYTES)
-    out = address(routed.scores) + part.first * num_scores * FLOAT_BYTES
-    for panel in range(num_scores // PANEL):
-        number = layer * (num_scores // PANEL) + panel
-        router = Matrix(address(experts.routers) + number * width * PANEL * FLOAT_BYTES, 0)
-        scores = Matrix(out + panel * PANEL * FLOAT_BYTES, num_scores * FLOAT_BYTES)
-        multiply_panel(TileProduct(rows, router, scores), width, part.end - part.first, routed.scores[0, 0])
-    for r in range(part.first, part.end):
-        _choose(experts, layer, routed.scores[r], routed.chosen[r], routed.weights[r])
-        routed.weights[r, experts.top_k] = _shared_weight(experts, layer, routed.normed[r])
-
-
-@jit
-def _choose(experts: Experts, layer: int, scores: Floats, chosen: Int64s, weights: Floats) -> None:
-    """The experts with the highest scores, and their shares of the softmax over all experts."""
-    for e in range(experts.router_biases.shape[1]):
-        scores[e] += experts.router_biases[layer, e]
-    peak, total = scores[0], np.float32(0.0)
-    for e in range(1, experts.num_experts):
-        peak = max(peak, scores[e])
-    for e in range(experts.num_experts):
-        scores[e] = np.exp(scores[e] - peak)
-        total += scores[e]
-    if experts.normalised:
-        total = np.float32(0.0)
-    for i in range(experts.top_k):
-        best = 0
-        for e in range(1, experts.num_experts):
-            if scores[e] > scores[best]:
-                best = e
-        chosen[i], weights[i] = best, scores[best]
-        if experts.normalised:
-            total += scores[best]
-        scores[best] = -_ONE
-    for i in range(experts.top_k):
-        weights[i] /= total
-
-
-@jit
-def _shared_weight(experts: Experts, layer: int, x: Floats) -> np.float32:
-    if experts.shared_gates.shape[1] == 0:
-        return _ONE
-    total = np.float32(0.0)
-    for i in range(len(x)):
-        total += x[i] * experts.shared_gates[layer, 0, i]
-    return _ONE / (_ONE + np.exp(-total))
 
 
 @jit

@@ -7,11 +7,19 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
-import numpy as np
 from numba import types
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
-from engine.kernels.cpu.arguments import Address, Array, Bytes, Element, Floats, Matrix, Part, Range, Weights
+from engine.kernels.cpu.arguments import (
+    Address,
+    Element,
+    Floats,
+    Matrix,
+    Operand,
+    Part,
+    Range,
+    Weights,
+)
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, widens_ahead
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, panel_bytes
@@ -46,18 +54,7 @@ _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
-_NOT_WIDE: Floats = np.empty(0, np.float32)
 _panel_bytes = jit(panel_bytes)
-
-
-class Operand(NamedTuple):
-    """The left operand of products, and a thread's sums."""
-
-    a: Array  # flat, of a type as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
-    factors: Floats  # [rows], of each row's result
-    sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
-    amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as for all types but int8 and bf16
-    wide: Floats = _NOT_WIDE  # the weights of a unit, widened, not shared either; too small: not widened ahead
 
 
 class Target(NamedTuple):

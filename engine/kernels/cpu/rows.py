@@ -22,6 +22,7 @@ from engine.kernels.cpu.arguments import (
     HeadShape,
     Int32s,
     Int64s,
+    Operand,
     Range,
     Weights,
 )
@@ -29,7 +30,6 @@ from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
 from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
 from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
-from engine.kernels.cpu.matmul import Operand
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.vectors import (
@@ -161,7 +161,7 @@ def _gather(row: Floats, order: Int32s, out: Floats) -> None:
 
 
 @jit
-def _rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
+def rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
     """Apply rotary positions to contiguous heads in place. Halves are paired as in GPT-NeoX; the first half of `sin` is
     negated.
     """
@@ -194,7 +194,7 @@ def rotate_and_store(
         if len(norms.weight) and not norms.rotated:
             norm_heads(heads, norms, shape, r)
         if len(batch.cos):
-            _rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
+            rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
         if len(norms.weight) and norms.rotated:
             norm_heads(heads, norms, shape, r)
         if len(batch.query_factors):
@@ -202,11 +202,11 @@ def rotate_and_store(
                 heads[i] *= batch.query_factors[rope, r]
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
-        _write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
+        write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
 
 
 @jit
-def _write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
+def write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
     """Write one token's fp32 keys and values [num_kv_heads, head_dim] to its slot."""
     token_bytes = shape.num_kv_heads * shape.row_bytes
     token = token_slot.slot % KEYS
@@ -223,4 +223,4 @@ def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shap
     token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
     for token in range(len(slots)):
         token_slot, at = TokenSlot(address(cache), slots[token]), token * token_bytes
-        _write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)
+        write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)

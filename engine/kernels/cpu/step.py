@@ -28,9 +28,11 @@ from engine.kernels.cpu.arguments import (
     Floats,
     HeadShape,
     Int64s,
+    Operand,
     Part,
     Queries,
     Range,
+    RoutedRows,
     Weights,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
@@ -38,17 +40,23 @@ from engine.kernels.cpu.barrier import Team, wait, wait_for_earlier_rows
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.experts import (
     Experts,
-    RoutedRows,
     add_results,
     copies_of,
     multiply_down,
     multiply_up,
     put_copies,
     put_inner,
-    route_rows,
 )
 from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
-from engine.kernels.cpu.matmul import Operand, Target, begin_products, end_products, product
+from engine.kernels.cpu.latent import (
+    Latent,
+    LatentRows,
+    project_queries,
+    project_results,
+    put_queries,
+    rotate_and_store_latents,
+)
+from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
     ATTENTION,
     DOWN,
@@ -62,6 +70,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
+from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 
@@ -85,7 +94,7 @@ class ModelConstants(NamedTuple):
     """The weights and constants of a model, the same in every step."""
 
     weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
-    firsts: Int64s  # [num_layers]: number of the layer's first matrix
+    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
@@ -97,6 +106,7 @@ class ModelConstants(NamedTuple):
     shape: HeadShape
     kind: Kind
     experts: Experts
+    latent: Latent
 
 
 class Activations(NamedTuple):
@@ -114,12 +124,13 @@ class Activations(NamedTuple):
     own_inner: Floats
     gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate; without use [0, ..]
     own_gate_up: Floats
-    mixed: Floats  # [num_tokens, num_heads * head_dim], the heads of all ranks
+    mixed: Floats  # [num_tokens, num_heads * width of a result], the heads of all ranks
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
-    queries: Queries  # over qkv and the rank's part of mixed
+    queries: Queries  # over qkv and the rank's part of mixed; of latent attention over memory of its own
     squares: Floats  # see HeadNorms
     own_squares: Floats
     routed: RoutedRows  # of layers with experts
+    latent: LatentRows
 
 
 class Work(NamedTuple):
@@ -148,7 +159,10 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
-        _compute_attention(model, work, team, layer)
+        if model.latent.rank:
+            _compute_latent_attention(model, work, team, layer)
+        else:
+            _compute_attention(model, work, team, layer)
         if model.kind.parallel:
             _compute_inner(model, work, team, layer)
             _add_attention(model, work, team, layer)
@@ -194,6 +208,33 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
         join(attending, layer, window, part)
+    _finish_phase(team, ATTENTION)
+
+
+@jit
+def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+    """`_compute_attention` over latents. There is one rank, which has no adapters."""
+    latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
+    operand, qkv, window = work.operand, _matrices(model, layer).qkv, model.windows[layer]
+    part, rows = Part(team.thread, team.num_threads), _rows_of(len(work.acts.residual), team.thread, team.num_threads)
+    norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
+    _finish_phase(team, NORM)
+    product(operand, weights, qkv, Target(buffers.projected.reshape(-1, buffers.step), STORE), part)
+    _finish_phase(team, QKV)
+    if latent.query_rank:
+        put_queries(latent, layer, buffers, weights, qkv - 1, operand, rows)
+        _finish_phase(team, QUANTISE)
+        product(operand, weights, qkv - 1, Target(buffers.queries.reshape(-1, buffers.query_step), STORE), part)
+        _finish_phase(team, QKV)
+    rotate_and_store_latents(latent, layer, buffers, attending, work.cache, model.ropes[layer], rows)
+    project_queries(latent, layer, buffers, attending, part)
+    _finish_phase(team, STORE_KV)
+    attend(attending, work.cache, layer, window, part)
+    if has_splits(attending.batch, window):
+        _finish_phase(team, ATTENTION)
+        join(attending, layer, window, part)
+    _finish_phase(team, ATTENTION)
+    project_results(latent, layer, buffers, attending, part)
     _finish_phase(team, ATTENTION)
 
 
@@ -269,7 +310,7 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
     norm = Norm(model.norms[layer, _POST_NORM], model.eps)
-    route_rows(experts, routed, layer, acts.residual, norm, rows)
+    route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
     _finish_phase(team, NORM)
     copies = copies_of(experts, routed)
     own_copies = _rows_of(len(copies.rows), team.number, team.num_all)

@@ -1,11 +1,15 @@
-"""gpt-oss: attention with sinks and alternating windows, and experts with biases in every layer."""
+"""gpt-oss: attention with sinks and alternating windows, and experts with biases in every layer.
+
+A tensor has a matrix of all experts, [experts, inputs, outputs], another the biases, [experts, outputs], under its name
+and `_bias`. Gates and ups alternate in them.
+"""
 
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, first_of, flag, integer, number, rope_section
 from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
+from engine.models.experts_config import ExpertsConfig
 from engine.models.model_config import (
-    ExpertsConfig,
     ModelConfig,
     TensorNames,
     layer_windows,

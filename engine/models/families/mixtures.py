@@ -3,16 +3,17 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, integers, refuse
+from engine.models.experts_config import ExpertsConfig
 from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
-from engine.models.model_config import ExpertsConfig, ModelConfig, TensorNames, sliding_window
+from engine.models.model_config import ModelConfig, TensorNames, sliding_window
 
-_MIXTRAL = TensorNames(
+MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
     expert="block_sparse_moe.experts.{}",
     expert_up=("w1", "w3"),
     expert_down="w2",
 )
-_DEEPSEEK = TensorNames(shared_expert="mlp.shared_experts")
+DEEPSEEK = TensorNames(shared_expert="mlp.shared_experts")
 
 
 def mixtral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -25,7 +26,7 @@ def mixtral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         layers=(True,) * plain.num_layers,
     )
     windows = (sliding_window(raw),) * plain.num_layers
-    return replace(plain, tensors=_MIXTRAL, windows=windows, experts=experts)
+    return replace(plain, tensors=MIXTRAL, windows=windows, experts=experts)
 
 
 def qwen2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -52,10 +53,7 @@ def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others.
-
-    Later DeepSeek models, which compress KV, are not supported.
-    """
+    """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others."""
     refuse(raw, scoring_func="sigmoid")
     inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
     first = integer(raw, "first_k_dense_replace", default=0, least=0)
@@ -67,7 +65,7 @@ def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         layers=tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers)),
         shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
     )
-    return replace(llama(plain, raw), tensors=_DEEPSEEK, experts=experts)
+    return replace(llama(plain, raw), tensors=DEEPSEEK, experts=experts)
 
 
 def _qwen_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:

@@ -1,0 +1,122 @@
+"""Models with multi-head latent attention: DeepSeek V2 and V3 with R1, Moonlight and Kimi K2, and GLM-4.7-Flash.
+
+Layers of multi-token prediction, which follow the others in the checkpoint, are not used.
+"""
+
+from dataclasses import replace
+
+from checkpoint.config_json import RawConfig, flag, integer, number, refuse, text, texts
+from engine.models.experts_config import ExpertsConfig
+from engine.models.latent_config import LatentConfig
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, yarn_mscale
+from mesh.domain.errors import ConfigurationError
+
+_HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+_V2 = _HEADS | {"n_routed_experts": 64, "n_shared_experts": 2, "moe_intermediate_size": 1407}
+_V3 = _HEADS | {
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 2048,
+    "routed_scaling_factor": 2.5,
+    "n_group": 8,
+    "topk_group": 4,
+    "first_k_dense_replace": 3,
+}
+_GLM = _HEADS | {
+    "q_lora_rank": 768,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "n_routed_experts": 64,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 1536,
+    "routed_scaling_factor": 1.8,
+    "first_k_dense_replace": 1,
+}
+"""What config.json leaves out."""
+
+
+def deepseek_v2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """DeepSeek V2, V2-Lite and Coder V2. Groups of experts are as good as their best one."""
+    refuse(raw, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    raw = {**_V2, **raw}
+    experts = replace(_experts(plain, raw), group_best=1)
+    if text(raw, "topk_method", default="greedy") == "greedy":
+        experts = replace(experts, num_groups=1, top_groups=1)
+    mlp_bias = flag(raw, "mlp_bias", default=False)
+    return replace(_latent(plain, raw, interleaved=True), mlp_bias=mlp_bias, experts=experts)
+
+
+def deepseek_v3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """DeepSeek V3, V3.1 and R1, Moonlight, Kimi K2."""
+    return _with_sigmoid(plain, {**_V3, **raw})
+
+
+def glm4_moe_lite(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """GLM-4.7-Flash, which may list the layers with experts."""
+    plain = replace(plain, norm_eps=number(raw, "rms_norm_eps", default=1e-5))
+    return _with_sigmoid(plain, {**_GLM, **raw})
+
+
+def _with_sigmoid(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    refuse(raw, scoring_func="softmax", topk_method="greedy")
+    normalised = flag(raw, "norm_topk_prob", default=True)
+    experts = replace(_experts(plain, raw), scoring="sigmoid", choice_bias=True, normalised=normalised)
+    return replace(_latent(plain, raw, interleaved=flag(raw, "rope_interleave", default=True)), experts=experts)
+
+
+def _experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
+    inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
+    first = integer(raw, "first_k_dense_replace", default=0, least=0)
+    layers = tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers))
+    if raw.get("mlp_layer_types") is not None:
+        layers = tuple(kind == "sparse" for kind in texts(raw, "mlp_layer_types"))
+    return ExpertsConfig(
+        num_experts=integer(raw, "n_routed_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        intermediate_size=inner,
+        normalised=False,
+        layers=layers,
+        shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
+        num_groups=integer(raw, "n_group", default=1),
+        top_groups=integer(raw, "topk_group", default=1),
+        routed_scale=number(raw, "routed_scaling_factor", default=1.0),
+        wide_router=True,
+    )
+
+
+def _latent(plain: ModelConfig, raw: RawConfig, *, interleaved: bool) -> ModelConfig:
+    refuse(raw, attention_bias=True)
+    latent = LatentConfig(
+        kv_rank=integer(raw, "kv_lora_rank"),
+        plain_dim=integer(raw, "qk_nope_head_dim"),
+        value_dim=integer(raw, "v_head_dim"),
+        query_rank=0 if raw["q_lora_rank"] is None else integer(raw, "q_lora_rank"),
+    )
+    rotated = integer(raw, "qk_rope_head_dim")
+    if rotated_dim(raw, rotated) != rotated:
+        raise ConfigurationError("config.json: partial_rotary_factor must be 1 beside qk_rope_head_dim")
+    rope = replace(plain.rope, dim=rotated)
+    stretch = 1.0 if rope.kind == "default" else yarn_mscale(rope.factor, rope.mscale_all_dim)
+    names = TensorNames(
+        qkv=(
+            "self_attn.q_a_proj" if latent.query_rank else "self_attn.q_proj",
+            "self_attn.kv_a_proj_with_mqa",
+            "self_attn.kv_b_proj",
+        ),
+        q_norm="self_attn.q_a_layernorm",
+        k_norm="self_attn.kv_a_layernorm",
+        q_b="self_attn.q_b_proj",
+        shared_expert="mlp.shared_experts",
+        interleaved_rotary=interleaved,
+    )
+    return replace(
+        plain,
+        num_kv_heads=1,
+        head_dim=rotated + latent.kv_rank,
+        rope=rope,
+        attention_scale=(latent.plain_dim + rotated) ** -0.5 * stretch**2,
+        latent=latent,
+        tensors=names,
+    )

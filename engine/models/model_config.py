@@ -1,8 +1,7 @@
 """ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json.
 
-A family's file takes everything from here: RopeConfig (rotary positions, from the old key `rope_scaling` or the new
-one, `rope_parameters`), TensorNames (names and layout of the tensors in its checkpoints), and helpers to read
-config.json, in which families use different keys for the same fact. Data only, no tensors.
+A family's file takes everything from here: RopeConfig (rotary positions), TensorNames (names and layout of the tensors
+in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
 """
 
 from collections.abc import Mapping
@@ -179,8 +178,7 @@ class TensorNames:
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
-    stacked_experts: bool = field(default=False, repr=False)
-    """A tensor has a matrix of all experts, [experts, inputs, outputs]. See engine/models/families/gpt_oss.py."""
+    stacked_experts: bool = field(default=False, repr=False)  # see engine/models/families/gpt_oss.py
     stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
     """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
     stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
@@ -271,8 +269,7 @@ class ModelConfig:
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
-    attention_sinks: bool = field(default=False, repr=False)
-    """Each head has a number that counts as the score of one more key, whose value is 0 (Xiao et al. 2024)."""
+    attention_sinks: bool = field(default=False, repr=False)  # see engine.attention.backend.AttentionShape
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)

@@ -1,5 +1,5 @@
-"""Reads JSON files of a checkpoint, members of config.json by their types, and what it says of positions. Standard
-library only.
+"""Reads JSON files of a checkpoint, members of config.json by their types, the text part of a multimodal one, and what
+it says of positions. Standard library only.
 
 Each reader of a member raises ConfigurationError, which names the member, for a value of another type. A member that is
 null is absent; of flags, null is false, as in transformers.
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
+from checkpoint.text_part import OTHER_KINDS, TEXT_MODELS, WRAPPERS
 from mesh.domain.errors import ConfigurationError
 
 RawConfig = Mapping[str, Any]
@@ -22,6 +23,9 @@ POSITION_KEYS = (
     "model_max_length",
 )
 VOCAB_KEYS = ("vocab_size", "padded_vocab_size")
+_TIED, _DTYPE = "tie_word_embeddings", ("dtype", "torch_dtype")
+# Members of multimodal models that stand outside of their text_config.
+_AROUND_TEXT = ("eos_token_id", "quantization_config", "compression_config", "is_encoder_decoder")
 _KEPT_ROPE_KEYS = ("rope_theta", "partial_rotary_factor")
 
 
@@ -141,6 +145,40 @@ def refuse(raw: RawConfig, **unsupported: bool | str) -> None:
             _refuse_type(key, "a string", given)
         if given == value:
             raise ConfigurationError(f"config.json: {key} {value!r} is not supported")
+
+
+def read_config(model_dir: Path) -> dict[str, Any]:
+    """Read config.json of a checkpoint, as everything that asks for a model's facts does; of a multimodal one, its text
+    part. Raises ConfigurationError.
+    """
+    return text_part(read_json(model_dir / "config.json"))
+
+
+def text_part(raw: RawConfig) -> dict[str, Any]:
+    """A config.json as it is, or its text part if its architecture is in WRAPPERS. Raises ConfigurationError."""
+    wrapper = next((name for name in texts(raw, "architectures") if name in WRAPPERS), None)
+    if wrapper is None:
+        nested = raw.get("text_config")
+        return {**nested, **raw} if isinstance(nested, Mapping) else dict(raw)  # workers refuse unknown architectures
+    stated = section(raw, "text_config") or raw
+    kind = text(stated, "model_type", default=WRAPPERS[wrapper])
+    model = TEXT_MODELS.get(OTHER_KINDS.get(kind, kind))
+    if model is None:
+        raise ConfigurationError(
+            f"{wrapper} with a text_config of model_type {kind!r} is not supported; supported: {', '.join(TEXT_MODELS)}"
+        )
+    part = {**model.defaults, **stated, "architectures": [model.architecture]}
+    part |= {key: raw[key] for key in _AROUND_TEXT if raw.get(key) is not None}
+    for key in ("rope_scaling", "rope_parameters"):
+        if "mrope" in ((rope := section(stated, key)).get("rope_type"), rope.get("type")):
+            part[key] = {**rope, "rope_type": "default"}  # a token of text has the same position on all axes
+    if section(stated, "rope_parameters").get("rope_theta") is not None:
+        part["rope_theta"] = stated.get("rope_theta")
+    # Where both say so, transformers 4 takes what text_config says.
+    if part.get(_TIED) is None:
+        part.pop(_TIED, None)
+        part |= {_TIED: raw[_TIED]} if raw.get(_TIED) is not None else {}
+    return part | {"dtype": first_of(raw, _DTYPE, first_of(stated, _DTYPE))}
 
 
 def rope_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -17,6 +17,7 @@ from checkpoint.config_json import (
     VOCAB_KEYS,
     kept_rope,
     read_bytes,
+    read_config,
     read_json,
     rope_section,
     rope_stretch,
@@ -120,10 +121,7 @@ def read_model_facts(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> 
     file.
     """
     path = model_dir / "config.json"
-    config = read_json(path)
-    text_config = config.get("text_config")  # multimodal checkpoints keep the decoder's facts there
-    if isinstance(text_config, dict):
-        config = text_config | config
+    config = read_config(model_dir)
     generation = read_json(model_dir / "generation_config.json", optional=True)
     vocab_size = _integer(config, VOCAB_KEYS, path)
     if vocab_size is None:

@@ -33,7 +33,8 @@ _BITS = {
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
     """The location of a tensor: bytes `[offset, offset + num_bytes)` of `path`. If it is a part of another one, that is
-    `whole` in the file, and `first` is the place of its first number there.
+    `whole` in the file, and `first` is the place of its first number there. With a `column_step`, numbers of a row are
+    that far apart there, and those of a column follow each other.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class StoredTensor:
     num_bytes: int
     whole: str | None = None
     first: int = 0
+    column_step: int = 0
 
 
 def open_checkpoint(model_dir: Path) -> Mapping[str, StoredTensor]:

@@ -32,8 +32,10 @@ def read_part(file: Any, name: str, stored: StoredTensor) -> Tensor:
     """As `read_mapped`, for a tensor that may be a part of another one."""
     if stored.whole is None:
         return read_mapped(file, name)
-    numbers = read_mapped(file, stored.whole).view(-1)
-    return numbers[stored.first : stored.first + prod(stored.shape)].view(stored.shape)
+    numbers = read_mapped(file, stored.whole).view(-1)[stored.first :]
+    if stored.column_step:
+        return numbers.as_strided(stored.shape, (1, stored.column_step))
+    return numbers[: prod(stored.shape)].view(stored.shape)
 
 
 def read_stored(path: Path, name: str) -> Tensor:

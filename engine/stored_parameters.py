@@ -8,6 +8,7 @@ from math import prod
 from pathlib import Path
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
+from checkpoint.text_part import possible_names
 from engine.models.encodings import OUTPUT
 from engine.models.parameters import ParameterSpec, Stack
 from engine.quantized_formats.config import Quantization, read_quantization
@@ -18,9 +19,8 @@ _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
 
 def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
-    """The name under which the checkpoint stores tensor `name`: base-model checkpoints omit its first component."""
-    bare = name.partition(".")[2]
-    return bare if name not in stored and bare in stored else name
+    """The name under which the checkpoint stores tensor `name`."""
+    return next((other for other in possible_names(name) if other in stored), name)
 
 
 def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, StoredTensor]:
@@ -40,12 +40,14 @@ def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, St
 
 
 def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]) -> StoredTensor:
-    if whole.shape != stack.shape:
+    members, rows, columns = stack.shape
+    is_transposed = stack.may_be_transposed and whole.shape == (members, columns, rows)
+    if whole.shape != stack.shape and not is_transposed:
         raise ConfigurationError(
             f"{whole.path}: tensor {name} has shape {list(whole.shape)}, config.json implies {list(stack.shape)}"
         )
-    _, rows, columns = stack.shape
-    first, itemsize = (stack.member * rows + stack.first_row) * columns, whole.num_bytes // prod(whole.shape)
+    itemsize = whole.num_bytes // prod(whole.shape)
+    first = stack.member * rows * columns + stack.first_row * (1 if is_transposed else columns)
     return replace(
         whole,
         shape=shape,
@@ -53,6 +55,7 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
         num_bytes=prod(shape) * itemsize,
         whole=name,
         first=first,
+        column_step=rows if is_transposed else 0,
     )
 
 
@@ -74,10 +77,12 @@ def find_modules(
                     break
         elif len(source.shape) == 2 and source.name.endswith(".weight"):
             name = source.name.removesuffix(".weight")
-            if source.name in stored and quantization is not None and quantization.storage_of(name) is not None:
-                promised.append(source.name)
+            as_stored = stored_name(source.name, stored)
+            module_name = as_stored.removesuffix(".weight")
+            if as_stored in stored and quantization is not None and quantization.storage_of(module_name) is not None:
+                promised.append(as_stored)
             shape = source.shape[::-1] if source.transposed else source.shape
-            for candidate in (name, name.partition(".")[2]):
+            for candidate in possible_names(name):
                 module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
                 if module is not None:
                     modules[source.name] = module

@@ -9,6 +9,7 @@ import structlog
 import torch
 
 from checkpoint.tensors import StoredTensor, are_equal
+from checkpoint.text_part import other_part
 from engine.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
@@ -38,6 +39,10 @@ def report_unused(
     matrix or norm that is used: answers would be wrong. Biases of zeros are ignored.
     """
     unused = {name for name in set(stored) - set(used) if not _HARMLESS.search(name)}
+    others = {name: part for name in sorted(unused) if (part := other_part(name)) is not None}
+    if others:
+        log.info("only the text part of the model is served", tensors_not_read=dict(Counter(others.values())))
+    unused -= others.keys()
     if tied is not None:
         _require_copy(model_dir, stored, unused, *tied)
         unused.discard(tied[0])

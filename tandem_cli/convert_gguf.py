@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from checkpoint.config_json import read_json
+from checkpoint.config_json import read_config
 from checkpoint.gguf.file import GgufFile, open_gguf
 from checkpoint.gguf.models import GgufModel
 from checkpoint.gguf.tokenizer import generation_config, write_tokenizer
@@ -66,7 +66,7 @@ def _keep_end_tokens(folder: Path, file: GgufFile, out: Path) -> None:
     path = out / "generation_config.json"
     if path.exists():
         return
-    stated = read_json(folder / "config.json") if (folder / "config.json").exists() else {}
+    stated = read_config(folder) if (folder / "config.json").exists() else {}
     ids = {key: stated[key] for key in _SPECIAL_IDS if stated.get(key) is not None}
     _write_json(path, generation_config(file) | ids)
 

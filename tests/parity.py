@@ -43,6 +43,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
 import torch
 import transformers
+from transformers import AutoModelForImageTextToText
 
 import decode_worker.__main__
 import prefill_worker.__main__
@@ -64,6 +65,8 @@ from tests.component.arms import settings as runner_settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.driving import Run
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
+from tests.component.multimodal import CASES as MULTIMODAL
+from tests.component.multimodal import build_multimodal
 from tests.component.parity import expect, half_tolerance, run_mixed
 from tests.component.parity import prompts as mixed_prompts
 from tests.component.quantized import INT4_FORMS, quantize_checkpoint, twin_of
@@ -84,7 +87,15 @@ class Row:
 
 
 def _decoder_only(model_dir: Path) -> Scores:
-    theirs = Reference.load(model_dir)
+    return _scores(model_dir, Reference.load(model_dir))
+
+
+def _multimodal(model_dir: Path) -> Scores:
+    model = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    return _scores(model_dir, Reference(model))
+
+
+def _scores(model_dir: Path, theirs: Reference) -> Scores:
     if load_config(model_dir).shareable_prefixes:
         return lambda prompt, ids: theirs.logprobs(prompt + ids)[len(prompt) - 1 : -1]
     return lambda prompt, ids: expect(theirs.model, prompt, len(ids), ids).logprobs[len(prompt) - 1 :]
@@ -97,6 +108,7 @@ def _encoder_decoder(model_dir: Path) -> Scores:
 ROWS: dict[str, Row] = {
     family: Row(partial(build_checkpoint, family), _decoder_only) for family in (*FAMILIES, *OTHER_FAMILIES)
 } | {form: Row(partial(build_encoder_decoder, form), _encoder_decoder) for form in FORMS}
+ROWS |= {f"{case}-multimodal": Row(partial(build_multimodal, case), _multimodal) for case in MULTIMODAL}
 PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)
 NUM_NEW = 24
 INT8_TOLERANCE = 0.75

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from checkpoint.adapters import AdapterFiles, AdapterMatrix
 from checkpoint.tensors import StoredTensor
+from checkpoint.text_part import possible_names
 from engine.finite import is_finite
 from engine.models.parameters import ParameterSpec, Source
 from mesh.domain.errors import ConfigurationError
@@ -67,7 +68,8 @@ def _is_adaptable(spec: ParameterSpec) -> bool:
 
 
 def _require_known(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> None:
-    known = {_module(source): _is_adaptable(spec) for spec in specs for source in spec.sources}
+    sources = [(source, _is_adaptable(spec)) for spec in specs for source in spec.sources]
+    known = {name: adaptable for source, adaptable in sources for name in possible_names(_module(source))}
     if missing := [module for module in adapter.matrices if module not in known]:
         trained_on = f", and says that it was trained on {adapter.base}" if adapter.base else ""
         raise ConfigurationError(
@@ -92,7 +94,8 @@ def _some(modules: Sequence[str]) -> str:
 def _pieces(adapter: AdapterFiles, spec: ParameterSpec, read: _Read) -> Iterator[ModulePiece]:
     first = 0
     for source in spec.sources:
-        matrix = adapter.matrices.get(_module(source))
+        names = possible_names(_module(source))
+        matrix = next((adapter.matrices[name] for name in names if name in adapter.matrices), None)
         if matrix is not None:
             a, b = _factors(matrix, source, read)
             yield from _held(ModulePiece(a[:, spec.input_slice], b * (matrix.scale * spec.factor), first), spec)

@@ -182,6 +182,8 @@ class TensorNames:
     stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
     """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
     stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
+    stacked_transposed: bool = field(default=False, repr=False)
+    """They may be [num_experts, inputs, outputs], which is what they are if that is the same shape."""
     shared_expert: str = "mlp.shared_expert"
     shared_gate: str = "mlp.shared_expert_gate"
     choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)

@@ -21,13 +21,14 @@ RowOrder = NDArray[np.int64]
 
 class Stack(NamedTuple):
     """A tensor [members, rows, columns] that a checkpoint may have instead of a source: the source is the member's rows
-    from `first_row` on.
+    from `first_row` on. If it `may_be_transposed`, it may also be [members, columns, rows].
     """
 
     name: str
     shape: tuple[int, int, int]
     member: int
     first_row: int
+    may_be_transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -357,7 +358,8 @@ class _SpecBuilder:
         for weight in weights:
             stored = prefix + (names.stacked_down if is_down else names.stacked_up)
             shape = (experts.num_experts, outputs, weight.shape[1])
-            sources.append(replace(weight, stack=Stack(stored, shape, member, first)))
+            stack = Stack(stored, shape, member, first, names.stacked_transposed)
+            sources.append(replace(weight, stack=stack))
             first += weight.shape[0]
         return sources
 

@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from checkpoint.config_json import RawConfig, read_json, texts
+from checkpoint.config_json import RawConfig, read_config, texts
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
+from checkpoint.text_part import WRAPPERS
 from engine.models.encoder_decoder.config import ARCHITECTURES, AnyConfig, EncoderDecoderConfig, parse_encoder_decoder
 from engine.models.experts_config import check_experts
 from engine.models.families.bloom import bloom
@@ -34,7 +35,7 @@ from engine.models.families.llama import (
     stablelm,
     starcoder2,
 )
-from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe
+from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -87,6 +88,7 @@ FAMILIES: Mapping[str, Family] = {
     "Qwen2MoeForCausalLM": Family("Qwen 1.5 MoE, 2 MoE", qwen2_moe),
     "Qwen3ForCausalLM": Family("Qwen 3", qwen3),
     "Qwen3MoeForCausalLM": Family("Qwen 3 MoE", qwen3_moe),
+    "Qwen3VLMoeForConditionalGeneration": Family("Qwen 3 VL MoE, text", qwen3_vl_moe),
     "GPT2LMHeadModel": Family("GPT-2", gpt2),
     "GPTBigCodeForCausalLM": Family("StarCoder, SantaCoder", gpt_bigcode),
     "Starcoder2ForCausalLM": Family("StarCoder 2", starcoder2),
@@ -159,7 +161,7 @@ def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyCo
     Raises ConfigurationError if the file is absent, a member has a wrong type, or the model is not supported.
     """
     path = Path(model_dir) / "config.json"
-    raw = read_json(path)
+    raw = read_config(path.parent)
     try:
         return _parse(rope.apply(raw), rope)
     except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as error:
@@ -200,7 +202,7 @@ def _family_of(raw: RawConfig) -> tuple[str, Family]:
     for name in names:
         if name in FAMILIES:
             return name, FAMILIES[name]
-    supported = ", ".join((*FAMILIES, *ARCHITECTURES))
+    supported = ", ".join(dict.fromkeys((*FAMILIES, *ARCHITECTURES, *WRAPPERS)))
     raise ConfigurationError(
         f"architecture {', '.join(names) or '(none given)'} is not supported; supported: {supported}"
     )

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from checkpoint.config_json import read_json
+from checkpoint.config_json import read_config, read_json
+from checkpoint.text_part import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 
@@ -78,12 +79,14 @@ class Quantization:
     ignored: tuple[str, ...] = ()
 
     def storage_of(self, module: str) -> MatrixStorage | None:
-        """The storage of a module's matrix, None if it is not quantised. Names go before patterns, these before kinds
-        of modules.
+        """The storage of the matrix of a module, by its name in the file; None if it is not quantised. Names go before
+        patterns, these before kinds of modules.
         """
         if any(_rank(target, module) for target in self.ignored):
             return None
-        ranked = [(_rank(target, module), group.storage) for group in self.groups for target in group.targets]
+        names = names_in_programs(module)
+        targets = [(target, group.storage) for group in self.groups for target in group.targets]
+        ranked = [(max(_rank(target, name) for name in names), storage) for target, storage in targets]
         best = max(ranked, key=lambda pair: pair[0], default=(0, None))
         return best[1] if best[0] else None
 
@@ -112,7 +115,7 @@ def _rank(target: str, module: str) -> int:
 def read_quantization(model_dir: Path) -> Quantization | None:
     """The quantisation of the checkpoint in a folder; None if it has none. Raises ConfigurationError."""
     path = model_dir / "config.json"
-    config = read_json(path)
+    config = read_config(model_dir)
     raw = config.get("quantization_config") or config.get("compression_config")
     if not raw:
         path = model_dir / "quantize_config.json"  # of AutoGPTQ

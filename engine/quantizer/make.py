@@ -20,6 +20,7 @@ from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
+from checkpoint.text_part import other_part
 from engine.finite import is_finite
 from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
@@ -180,8 +181,8 @@ def quantize_checkpoint(
 
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
-    """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, and what
-    attention projects from latents.
+    """Modules that are matrices to other readers and are not quantised: the output matrix, routers of experts, what
+    attention projects from latents, and all of a multimodal model that is not its text part.
     """
     # transformers' module of the output matrix is lm_head, whatever the tensor's name.
     kept = [checkpoint.config.tensors.lm_head, "lm_head"]
@@ -189,6 +190,7 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
         is_kept = spec.name.endswith((".router", ".shared_gate", ".key_up", ".value_up"))
         if is_kept or (spec.is_matrix and not _is_quantized(spec)):
             kept += [name.removesuffix(".weight") for name in _names(spec, checkpoint.stored)]
+    kept += [f"re:.*{part}.*" for name in sorted(checkpoint.stored) if (part := other_part(name)) is not None]
     return list(dict.fromkeys(kept))
 
 

@@ -30,7 +30,13 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from checkpoint.config_json import read_json
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.template_turns import with_ids_of_length, with_text_arguments, with_thinking, with_tools_in_system
+from router.text.template_turns import (
+    as_parts,
+    with_ids_of_length,
+    with_text_arguments,
+    with_thinking,
+    with_tools_in_system,
+)
 
 MAX_RENDER_S = 1.0
 # Not needed to render a conversation, and meant for long outputs.
@@ -68,6 +74,7 @@ _REASONING, _REASONING_END = "<think>", "</think>"
 # Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
 # if the template trims messages.
 _END_OF_MESSAGE = "END_OF_THE_MESSAGE_TO_CONTINUE "
+_PROBE = "PROBE"
 _MAX_KWARGS_CHARS = 8 << 10
 _MAX_SHOWN = 100
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -212,13 +219,14 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path) -> "ChatTemplate | None":
-        """The folder's template: chat_template.jinja, with others beside it, else tokenizer_config.json; None if there
-        is none.
+        """The folder's template: chat_template.jinja, with others beside it, else tokenizer_config.json, else
+        chat_template.json, which older multimodal models have; None if there is none.
 
         Raises ConfigurationError.
         """
         config = read_json(model_dir / "tokenizer_config.json", optional=True)
-        templates = _by_name(config.get("chat_template"))
+        older = read_json(model_dir / "chat_template.json", optional=True)
+        templates = _by_name(older.get("chat_template")) | _by_name(config.get("chat_template"))
         for path in model_dir.glob(NAMED_TEMPLATES):
             templates[path.stem] = _read_text(path)
         path = model_dir / "chat_template.jinja"
@@ -241,6 +249,22 @@ class ChatTemplate:
         """The templates for conversations without and with tools."""
         template = self._sandbox.from_string(self.source)
         return template, self._sandbox.from_string(self.tool_source) if self.tool_source else template
+
+    @cached_property
+    def _takes_parts(self) -> tuple[bool, ...]:
+        """True for each of the two if it shows a message whose content is a list of parts, and not one whose content is
+        a string, as templates of some multimodal models do.
+        """
+        return tuple(not self._shows(t, _PROBE) and self._shows(t, as_parts(_PROBE)) for t in self._compiled)
+
+    def _shows(self, template: jinja2.Template, content: object) -> bool:
+        values = {"messages": [{"role": "user", "content": content}], "tools": None, "add_generation_prompt": True}
+        try:
+            return _PROBE in "".join(_bounded(template.generate({**values, **self.special_tokens})))
+        except TooMuchWork:
+            raise
+        except (jinja2.TemplateError, *_TEMPLATE_FAULTS):
+            return False
 
     def render(self, messages: Sequence[ChatMessage], tools_json: str = "", how: Rendering = DEFAULT_RENDERING) -> str:
         """Return the prompt. Raises InvalidRequest. Does not limit CPU time or memory."""
@@ -280,6 +304,8 @@ class ChatTemplate:
             turns = [with_thinking(turn) for turn in turns]
         if tools and _TOOLS_IN_SYSTEM in source:
             turns = with_tools_in_system(turns, tools)
+        if self._takes_parts[bool(tools)]:
+            turns = [turn | {"content": as_parts(turn["content"])} for turn in turns]
         reserved = {
             "messages": turns,
             "tools": tools,

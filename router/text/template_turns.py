@@ -6,6 +6,11 @@ import re
 _NO_LETTER_OR_DIGIT = re.compile(r"[^A-Za-z0-9]")
 
 
+def as_parts(content: object) -> object:
+    """A text as a list with one part."""
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
 def with_tools_in_system(turns: list[dict[str, object]], tools: list[object]) -> list[dict[str, object]]:
     """Give the first turn, a system message, the tools as JSON of bare functions."""
     functions = [tool.get("function", tool) if isinstance(tool, dict) else tool for tool in tools]

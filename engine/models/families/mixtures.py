@@ -52,6 +52,12 @@ def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(qwen3(plain, raw), windows=windows, experts=_qwen_experts(plain, raw))
 
 
+def qwen3_vl_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """The text part of Qwen 3 VL MoE: Qwen 3 MoE, whatever `norm_topk_prob` says, with experts in stacks."""
+    config = qwen3_moe(plain, {**raw, "norm_topk_prob": True})
+    return replace(config, tensors=TensorNames(stacked_transposed=True))
+
+
 def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """DeepSeek-MoE 16B: MLPs in the first layers, experts and shared experts in the others."""
     refuse(raw, scoring_func="sigmoid")

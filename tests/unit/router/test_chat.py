@@ -41,6 +41,29 @@ def test_renders_as_transformers_does(source: str, rendered: str) -> None:
     assert ChatTemplate(source, {"bos_token": "<s>"}).render(TURNS) == rendered
 
 
+# As SmolVLM's and LLaVA's have it, as Gemma 3's has it, and one that takes texts only.
+_PARTS = (
+    "{% for m in messages %}[{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+_SELECTED = (
+    "{% for m in messages %}[{% for part in m.content | selectattr('type', 'equalto', 'text') %}{{ part.text }}"
+    "{% endfor %}{% endfor %}"
+)
+_FIRST = "{% for m in messages %}[{{ m['content'][0]['text'] }}{% endfor %}"
+_EITHER = "{% for m in messages %}{% if m.content is string %}[{{ m.content }}{% else %}parts{% endif %}{% endfor %}"
+_TEXTS = "{% for m in messages %}{{ '[' + m.content | trim }}{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [_PARTS, _SELECTED, _FIRST, _EITHER, _TEXTS])
+def test_each_template_gets_contents_as_it_takes_them(source: str) -> None:
+    template = ChatTemplate(source, {}, tool_source=_TEXTS)
+    assert template.render(TURNS) == "[be <brief>[héllo[hi"
+    assert template.render(TURNS, '[{"type": "function"}]') == "[be <brief>[héllo[hi"
+    continued = Rendering(adds_generation_prompt=False, continues_final=True)
+    assert template.render([*TURNS[:2], ChatMessage("assistant", "")], "", continued) == "[be <brief>[héllo["
+
+
 def test_templates_see_tools_and_all_members_of_a_turn() -> None:
     source = "{% for t in tools or [] %}{{ t.function.name }};{% endfor %}{{ messages[0].tool_calls[0].id }}"
     turn = ChatMessage("assistant", "", '{"tool_calls": [{"id": "7"}], "role": "system"}')
@@ -124,6 +147,10 @@ def write_config(folder: Path, **content: object) -> Path:
 
 def test_where_templates_are_found(tmp_path: Path) -> None:
     assert ChatTemplate.load(tmp_path) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "of a processor"}')
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render(TURNS) == "of a processor"
     write_config(
         tmp_path, bos_token="<s>", eos_token={"content": "</s>"}, pad_token=None, chat_template="{{ bos_token }}"
     )

@@ -197,12 +197,10 @@ class TensorNames:
     """Matrices of layers are stored as [inputs, outputs]."""
     interleaved_rotary: bool = False
     """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
-    norm_offset: float = 0.0
-    """Value added to the stored weights of norms."""
+    norm_offset: float = 0.0  # added to the stored weights of norms
     unit_lm_head: bool = False
     """Rows of the output matrix are divided by their lengths at loading."""
-    first_position: int = 0
-    """Row of the learned positions for position 0."""
+    first_position: int = 0  # row of the learned positions for position 0
 
 
 LLAMA_NAMES = TensorNames()

@@ -151,7 +151,8 @@ def _dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return "float32"
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.dtype
-    if read_quantization(settings.model_dir) is not None:
+    quantization = read_quantization(settings.model_dir)
+    if quantization is not None and not quantization.is_mxfp4:
         return "float32"
     in_own_dtype = replace(settings, dtype=config.dtype)
     is_kept = settings.load_format == "dummy" or not rounded_to(in_own_dtype, config)

@@ -12,7 +12,7 @@ from checkpoint.text_part import possible_names
 from engine.models.encodings import OUTPUT
 from engine.models.parameters import ParameterSpec, Stack
 from engine.quantized_formats.config import Quantization, read_quantization
-from engine.quantized_formats.modules import QuantizedModule, find_module, stores_quantized
+from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
 from mesh.domain.errors import ConfigurationError
 
 _STORED_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -68,7 +68,14 @@ def find_modules(
     modules: dict[str, QuantizedModule] = {}
     promised: list[str] = []
     for source in (source for spec in specs for source in spec.sources):
-        if len(source.shape) == 2 and source.name.endswith(".weight"):
+        if source.member is not None and len(source.shape) == 3:
+            count, num_inputs, num_outputs = source.shape
+            for candidate in (source.name, source.name.partition(".")[2]):
+                module = find_stacked(candidate, count, (num_outputs, num_inputs), stored, quantization)
+                if module is not None:
+                    modules[source.name] = module
+                    break
+        elif len(source.shape) == 2 and source.name.endswith(".weight"):
             name = source.name.removesuffix(".weight")
             as_stored = stored_name(source.name, stored)
             module_name = as_stored.removesuffix(".weight")
@@ -94,7 +101,11 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     """
     stored = open_stored(model_dir, specs)
     matrices = [spec for spec in specs if len(spec.shape) > 1 and not spec.in_fp32]
-    names = {stored_name(source.name, stored) for spec in matrices for source in spec.sources}
+    sources = {source.name for spec in matrices for source in spec.sources}
+    if dtype == "bfloat16" and (quantization := read_quantization(model_dir)) is not None:  # holds any number of MXFP4
+        modules = find_modules(specs, stored, quantization)
+        sources -= {name for name, module in modules.items() if module.is_mxfp4}
+    names = {stored_name(name, stored) for name in sources}
     if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
         return False
     return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
+from engine.kernels.cpu.nibbles import E2M1_ZERO
 from engine.load_times import load_phase
 from engine.mapped_files import open_mapped, read_part
 from engine.memory import release_pages
@@ -31,6 +32,7 @@ from engine.models.rounding import INT4_GROUP, round_to_int8
 from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
+from engine.quantized_formats.mxfp4 import levels_of
 from engine.stored_parameters import find_modules, group_of_int4, open_stored, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
@@ -146,6 +148,8 @@ def _stored_values(
             with load_phase("read"):
                 if encoding == "int4" and spec.is_matrix and contents.int4_group is not None:
                     parameter = reader.int4(spec, contents.int4_group)
+                elif encoding == "int4" and reader.has_mxfp4(spec):
+                    parameter = reader.mxfp4(spec)
                 elif encoding == "fp8" and spec.is_matrix:
                     parameter = reader.fp8(spec)
                 elif encoding == "int8" and reader.has_int8(spec):
@@ -296,9 +300,26 @@ class _Reader:
             first += source.num_rows
         return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, order=order)
 
+    def has_mxfp4(self, spec: ParameterSpec) -> bool:
+        """True if the whole matrix is stored in MXFP4, and is used like that."""
+        modules = [self._modules.get(source.name) for source in spec.sources]
+        is_plain = not spec.unit_rows and not spec.offset
+        return is_plain and all(module is not None and module.is_mxfp4 for module in modules)
+
+    def mxfp4(self, spec: ParameterSpec) -> LinearParameters:
+        """A matrix with the numbers and scales of the checkpoint. Raises ConfigurationError if one is not finite."""
+        matrices = [self._quantized(source) for source in spec.held_sources()]
+        weight = torch.cat([levels_of(matrix.values) for matrix in matrices])
+        scales = torch.cat([matrix.scales for matrix in matrices])
+        self._release()
+        if not is_finite(scales):
+            raise ConfigurationError(_not_finite(scales, spec.sources[0].name))
+        zeros = torch.full(scales.shape, E2M1_ZERO, dtype=torch.uint8)
+        return LinearParameters(weight, "int4", scales.mul_(spec.factor), zeros, is_mxfp4=True)
+
     def _quantized(self, source: Source) -> QuantizedMatrix:
         """The outputs that `source` selects of a quantised matrix."""
-        matrix = self._modules[source.name].read(self._tensor)
+        matrix = self._modules[source.name].read(self._tensor, source.member)
         return matrix if source.rows is None else matrix.select(torch.from_numpy(source.rows))
 
     def _tensor(self, name: str) -> Tensor:
@@ -325,6 +346,7 @@ def _not_finite(values: Tensor, name: str) -> str:
 
 
 def _rows(source: Source, tensor: Tensor) -> Tensor:
+    tensor = tensor if source.member is None else tensor[source.member]
     tensor, rows = tensor.t() if source.transposed else tensor, source.rows
     tensor = tensor.flatten() if source.flat else tensor
     if rows is None:

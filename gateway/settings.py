@@ -13,7 +13,7 @@ from mesh.settings import setting
 LMI_SCHEMAS = ("rolling", "0.26", "async")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite"),
-    *("qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31"),
+    *("qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "openai"),
 )
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")

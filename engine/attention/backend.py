@@ -123,7 +123,7 @@ class AttentionShape:
 
     Scores are multiplied by `scale`: `given_scale`, or head_dim ** -0.5 if None. With a softcap, score s becomes
     softcap * tanh(s / softcap). With `alibi`, each head's slope times the distance to the key is subtracted (ALiBi,
-    Press et al. 2022).
+    Press et al. 2022). With sinks, each head has a number that counts as the score of one more key, whose value is 0.
     """
 
     num_heads: int
@@ -132,6 +132,7 @@ class AttentionShape:
     given_scale: float | None = None
     softcap: float | None = None
     alibi: tuple[float, ...] | None = None
+    has_sinks: bool = False
 
     @property
     def queries_per_kv_head(self) -> int:
@@ -153,8 +154,8 @@ class AttentionShape:
 
     @property
     def is_plain(self) -> bool:
-        """True if scores are scaled only: no softcap, no ALiBi."""
-        return self.softcap is None and self.alibi is None
+        """True if scores are scaled only: no softcap, no ALiBi, no sinks."""
+        return self.softcap is None and self.alibi is None and not self.has_sinks
 
 
 def attention_shape(config: ModelConfig) -> AttentionShape:
@@ -166,6 +167,7 @@ def attention_shape(config: ModelConfig) -> AttentionShape:
         config.attention_scale,
         config.attention_softcap,
         _alibi_slopes(config.num_heads, config.alibi_scale) if config.positions == "alibi" else None,
+        config.attention_sinks,
     )
 
 
@@ -199,12 +201,14 @@ class AttentionBackend(Protocol):
         layer_cache: Tensor,
         window: int | None,
         metadata: ForwardMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Write keys and values to their slots, then attend causally -> [num_tokens, num_heads, head_dim].
 
         queries: [num_tokens, num_heads, head_dim]. keys, values: [num_tokens, num_kv_heads, head_dim], not necessarily
         contiguous. layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], written in place. With a window, a
-        query sees the last `window` positions, including its own. The caller owns the result.
+        query sees the last `window` positions, including its own. sinks: fp32 [num_heads] of a shape that has them. The
+        caller owns the result.
         """
         ...
 

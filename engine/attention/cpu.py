@@ -13,6 +13,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernels.cpu.arguments import (
     NO_FACTORS,
+    NO_SINKS,
     NO_SLOPES,
     NO_WINDOW,
     Attending,
@@ -80,6 +81,11 @@ def kernel_slopes(shape: AttentionShape) -> Floats:
     return NO_SLOPES if shape.alibi is None else np.array(shape.alibi, np.float32) * np.float32(LOG2_E)
 
 
+def kernel_sinks(sinks: Tensor | None) -> Floats:
+    """The sinks [.., num_heads] of some layers as the kernels take them."""
+    return NO_SINKS if sinks is None else np.atleast_2d(sinks.numpy() * np.float32(LOG2_E))
+
+
 class CpuAttention:
     """fp32 queries over a cache in fp32, fp16 or int8. Threads share out the heads; the kernels release the GIL."""
 
@@ -96,7 +102,8 @@ class CpuAttention:
         """Compile the kernels for this kind of cache, so that the first request need not wait. Writes to the cache."""
         queries = torch.zeros(1, self._shape.num_heads, self._shape.head_dim)
         keys = torch.zeros(1, self._shape.num_kv_heads, self._shape.head_dim)
-        self.attend(queries, keys, keys, layer_cache, None, one_token())
+        sinks = queries[0, :, 0] if self._shape.has_sinks else None
+        self.attend(queries, keys, keys, layer_cache, None, one_token(), sinks)
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
@@ -110,6 +117,7 @@ class CpuAttention:
         layer_cache: Tensor,
         window: int | None,
         metadata: ForwardMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         shape, cache = head_shape(self._shape, layer_cache), elements(layer_cache)
         self.write(keys, values, layer_cache, metadata.slot_mapping)
@@ -122,12 +130,12 @@ class CpuAttention:
         visible = NO_WINDOW if window is None else window
         splits = self._buffers[0].splits(shape, batch)
         work = [
-            Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes)
+            Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes, kernel_sinks(sinks))
             for buffers in self._buffers
         ]
         self._run(lambda thread: _attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
         if _has_splits(batch, visible):
-            self._run(lambda thread: _join(work[thread], visible, Part(thread, self._num_threads)))
+            self._run(lambda thread: _join(work[thread], 0, visible, Part(thread, self._num_threads)))
         return out
 
     def _run(self, call: Callable[[int], None]) -> None:

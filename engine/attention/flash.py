@@ -58,6 +58,7 @@ class FlashAttention:
         layer_cache: Tensor,
         window: int | None,
         metadata: ForwardMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         write_slots(keys, values, layer_cache, metadata.slot_mapping)
         span = (-1, -1) if window is None else (window - 1, 0)

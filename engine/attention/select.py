@@ -93,6 +93,8 @@ def _why_not_flash(shape: AttentionShape, target: AttentionTarget) -> str | None
         return f"KV in {layout.dtype} differs from queries in {target.dtype}"
     if shape.head_dim > MAX_HEAD_DIM:
         return f"heads of {shape.head_dim}, over {MAX_HEAD_DIM}"
+    if shape.has_sinks:
+        return "it knows no attention sinks"
     if layout.block_size % PAGE_TOKENS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {PAGE_TOKENS}"
     return triton_paged.why_too_old(target.device) or why_no_flash_attn()

@@ -1,11 +1,12 @@
 """TorchAttention: torch's scaled_dot_product_attention, on any device and dtype. Context is gathered from blocks.
 
-torch's function has no soft cap, so attention with soft-capped scores is computed with separate operations.
+torch's function has no soft cap, so attention with soft-capped scores is computed with separate operations. It has no
+sinks either: they are the scores, in the mask, of one more key that is 0, and so is its value.
 """
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata, write_slots
 from engine.kv_types import as_bytes, as_stored
@@ -34,17 +35,18 @@ class TorchAttention:
         layer_cache: Tensor,
         window: int | None,
         metadata: ForwardMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         # A chunk sees its own tokens as later steps do, so that cuts of a prompt and replays change nothing.
         keys, values = as_stored(keys, layer_cache.dtype), as_stored(values, layer_cache.dtype)
         write_slots(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if metadata.num_decodes:
-            out[: metadata.num_decodes] = self._attend_decodes(queries, layer_cache, window, metadata)
+            out[: metadata.num_decodes] = self._attend_decodes(queries, layer_cache, window, metadata, sinks)
         for chunk in metadata.chunks:
             rows = slice(chunk.query_start, chunk.query_end)
             qkv = (queries[rows], keys[rows], values[rows])
-            out[rows] = self._attend_chunk(qkv, layer_cache, window, chunk, metadata)
+            out[rows] = self._attend_chunk(qkv, layer_cache, window, chunk, metadata, sinks)
         return out
 
     def attend_whole(
@@ -58,7 +60,12 @@ class TorchAttention:
         return self._weigh(queries, keys, values, mask)[0].transpose(0, 1)
 
     def _attend_decodes(
-        self, queries: Tensor, layer_cache: Tensor, window: int | None, metadata: ForwardMetadata
+        self,
+        queries: Tensor,
+        layer_cache: Tensor,
+        window: int | None,
+        metadata: ForwardMetadata,
+        sinks: Tensor | None,
     ) -> Tensor:
         # -> [num_decodes, num_heads, head_dim]
         num_decodes, block_size = metadata.num_decodes, layer_cache.shape[2]
@@ -68,7 +75,7 @@ class TorchAttention:
         gathered = (as_bytes(layer_cache)[i][tables].view(layer_cache.dtype) for i in range(2))
         keys, values = (heads.flatten(1, 2).transpose(1, 2).to(queries.dtype) for heads in gathered)
         mask = self._decode_mask(metadata, keys.shape[2], window, queries.dtype)
-        return self._weigh(queries[:num_decodes, :, None], keys, values, mask)[:, :, 0]
+        return self._weigh(queries[:num_decodes, :, None], keys, values, mask, sinks)[:, :, 0]
 
     def _attend_chunk(
         self,
@@ -77,6 +84,7 @@ class TorchAttention:
         window: int | None,
         chunk: Chunk,
         metadata: ForwardMetadata,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Causal attention of one chunk -> [num_queries, num_heads, head_dim]; `qkv`: its queries, keys, values."""
         # [1, heads, num_queries, head_dim]
@@ -94,13 +102,17 @@ class TorchAttention:
             stop = min(start + tile, chunk.num_queries)
             num_keys = chunk.first_position + stop - first_key
             mask = self._chunk_mask(metadata, chunk, (start, stop, first_key), window, queries)
-            part = self._weigh(queries[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys], mask)
+            part = self._weigh(queries[:, :, start:stop], keys[:, :, :num_keys], values[:, :, :num_keys], mask, sinks)
             outs.append(part[0].transpose(0, 1))
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
-    def _weigh(self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-        """Softmax attention over [batch, heads, tokens, head_dim] tensors; causal if `mask` is None."""
+    def _weigh(
+        self, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, sinks: Tensor | None = None
+    ) -> Tensor:
+        """Softmax attention over [batch, heads, tokens, head_dim] tensors; causal if `mask` is None. Sinks need one."""
         shape = self._shape
+        if mask is not None and sinks is not None:
+            keys, values, mask = _with_sinks(keys, values, mask, sinks)
         if mask is None or shape.softcap is None:
             return scaled_dot_product_attention(
                 queries,
@@ -153,6 +165,14 @@ class TorchAttention:
                 self._slopes = torch.tensor(self._shape.alibi, device=distance.device)
             mask = (-self._slopes[:, None] * distance[:, None]).to(dtype)
         return mask.masked_fill(hidden[:, None], float("-inf"))
+
+
+def _with_sinks(keys: Tensor, values: Tensor, mask: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """With one more key and value, which are 0; `mask` [.., 1 or num_heads, queries, keys] has the sinks for it."""
+    keys, values = (pad(heads, (0, 0, 0, 1)) for heads in (keys, values))
+    mask = mask.expand(*mask.shape[:-3], len(sinks), *mask.shape[-2:])
+    scores = sinks.to(mask.dtype)[:, None, None].expand(*mask.shape[:-1], 1)
+    return keys, values, torch.cat((mask, scores), -1)
 
 
 def _gather(

@@ -157,6 +157,7 @@ def attend_tiles(
     context_lens,
     query_starts,
     slopes,
+    sinks,
     scale,
     softcap,
     first_seq,
@@ -178,6 +179,7 @@ def attend_tiles(
     WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Attend from one tile of a sequence to its keys, or to some splits of them. Grid: (sequences, KV heads x tiles of
     the longest sequence, programs). Sequences with fewer than MIN_QUERIES or more than max_queries queries are skipped.
@@ -272,6 +274,8 @@ def attend_tiles(
             HAS_SOFTCAP,
             HAS_ALIBI,
         )
+        if HAS_SINKS:
+            total += tl.exp2(tl.load(sinks + head, mask=is_row, other=0.0) * _LOG2_E - largest)
         at = (row * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
         result = mixed / tl.where(is_row, total, 1.0)[:, None]
         tl.store(out + at[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=is_out)
@@ -284,6 +288,7 @@ def combine_splits(
     out,
     context_lens,
     query_starts,
+    sinks,
     first_seq,
     max_queries,
     num_splits,
@@ -293,6 +298,7 @@ def combine_splits(
     SPLIT: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS_AT_ONCE: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
 ):
     """Join what `attend_tiles` wrote for one row and head. Grid: (sequences x max_queries, heads)."""
     index, head = tl.program_id(0), tl.program_id(1)
@@ -325,5 +331,7 @@ def combine_splits(
         total = total * decay + tl.sum(weights * totals, 0)
         mixed = mixed * decay + tl.sum(weights[:, None] * sums, 0)
         largest = now_largest
+    if HAS_SINKS:
+        total += tl.exp2(tl.load(sinks + head) * _LOG2_E - largest)
     at = ((first_row + query).to(tl.int64) * NUM_HEADS + head) * HEAD_DIM
     tl.store(out + at + dims, (mixed / total).to(out.dtype.element_ty), mask=is_dim)

@@ -65,6 +65,7 @@ class _Layer:
     cache: Tensor
     window: int | None
     metadata: ForwardMetadata
+    sinks: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ class TritonAttention:
                     num_tokens, self._shape.num_heads, self._shape.head_dim, dtype=dtype, device=self._device
                 )
                 keys = queries[:, : self._shape.num_kv_heads]
-                self.attend(queries, keys, keys, layer_cache, window, metadata)
+                sinks = self._slopes if self._shape.has_sinks else None
+                self.attend(queries, keys, keys, layer_cache, window, metadata, sinks)
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
         if not keys.shape[0]:
@@ -132,10 +134,11 @@ class TritonAttention:
         layer_cache: Tensor,
         window: int | None,
         metadata: ForwardMetadata,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        layer = _Layer(_dense_heads(queries), out, as_bytes(layer_cache), window, metadata)
+        layer = _Layer(_dense_heads(queries), out, as_bytes(layer_cache), window, metadata, sinks)
         num_decodes, chunks = metadata.num_decodes, metadata.chunks
         if num_decodes:
             self._attend_splits(layer, _Sequences(0, num_decodes, 1, 1, metadata.max_decode_context))
@@ -192,11 +195,9 @@ class TritonAttention:
                 metadata.context_lens,
                 metadata.query_starts,
                 self._slopes,
-                float(shape.scale),
-                float(shape.softcap or 1.0),
-                sequences.first,
-                sequences.max_queries,
-                num_splits,
+                self._slopes if layer.sinks is None else layer.sinks,
+                *(float(shape.scale), float(shape.softcap or 1.0)),
+                *(sequences.first, sequences.max_queries, num_splits),
                 metadata.block_tables.stride(0),
                 *layer.queries.stride()[:2],
                 cache.stride(0),
@@ -212,6 +213,7 @@ class TritonAttention:
                 WINDOW=layer.window or 0,
                 HAS_SOFTCAP=shape.softcap is not None,
                 HAS_ALIBI=shape.alibi is not None,
+                HAS_SINKS=layer.sinks is not None,
                 num_stages=2,
                 enable_fp_fusion=True,
             )
@@ -224,6 +226,7 @@ class TritonAttention:
                 layer.out,
                 metadata.context_lens,
                 metadata.query_starts,
+                self._slopes if layer.sinks is None else layer.sinks,
                 sequences.first,
                 sequences.max_queries,
                 num_splits,
@@ -233,6 +236,7 @@ class TritonAttention:
                 SPLIT=SPLIT_TOKENS,
                 WINDOW=layer.window or 0,
                 SPLITS_AT_ONCE=_SPLITS_AT_ONCE,
+                HAS_SINKS=layer.sinks is not None,
                 enable_fp_fusion=True,
             )
 

@@ -35,6 +35,7 @@ from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     FLOAT_BYTES,
+    LOG2_E,
     PANEL,
     TILE_ROWS,
     UNIT,
@@ -71,8 +72,9 @@ _AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
 _NO_AMX: Bytes = np.empty(0, np.uint8)
 _NO_ROWS: Floats = np.empty((0, 0), np.float32)
-_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, np.empty((0, 0), np.int64), _NO_ROWS, _NO_ROWS.reshape(0), _NO_ROWS)
-_NO_LATENT_ROWS = LatentRows(_NO_ROWS.reshape(0), _NO_ROWS.reshape(0), _NO_ROWS.reshape(0), step=0, query_step=0)
+_NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
+_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, _NO_CHOICES, _NO_ROWS, _NO_NUMBERS, _NO_NUMBERS, _NO_ROWS)
+_NO_LATENT_ROWS = LatentRows(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, step=0, query_step=0)
 
 
 class CompiledDecoder:
@@ -106,7 +108,7 @@ class CompiledDecoder:
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
-        self._slopes = kernel_slopes(self._heads)
+        self._slopes, self._sinks = kernel_slopes(self._heads), packed.sinks * np.float32(LOG2_E)
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
@@ -175,7 +177,7 @@ class CompiledDecoder:
             splits = self._thread_buffers[first].splits(shape, of_share)
             for thread in range(size):
                 scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
-                attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes)
+                attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks)
                 work.append(Work(own_acts, operands[first + thread], attending, self._cache, own_adapted[thread]))
         return work
 
@@ -287,12 +289,13 @@ class CompiledDecoder:
             rows * (experts.routing.top_k * experts.width + experts.shared_width),
             rows * experts.routing.top_k,
         )
-        buffers = self._ranks.buffers
+        buffers, num_gated = self._ranks.buffers, 0 if experts.activation == SILU else 2 * num_inner
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
             chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
             weights=self._rows("expert_weights", rows, experts.routing.top_k + 1),
+            gate_up=buffers.get("expert_gate_up", num_gated)[:num_gated],
             inner=buffers.get("expert_inner", num_inner)[:num_inner],
             results=self._rows("expert_results", self._num_copies(rows), hidden),
         )

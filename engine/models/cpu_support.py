@@ -2,7 +2,18 @@
 
 from collections.abc import Mapping
 
-from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, RELU2, SIGMOID, SILU, SOFTMAX, SPARSE_MIXER, XIELU
+from engine.kernels.cpu.arguments import (
+    CLAMPED_SWIGLU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SIGMOID,
+    SILU,
+    SOFTMAX,
+    SPARSE_MIXER,
+    XIELU,
+)
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import KVLayout
@@ -18,13 +29,13 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "gelu_fast": GELU_TANH,
     "gelu_pytorch_tanh": GELU_TANH,
     "relu": RELU,
+    "clamped_swiglu": CLAMPED_SWIGLU,
     "relu2": RELU2,
     "xielu": XIELU,
 }
 """Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
 KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse-mixer": SPARSE_MIXER}
 """By the names of ExpertsConfig.scoring."""
-_BESIDE_EXPERTS = ("sequential", "silu", True)
 
 
 def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) -> str | None:
@@ -46,8 +57,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if (config.block, config.activation, config.gated) != _BESIDE_EXPERTS:
-            return f"experts in a block {config.block} with {config.activation}"
+        if config.block != "sequential" or not config.gated:
+            return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:
         if num_ranks > 1:

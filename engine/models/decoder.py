@@ -124,11 +124,11 @@ class Decoder:
         """
         layer_cache = self._cache.layer(self.config.num_kv_layers_before(index))
         window = self.config.windows[index]
-        scale = self._scales.get(index)
+        scale, sinks = self._scales.get(index), self._layers[index - self.layers.first].sinks
         if scale is None:
-            return self._attention.attend(queries, keys, values, layer_cache, window, metadata).flatten(1)
+            return self._attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
-        return self._attention.attend(*scaled, layer_cache, window, metadata).flatten(1) * scale.value
+        return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * scale.value
 
     def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
         assert self._states is not None
@@ -142,8 +142,6 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
         return None
     if encoding != "float":
         return f"the kernels multiply in floating point, not in {encoding}"
-    if config.mlp_bias:
-        return "the kernels add no biases"
     return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 

@@ -23,7 +23,8 @@ class LinearParameters:
     weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": the same with `weight` in e4m3.
     Encoding "int4": inputs are in groups, the last of which may be narrower. Number [output, input] is `(weight[output,
     input] - zeros[output, group]) * scales[output, group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32
-    scales [outputs, groups]. With an `order`, int64 [inputs], column i of `weight` is for input `order[i]`, and groups
+    scales [outputs, groups]. If it `is_mxfp4`, `weight` has numbers of levels (engine/kernels/cpu/nibbles.py) in place
+    of them, in groups of 32. With an `order`, int64 [inputs], column i of `weight` is for input `order[i]`, and groups
     are groups of columns.
     """
 
@@ -33,6 +34,7 @@ class LinearParameters:
     zeros: Tensor | None = None
     bias: Tensor | None = None
     order: Tensor | None = None
+    is_mxfp4: bool = False
 
 
 def _keep(weight: Tensor) -> LinearParameters:

@@ -33,6 +33,7 @@ def multiply_chosen(
     out,
     weights,
     offsets,
+    biases,
     shares,
     listed,
     counts,
@@ -43,11 +44,13 @@ def multiply_chosen(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STEP: tl.constexpr,
+    HAS_BIASES: tl.constexpr,
     HAS_SHARES: tl.constexpr,
 ):
     """Multiply rows of x [.., DEPTH] with the matrices [WIDTH, DEPTH] of their experts -> out [choices, WIDTH]. Grid:
     (experts, tiles of COLUMNS outputs). Choice c reads row c // CHOICES_PER_ROW of x. Choices that are not listed are
-    not written. With HAS_SHARES a product is multiplied by the choice's share.
+    not written. With HAS_BIASES a product gets the expert's biases [experts, WIDTH]; then, with HAS_SHARES, it is
+    multiplied by the choice's share.
     """
     expert = tl.program_id(0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -68,6 +71,9 @@ def multiply_chosen(
             rows = tl.load(x_at + depth, mask=is_row[:, None] & is_step, other=0.0)
             matrix = tl.load(weight_at + depth, mask=is_column[:, None] & is_step, other=0.0)
             total = tl.dot(rows, tl.trans(matrix), total, input_precision="ieee")
+        if HAS_BIASES:
+            bias = tl.load(biases + expert * WIDTH + column, mask=is_column, other=0.0)
+            total += bias.to(tl.float32)[None, :]
         if HAS_SHARES:
             total *= tl.load(shares + choice, mask=is_row, other=0.0).to(tl.float32)[:, None]
         out_at = out + choice[:, None] * WIDTH + column[None, :]

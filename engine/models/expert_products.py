@@ -42,13 +42,17 @@ def why_not_on_device(attention: str, device: torch.device) -> str | None:
 
 
 class ExpertMatrices:
-    """One matrix [outputs, inputs] of each of some experts: the first one, and the distances to all of them."""
+    """One matrix [outputs, inputs] of each of some experts: the first one, and the distances to all of them; `biases`
+    [experts, outputs], if they have any.
+    """
 
     def __init__(self, matrices: Sequence[LinearParameters]) -> None:
         self._weights = [_aligned(matrix.weight) for matrix in matrices]  # whose addresses are in `offsets`
         self.first = self._weights[0]
         numbers = [weight.data_ptr() // weight.element_size() for weight in self._weights]
         self.offsets = torch.tensor([number - numbers[0] for number in numbers], device=self.first.device)
+        biases = [matrix.bias for matrix in matrices if matrix.bias is not None]
+        self.biases = torch.stack(biases) if biases else None
 
 
 def _aligned(weight: Tensor) -> Tensor:
@@ -105,9 +109,9 @@ class ExpertProducts:
     def multiply(
         self, x: Tensor, matrices: ExpertMatrices, listed: ListedChoices, shares: Tensor | None = None
     ) -> Tensor:
-        """Products [choices, outputs] of rows of x with the matrices of the experts that are chosen. x has a row for
-        each row of the step; or, with the `shares` that multiply the products, for each choice. Without shares, rows of
-        choices that are not listed are not written; with shares they are 0.
+        """Products [choices, outputs] of rows of x with the matrices of the chosen experts, biases added. x has a row
+        for each row of the step; or, with the `shares` that multiply the products, for each choice. Without
+        shares, rows of choices that are not listed are not written; with shares they are 0.
         """
         (width, depth), num_choices = matrices.first.shape, listed.num_rows * listed.top_k
         allocate = torch.empty if shares is None else torch.zeros
@@ -118,6 +122,7 @@ class ExpertProducts:
                 out,
                 matrices.first,
                 matrices.offsets,
+                out if matrices.biases is None else matrices.biases,
                 out if shares is None else shares.contiguous(),
                 listed.choices,
                 listed.counts,
@@ -128,6 +133,7 @@ class ExpertProducts:
                 ROWS=_tile_rows(listed.num_rows),
                 COLUMNS=_COLUMNS,
                 STEP=_STEP_BYTES // x.element_size(),
+                HAS_BIASES=matrices.biases is not None,
                 HAS_SHARES=shares is not None,
                 num_stages=_NUM_STAGES,
                 enable_fp_fusion=True,

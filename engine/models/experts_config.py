@@ -33,6 +33,7 @@ class ExpertsConfig:
     """Factor of the selected experts' weights, after they are normalised."""
     mixer_range: float = field(default=0.0, repr=False)
     """SparseMixer: the distance from the highest output, in relation to the outputs, of those that have a share."""
+    router_bias: bool = field(default=False, repr=False)
     wide_router: bool = field(default=False, repr=False)
     """The router is in fp32, whatever the model's dtype."""
 

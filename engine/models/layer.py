@@ -17,7 +17,7 @@ from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent import LatentHeads
 from engine.models.latent_config import LATENT_EPS
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, Ops, Rows
+from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows
 from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
@@ -65,7 +65,7 @@ class Mlp(Protocol):
 
 
 class DenseMlp:
-    """down(activation(gate) * up), or down(activation(up)) if not `gated`."""
+    """down(activation(gate) * up), or down(activation(up)) if not `gated`. Such an activation may itself be a gate."""
 
     def __init__(self, up: LinearLayer, down: LinearLayer, activation: Activation, *, gated: bool) -> None:
         self.ops = up.ops
@@ -171,6 +171,7 @@ class Layer:
     qk_norm: HeadNorms | ProjectionNorms | None
     norms_rotated: bool
     clip_qkv: float | None
+    sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
     latent: LatentHeads | None
     o: LinearLayer
     attn_out_norm: Norm | None
@@ -228,6 +229,7 @@ def take_layer(
         else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
+        sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
         latent=_take_latent(parameters, prefix, config, linears),
         o=o if summing is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
@@ -235,9 +237,7 @@ def take_layer(
         mlp=mlp if summing is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
         gates_attention=config.attention_gate,
-        recurrence=take_mixer(parameters, prefix, config.recurrent, config.norm_eps)
-        if is_recurrent and config.recurrent is not None
-        else None,
+        recurrence=take_mixer(parameters, prefix, config, index),
     )
 
 
@@ -284,7 +284,8 @@ def _make_mlp(
     matrices: Mapping[str, LinearParameters], config: ModelConfig, linears: LinearLayers, activation: Activation
 ) -> DenseMlp:
     up, down = (linears.make_linear(name, matrix) for name, matrix in matrices.items())
-    return DenseMlp(up, down, activation, gated=config.gated)
+    gated = config.gated and config.activation != CLAMPED_SWIGLU
+    return DenseMlp(up, down, activation, gated=gated)
 
 
 def _take_mixture(
@@ -297,7 +298,8 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    router = Router(facts, parameters.take(f"{prefix}router"), parameters.take_optional(f"{prefix}choice_bias"))
+    biases = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias"))
+    router = Router(facts, parameters.take(f"{prefix}router"), *biases)
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
@@ -329,7 +331,11 @@ def run_layer(
     """
     is_post = layer.block == "post"
     x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
-    mixed = layer.o.ops.rows(_mix(layer.qkv(x), layer, heads, rotation, attend, recur))
+    projected = layer.qkv(x)
+    if layer.recurrence is not None and recur is not None:
+        mixed = layer.o.ops.rows(recur(layer.recurrence, projected))
+    else:
+        mixed = layer.o.ops.rows(_mix(projected, layer, heads, rotation, attend))
     if layer.parallel:
         beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -347,18 +353,8 @@ def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:
     return part.ops.rows(residual) if norm is None else part.ops.norm(residual, norm)
 
 
-def _mix(
-    projected: Tensor,
-    layer: Layer,
-    shape: AttentionShape,
-    rotation: Rotation | None,
-    attend: Attend,
-    recur: Recur | None,
-) -> Tensor:
-    """What `o` projects."""
-    if layer.recurrence is not None:
-        assert recur is not None
-        return recur(layer.recurrence, projected)
+def _mix(projected: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None, attend: Attend) -> Tensor:
+    """The result of attention, which `o` projects."""
     gate = None
     if layer.gates_attention:
         width = shape.num_heads * shape.head_dim

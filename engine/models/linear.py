@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AdapterRows
+from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.kernels.cpu.byte_matrix import ByteMatrix
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
 from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
@@ -46,6 +47,16 @@ def _relu_squared(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def _clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gpt-oss: [rows, 2 * width] with gates and ups side by side -> [rows, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": F.silu,
     "gelu": F.gelu,
@@ -55,8 +66,9 @@ ACTIVATIONS: Mapping[str, Activation] = {
     "relu": F.relu,
     "relu2": _relu_squared,
     "xielu": xielu,
+    CLAMPED_SWIGLU: _clamped_swiglu,
 }
-"""Activations by their names in config.json."""
+"""Activations by their names in config.json. CLAMPED_SWIGLU takes gates and ups, the others one of them."""
 
 
 def _can_pack() -> bool:

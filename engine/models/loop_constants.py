@@ -86,6 +86,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         layers=np.array([has_experts(config, layer) for layer in layers], np.int64),
         routing=Routing(
             routers=packed.routers,
+            router_biases=packed.router_biases,
             choice_biases=packed.choice_biases,
             shared_gates=packed.shared_gates,
             num_experts=facts.num_experts,
@@ -101,4 +102,5 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         num_experts=facts.num_experts,
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
+        activation=KERNEL_ACTIVATIONS[config.activation],
     )

@@ -1,8 +1,7 @@
 """ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json.
 
-A family's file takes everything from here: RopeConfig (rotary positions, from the old key `rope_scaling` or the new
-one, `rope_parameters`), TensorNames (names and layout of the tensors in its checkpoints), and helpers to read
-config.json, in which families use different keys for the same fact. Data only, no tensors.
+A family's file takes everything from here: RopeConfig (rotary positions), TensorNames (names and layout of the tensors
+in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
 """
 
 from dataclasses import dataclass, field
@@ -148,6 +147,7 @@ class TensorNames:
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
+    sinks: str = field(default="self_attn.sinks", repr=False)
     q_b: str = field(default="", repr=False)
     """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
     `q_norm` and `k_norm` norm what the first ones compute."""
@@ -167,6 +167,7 @@ class TensorNames:
     """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
     expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
     expert_down: str = "down_proj"
+    stacked_experts: bool = field(default=False, repr=False)  # see engine/models/families/gpt_oss.py
     stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
     """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
     stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
@@ -185,12 +186,10 @@ class TensorNames:
     """Matrices of layers are stored as [inputs, outputs]."""
     interleaved_rotary: bool = False
     """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
-    norm_offset: float = 0.0
-    """Value added to the stored weights of norms."""
+    norm_offset: float = 0.0  # added to the stored weights of norms
     unit_lm_head: bool = False
     """Rows of the output matrix are divided by their lengths at loading."""
-    first_position: int = 0
-    """Row of the learned positions for position 0."""
+    first_position: int = 0  # row of the learned positions for position 0
 
 
 LLAMA_NAMES = TensorNames()
@@ -247,6 +246,7 @@ class ModelConfig:
     recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
+    attention_sinks: bool = field(default=False, repr=False)  # see engine.attention.backend.AttentionShape
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)

@@ -58,7 +58,9 @@ class PackedDecoder(NamedTuple):
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0, 2 or number of own heads, head_dim]; see HeadNorms
     activation: Floats  # see ModelConstants
+    sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
     routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
+    router_biases: Floats
     choice_biases: Floats
     shared_gates: Floats
     q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
@@ -81,24 +83,23 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
-    norms, head_norms, activation = [], [], []
-    (routers, choice_biases, shared_gates), number = _empty_routers(config, len(layers)), 0
+    norms, head_norms, activation, sinks = [], [], [], []
+    routers, number = _empty_routers(config, len(layers)), 0
     latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
     for i, layer in enumerate(layers):
         for name in matrix_names(config, share.layers.first + i):
             _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
             number += 1
         if has_experts(config, share.layers.first + i):
-            routers[i] = _in_panels(parameters.take(f"{layer}.router").float())
-            for kind, taken in (("choice_bias", choice_biases), ("shared_gate", shared_gates)):
-                if taken.shape[1]:
-                    taken[i] = parameters.take(f"{layer}.{kind}").float()
+            _take_router(parameters, layer, i, routers)
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
         head_norms.append(_head_norms(parameters, layer, config))
         xielu = parameters.take_optional(f"{layer}.xielu")
         activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
+        if config.attention_sinks:
+            sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
     _pack(output_packer, 0, parameters.take_output(tied))
@@ -112,9 +113,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         _take_norm(parameters, "final_norm", config),
         np.stack(head_norms),
         torch.stack(activation).numpy(),
-        routers,
-        choice_biases,
-        shared_gates,
+        np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
+        *routers,
         *latents,
     )
 
@@ -135,15 +135,32 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     return *attention, *(part + name for part in parts for name in (up, "down"))
 
 
-def _empty_routers(config: ModelConfig, num_layers: int) -> tuple[Floats, Floats, Floats]:
-    """Routers in panels, biases of the choice, and gates of shared experts."""
+class _Routers(NamedTuple):
+    """As in PackedDecoder."""
+
+    routers: Floats
+    router_biases: Floats
+    choice_biases: Floats
+    shared_gates: Floats
+
+
+def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
     experts, hidden = config.experts or NO_EXPERTS, config.hidden_size
-    num_panels, num_biases = -(-experts.num_experts // PANEL), experts.num_experts if experts.choice_bias else 0
-    return (
+    num_panels = -(-experts.num_experts // PANEL)
+    return _Routers(
         np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
-        np.zeros((num_layers, num_biases), np.float32),
+        np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
+        np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
         np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
     )
+
+
+def _take_router(parameters: Parameters, layer: str, number: int, routers: _Routers) -> None:
+    """Pack the router of layer `number` of the rank, whose parameters begin with `layer`."""
+    routers.routers[number] = _in_panels(parameters.take(f"{layer}.router").float())
+    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate"), routers[1:], strict=True):
+        if taken.shape[1]:
+            taken[number] = parameters.take(f"{layer}.{kind}").float()
 
 
 def _empty_latents(config: ModelConfig, num_layers: int, *, is_exact: bool) -> tuple[Floats, Floats, Array, Array]:
@@ -247,7 +264,8 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
         if matrix.scales is None or matrix.zeros is None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
-            packer.put_groups(index, matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+            values = (matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
+            packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
 

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from engine.models.blocks import BLOCKS
 from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig
-from engine.models.row_orders import fused_rows, rotary_order
+from engine.models.recurrent.parameters import add_recurrent
+from engine.models.row_orders import rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -38,7 +39,8 @@ class Source:
     """A tensor of the checkpoint with its stored shape.
 
     `rows` selects and orders its rows; None takes all rows in order. If it is `transposed`, `rows` selects columns; if
-    it is `flat`, numbers of all rows behind each other.
+    it is `flat`, numbers of all rows behind each other. It may be a `member` of a tensor that stacks several matrices
+    or vectors.
     """
 
     name: str
@@ -46,12 +48,16 @@ class Source:
     rows: RowOrder | None = None
     transposed: bool = False
     flat: bool = False
+    member: int | None = None
     stack: Stack | None = None
 
     @property
     def num_rows(self) -> int:
         """Number of rows that this source fills in its parameter."""
-        return self.shape[-1 if self.transposed else 0] if self.rows is None else len(self.rows)
+        if self.rows is not None:
+            return len(self.rows)
+        own = self.shape if self.member is None else self.shape[1:]
+        return own[-1 if self.transposed else 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +115,7 @@ class ParameterSpec:
 def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     """Every parameter of the model; a tied output matrix is not listed."""
     names, hidden, vocab, width = config.tensors, config.hidden_size, config.vocab_size, config.embed_width
-    model = _SpecBuilder(config, "", "")
+    model = SpecBuilder(config, "", "")
     model.add("embed", (vocab, width), [Source(f"{names.embed}.weight", (vocab, width))])
     if width != hidden:
         model.linear("project_in", [(names.project_in, hidden, None)], width, has_bias=False)
@@ -142,11 +148,11 @@ def tied_names(config: ModelConfig) -> tuple[str, str] | None:
 
 def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     names, experts = config.tensors, config.experts
-    builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
+    builder = SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
         builder.norm(norm, getattr(names, norm))
     if config.is_recurrent(layer):
-        _add_recurrent(builder, config)
+        add_recurrent(builder, config)
     else:
         if config.latent is None:
             _add_attention(builder, config)
@@ -168,7 +174,12 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         numbers = np.arange(experts.num_experts)
         stored = (Source(f"{builder.source}{names.choice_bias}", shape, numbers, flat=True),)
         builder.specs.append(ParameterSpec(builder.target + "choice_bias", router[:1], stored, in_fp32=True))
+    if experts.router_bias:
+        builder.add("router_bias", router[:1], [Source(f"{builder.source}{names.router}.bias", router[:1])])
     for expert in range(experts.num_experts):
+        if names.stacked_experts:
+            _add_stacked(builder, config, expert)
+            continue
         nested = builder.nested(f"experts.{expert}.", names.expert.format(expert) + ".", expert)
         nested.mlp(names.expert_up, names.expert_down, experts.intermediate_size)
     if experts.shared_size:
@@ -180,7 +191,27 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     return builder.specs
 
 
-def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
+def _add_stacked(builder: "SpecBuilder", config: ModelConfig, expert: int) -> None:
+    """Add the matrices of an expert, which are a member of tensors of all experts; see TensorNames.stacked_experts."""
+    names, experts, hidden = config.tensors, config.experts, config.hidden_size
+    assert experts is not None
+    inner, count = experts.intermediate_size, experts.num_experts
+    gates_then_ups = np.arange(2 * inner).reshape(inner, 2).T.ravel()
+    nested = builder.nested(f"experts.{expert}.", f"{names.expert}.")
+    matrices: list[tuple[str, str, int, int, RowOrder | None]] = [
+        ("gate_up", names.expert_up[0], 2 * inner, hidden, gates_then_ups),
+        ("down", names.expert_down, hidden, inner, None),
+    ]
+    for name, stem, outputs, inputs, rows in matrices:
+        stored = f"{nested.source}{stem}"
+        matrix = Source(stored, (count, inputs, outputs), rows, transposed=True, member=expert)
+        nested.specs.append(ParameterSpec(nested.target + name, (outputs, inputs), (matrix,), is_matrix=True))
+        if config.mlp_bias:
+            bias = Source(f"{stored}_bias", (count, outputs), rows, member=expert)
+            nested.add(f"{name}_bias", (outputs,), [bias])
+
+
+def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
     if config.positions == "rotary":
@@ -193,9 +224,12 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
     if config.qk_norm:
         _add_head_norm(builder, config, "q_norm", config.num_heads, order)
         _add_head_norm(builder, config, "k_norm", config.num_kv_heads, order)
+    if config.attention_sinks:
+        shape = (config.num_heads,)
+        builder.add("sinks", shape, [Source(f"{builder.source}{names.sinks}", shape)])
 
 
-def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
+def _add_latent_attention(builder: "SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
     """Rotated dimensions come first in queries, last in the projection of KV. `key_up` and `value_up` are no matrices:
     attention multiplies heads of them, in full precision.
     """
@@ -220,7 +254,7 @@ def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: 
         builder.add(name, (len(rows), latent.kv_rank), [source])
 
 
-def _add_head_norm(builder: "_SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
+def _add_head_norm(builder: "SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
     """Weights [head_dim], or [num_heads * head_dim] of heads that each have their own."""
     num_own, head_dim = 1 if config.qk_norm_of == "head" else num_heads, config.head_dim
     shape, stem = (num_own * head_dim,), f"{builder.source}{getattr(config.tensors, name)}"
@@ -260,41 +294,12 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     return [(names.qkv[0], len(rows), rows)]
 
 
-def _add_recurrent(builder: "_SpecBuilder", config: ModelConfig) -> None:
-    """The parameters of a recurrent layer between its norms; see `engine/models/recurrent/`."""
-    facts, module = config.recurrent, config.tensors.recurrent
-    assert facts is not None
-    conv = (facts.channels, 1, facts.kernel)
-    if facts.kind == "conv":
-        tensors: list[tuple[str, int, RowOrder | None]] = [(f"{module}.in_proj", facts.projected, None)]
-        builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=facts.bias)
-        builder.add("conv", conv, [Source(f"{builder.source}{module}.conv.weight", conv)])
-        if facts.bias:
-            bias = Source(f"{builder.source}{module}.conv.bias", (facts.channels,))
-            builder.add("conv_bias", (facts.channels,), [bias])
-    else:
-        parts = (("qkv", facts.channels), ("z", facts.value_width), ("b", facts.num_heads), ("a", facts.num_heads))
-        tensors = [(f"{module}.in_proj_{part}", width, None) for part, width in parts]
-        if facts.is_fused:
-            tensors = [(f"{module}.in_proj_{part}", len(rows), rows) for part, rows in fused_rows(facts)]
-        builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=False)
-        builder.add("conv", conv, [Source(f"{builder.source}{module}.conv1d.weight", conv)])
-        for name, stored in (("decay_log", "A_log"), ("decay_bias", "dt_bias")):
-            shape = (facts.num_heads,)
-            source = Source(f"{builder.source}{module}.{stored}", shape)
-            builder.specs.append(ParameterSpec(builder.target + name, shape, (source,), in_fp32=True))
-        norm = (facts.value_dim,)
-        builder.add("recurrent_norm", norm, [Source(f"{builder.source}{module}.norm.weight", norm)])
-    outputs = [(f"{module}.out_proj", config.hidden_size, None)]
-    builder.linear("recurrent_out", outputs, facts.result_width, has_bias=facts.bias)
-
-
 def _rows_of_heads(heads: NDArray[np.int64], order: RowOrder) -> RowOrder:
     rows: RowOrder = (heads[:, None] * len(order) + order).ravel()
     return rows
 
 
-class _SpecBuilder:
+class SpecBuilder:
     """Collects the specs of the model, a layer or an expert; `target` and `source` prefix our and the stored names."""
 
     def __init__(
@@ -312,16 +317,21 @@ class _SpecBuilder:
         self._config = config
         self.target = target
 
-    def nested(self, target: str, source: str, expert: int | None = None) -> "_SpecBuilder":
+    def nested(self, target: str, source: str, expert: int | None = None) -> "SpecBuilder":
         """A builder with longer prefixes that adds to the same specs. `expert`: the number of that expert."""
         stacked = None if expert is None else (self.source, expert)
-        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs, stacked)
+        return SpecBuilder(self._config, self.target + target, self.source + source, self.specs, stacked)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
     ) -> None:
         """Add a parameter that is not a matrix."""
         self.specs.append(ParameterSpec(self.target + name, shape, tuple(sources), factor, offset))
+
+    def stored(self, name: str, stored: str, shape: tuple[int, ...], *, in_fp32: bool = False) -> None:
+        """Add a parameter that is not a matrix, as one tensor has it."""
+        source = Source(self.source + stored, shape)
+        self.specs.append(ParameterSpec(self.target + name, shape, (source,), in_fp32=in_fp32))
 
     def norm(self, name: str, stem: str) -> None:
         """Add a norm of the residual, with its bias if any."""

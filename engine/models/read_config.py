@@ -21,6 +21,7 @@ from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
+from engine.models.families.gpt_oss import gpt_oss
 from engine.models.families.lfm2 import lfm2
 from engine.models.families.llama import (
     baichuan,
@@ -115,6 +116,7 @@ FAMILIES: Mapping[str, Family] = {
     "GlmForCausalLM": Family("GLM-4, GLM-Edge", glm),
     "Glm4ForCausalLM": Family("GLM-4 0414, GLM-Z1", glm4),
     "DeepseekForCausalLM": Family("DeepSeek-MoE 16B", deepseek),
+    "GptOssForCausalLM": Family("gpt-oss", gpt_oss),
     "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
@@ -153,7 +155,9 @@ FAMILIES: Mapping[str, Family] = {
 """Families by the names in `architectures` of config.json."""
 
 
-SUPPORTED_ACTIVATIONS = ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu")
+SUPPORTED_ACTIVATIONS = (
+    *("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "clamped_swiglu"),
+)
 """The keys of `engine.models.linear.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 

@@ -14,17 +14,20 @@ NO_SHARE = 1e-20
 
 
 class Router:
-    """Chooses experts. `weight`: [num_experts, hidden_size]; `choice_bias`: [num_experts] in fp32."""
+    """Chooses experts. `weight`: [num_experts, hidden_size]; `choice_bias`: [num_experts] in fp32; `bias`: as that."""
 
-    def __init__(self, config: ExpertsConfig, weight: Tensor, choice_bias: Tensor | None = None) -> None:
+    def __init__(
+        self, config: ExpertsConfig, weight: Tensor, choice_bias: Tensor | None = None, bias: Tensor | None = None
+    ) -> None:
         self._config = config
         self.weight = weight
         self._choice_bias = choice_bias
+        self._bias = bias
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, hidden_size] -> the experts of each row, and the shares of their results: both [rows, top_k]."""
         facts = self._config
-        outputs = F.linear(x.to(self.weight.dtype), self.weight)
+        outputs = F.linear(x.to(self.weight.dtype), self.weight, self._bias)
         if facts.scoring == "sparse-mixer":
             chosen, shares = _mix_sparsely(outputs.to(torch.float32), facts)
         else:

@@ -144,6 +144,8 @@ def _held_rows(name: str, config: ModelConfig, share: RankShare) -> RowOrder | N
     match name.rpartition(".")[2].removesuffix("_bias"):
         case "qkv":
             return _rows_of_heads(config, share)
+        case "sinks":
+            return _rows(share.query_heads)
         case "q_norm" | "k_norm" if config.qk_norm_of != "head":
             return _rows_of_norm(name, config, share)
         case "o" | "down":
@@ -173,6 +175,8 @@ def _cut_by_inputs(spec: ParameterSpec, config: ModelConfig, share: RankShare) -
             return replace(spec, held_rows=_rows_of_latent(name, config, config.latent, share))
         case "qkv":
             return replace(spec, held_rows=_rows_of_heads(config, share))
+        case "sinks":
+            return replace(spec, held_rows=_rows(share.query_heads))
         case "q_norm" | "k_norm" if config.qk_norm_of != "head":
             return replace(spec, held_rows=_rows_of_norm(name, config, share))
         case "gate_up":

@@ -11,7 +11,7 @@ from checkpoint.text_part import names_in_programs
 from engine.kernels.cpu.machine import INT4_GROUPS
 from mesh.domain.errors import ConfigurationError
 
-Format = Literal["awq", "gptq", "packed", "plain"]
+Format = Literal["awq", "gptq", "packed", "plain", "mxfp4"]
 RawConfig = Mapping[str, Any]
 _COMPRESSED_FORMATS: Mapping[str, Format] = {
     "int-quantized": "plain",
@@ -95,6 +95,10 @@ class Quantization:
         """True if all quantised matrices are int8 and expect activations in int8."""
         storages = [group.storage for group in self.groups if group.storage is not None]
         return bool(storages) and all(storage.is_int8 and storage.int8_rows for storage in storages)
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.method == "mxfp4"
 
     def __str__(self) -> str:
         bits = sorted({group.storage.num_bits for group in self.groups if group.storage is not None})
@@ -197,6 +201,11 @@ def _fbgemm_fp8(raw: RawConfig) -> Quantization:
     return Quantization("fbgemm_fp8", (ModuleGroup(("Linear",), MatrixStorage("plain", 8, is_float=True)),))
 
 
+def _mxfp4(raw: RawConfig) -> Quantization:
+    storage = MatrixStorage("mxfp4", 4, block_inputs=32, is_float=True)
+    return Quantization("mxfp4", (ModuleGroup((r"re:.*\.experts\.",), storage),))
+
+
 def _compressed_tensors(raw: RawConfig) -> Quantization:
     if raw.get("transform_config"):
         raise ConfigurationError("transform_config is not supported: serve a checkpoint without transforms")
@@ -274,4 +283,5 @@ _METHODS: Mapping[str, Callable[[RawConfig], Quantization]] = {
     "compressed-tensors": _compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
+    "mxfp4": _mxfp4,
 }

@@ -1,13 +1,13 @@
 """The tensors of a quantised module in a checkpoint: found, checked against config.json, and read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
-from engine.quantized_formats import awq, compressed_tensors, gptq
+from engine.quantized_formats import awq, compressed_tensors, gptq, mxfp4
 from engine.quantized_formats.config import Format, MatrixStorage, Quantization
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
 from mesh.domain.errors import ConfigurationError
@@ -32,6 +32,7 @@ _READERS: Mapping[Format, _Reader] = {
     "gptq": _Reader(gptq.parts, gptq.read),
     "packed": _Reader(compressed_tensors.packed_parts, compressed_tensors.read_packed),
     "plain": _Reader(compressed_tensors.plain_parts, compressed_tensors.read_plain),
+    "mxfp4": _Reader(mxfp4.parts, mxfp4.read),
 }
 
 
@@ -53,9 +54,15 @@ class QuantizedModule:
         """True if the matrix is e4m3 with a scale for each output or one for all, as our encoding "fp8" has it."""
         return self.storage.is_fp8 and self.dtype == "F8_E4M3"
 
-    def read(self, read_tensor: Callable[[str], Tensor]) -> QuantizedMatrix:
-        """Read the matrix [outputs, inputs]. Raises ConfigurationError."""
+    @property
+    def is_mxfp4(self) -> bool:
+        return self.storage.format == "mxfp4"
+
+    def read(self, read_tensor: Callable[[str], Tensor], member: int | None = None) -> QuantizedMatrix:
+        """Read the matrix [outputs, inputs], or a member of tensors that stack several. Raises ConfigurationError."""
         tensors = {part: read_tensor(name) for part, name in self.parts.items()}
+        if member is not None:
+            tensors = {part: tensor[member] for part, tensor in tensors.items()}
         try:
             return _READERS[self.storage.format].read(self.storage, self.shape, tensors)
         except ConfigurationError as error:
@@ -108,6 +115,27 @@ def find_module(
         unused,
         stored[matrices[0]].dtype,
     )
+
+
+def find_stacked(
+    name: str, count: int, shape: Shape, stored: StoredTensors, quantization: Quantization | None
+) -> QuantizedModule | None:
+    """As `find_module`, for tensors that stack the matrices of `count` experts."""
+    if (blocks := f"{name}_blocks") not in stored:
+        return None
+    where = f"{stored[blocks].path}: tensor {blocks}"
+    storage = None if quantization is None else quantization.storage_of(name)
+    if storage is None or storage.format != "mxfp4":
+        raise ConfigurationError(f"{where} is in MXFP4, but quant_method of config.json is not mxfp4")
+    try:
+        parts = mxfp4.parts(storage, shape)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{where}: {error}") from error
+    stacked = {
+        part: replace(details, shapes=tuple((count, *own) for own in details.shapes)) for part, details in parts.items()
+    }
+    names = {part: _stored_part(f"{name}_{part}", details, stored, where) or "" for part, details in stacked.items()}
+    return QuantizedModule(name, shape, storage, names, (), stored[blocks].dtype)
 
 
 def stores_quantized(stored: StoredTensors) -> bool:

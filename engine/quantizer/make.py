@@ -92,6 +92,11 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{config.architecture} cannot be quantised, only decoder-only models without recurrent layers can: "
             "`tandem up --quantize int8` serves it in int8"
         )
+    if config.tensors.stacked_experts:
+        raise ConfigurationError(
+            f"{config.architecture} cannot be quantised, whose tensors each hold a matrix of all experts: `tandem up "
+            "--quantize int8` or int4 serves it"
+        )
     in_order = sorted(parameter_specs(config), key=_when_needed)
     stored = open_stored(folder, in_order)
     product_factors = {spec.name: spec.factor for spec in in_order}

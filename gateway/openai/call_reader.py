@@ -23,6 +23,13 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
+class Thought:
+    """Reasoning, where the parser of calls tells it from text."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class CallBegun:
     """The start of a call, as soon as its function is known."""
 
@@ -38,7 +45,7 @@ class CallArguments:
     text: str
 
 
-Piece = Text | CallBegun | CallArguments
+Piece = Text | Thought | CallBegun | CallArguments
 
 
 class NotACall(Exception):

@@ -12,7 +12,9 @@ from typing import Literal, Protocol
 from uuid import uuid4
 
 from gateway.exchange import Exchange
-from gateway.openai.call_reader import CallArguments, Piece, Text
+from gateway.openai.call_reader import CallArguments, Piece, Text, Thought
+from gateway.openai.harmony import HarmonyFormat, HarmonyParser
+from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.parameters import chat_arguments
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
@@ -23,13 +25,19 @@ from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The parsers of the model's text: for tool calls, and for reasoning."""
+    """The parsers of the model's text: for tool calls, and for reasoning. One of harmony parses both."""
 
     tool_use: ToolUse | None
     reasoning_parser: str
+    is_harmony: bool = False
 
     def deltas(self, *, in_reasoning: bool = False) -> "Deltas":
         """Return a new parser for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
+        if self.is_harmony:
+            names = [] if self.tool_use is None else [function.name for function in self.tool_use.functions]
+            is_parallel = self.tool_use is None or self.tool_use.is_parallel
+            parser = HarmonyParser(names, joins_thoughts=self.reasoning_parser == "none")
+            return CallDeltas(parser, HarmonyFormat.num_id_chars, is_parallel=is_parallel)
         if self.reasoning_parser == "none":
             return make_deltas(self.tool_use)
         begins_within = in_reasoning or self.reasoning_parser == "deepseek_r1"
@@ -45,8 +53,12 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
-    tool_use = parse_tool_use(body, CALL_FORMATS.get(exchange.tool_call_format(body.model)))
+    style = CALL_FORMATS.get(exchange.tool_call_format(body.model))
+    tool_use = parse_tool_use(body, style)
     arguments = chat_arguments(body, exchange.model(body.model), tool_use)
+    if isinstance(style, HarmonyFormat):
+        parser = "openai_gptoss" if body.separate_reasoning else "none"
+        return in_harmony(arguments, tool_use), Reading(tool_use, parser, is_harmony=True)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
     return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
@@ -308,12 +320,16 @@ class CallDeltas:
         return "tool_calls" if ended and self._parser.num_calls else finish_reason(reason)
 
     def _deltas(self, pieces: Iterable[Piece]) -> list[Json]:
-        shown = (piece for piece in pieces if self._is_parallel or isinstance(piece, Text) or piece.index == 0)
+        shown = (
+            piece for piece in pieces if self._is_parallel or isinstance(piece, Text | Thought) or piece.index == 0
+        )
         return [self._delta(piece) for piece in _joined(shown)]
 
     def _delta(self, piece: Piece) -> Json:
         if isinstance(piece, Text):
             return {"content": piece.text}
+        if isinstance(piece, Thought):
+            return {"reasoning_content": piece.text}
         if isinstance(piece, CallArguments):
             return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
         call_id = f"call_{uuid4().hex}" if self._num_id_chars > 9 else uuid4().hex
@@ -329,6 +345,8 @@ def _joined(pieces: Iterable[Piece]) -> list[Piece]:
         last = joined[-1] if joined else None
         if isinstance(piece, Text) and isinstance(last, Text):
             joined[-1] = Text(last.text + piece.text)
+        elif isinstance(piece, Thought) and isinstance(last, Thought):
+            joined[-1] = Thought(last.text + piece.text)
         elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
             joined[-1] = CallArguments(piece.index, last.text + piece.text)
         else:

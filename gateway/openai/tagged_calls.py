@@ -162,7 +162,7 @@ class TaggedCallParser:
                 self._read_after()
 
     def _read_text(self) -> Iterator[Piece]:
-        at, mark = _find_mark(self._buffer, self._style.starts)
+        at, mark = find_mark(self._buffer, self._style.starts)
         text = self._buffer[:at].rstrip()
         if mark:
             self._state, self._raw = _State.HEAD, self._buffer[len(text) : at + len(mark)]
@@ -287,7 +287,7 @@ class _Value:
 
     def read(self, buffer: str) -> tuple[str, int]:
         """Return the JSON text that the buffer completes, and the number of characters that are read."""
-        at, mark = _find_mark(buffer, self._marks)
+        at, mark = find_mark(buffer, self._marks)
         text = buffer[:at]
         if self._style.has_lines and not self._num_read:
             text = text.removeprefix("\n")
@@ -315,7 +315,7 @@ class _Value:
         return f'{part}"' if self._is_open else '""'
 
 
-def _find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
+def find_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
     """Return the place of the first mark and the mark; without one, how much of the text cannot belong to a mark."""
     matches = [(at, mark) for mark in marks if (at := text.find(mark)) >= 0]
     if matches:

@@ -8,15 +8,16 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from gateway.openai.harmony import HARMONY_FORMATS, HarmonyFormat, HarmonyParser
 from gateway.openai.requests import ChatBody
 from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, TaggedFormat
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
 from gateway.schema import Body, Json, Name, check
 from tandem import GenerateArguments, InvalidRequest
 
-CallFormat = ToolFormat | TaggedFormat
-CallParser = ToolCallParser | TaggedCallParser
-CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType({**TOOL_FORMATS, **TAGGED_FORMATS})
+CallFormat = ToolFormat | TaggedFormat | HarmonyFormat
+CallParser = ToolCallParser | TaggedCallParser | HarmonyParser
+CALL_FORMATS: Mapping[str, CallFormat] = MappingProxyType({**TOOL_FORMATS, **TAGGED_FORMATS, **HARMONY_FORMATS})
 """The formats that a chat template, or the operator, may name."""
 
 # A bound for models that would never end the list.
@@ -83,6 +84,8 @@ class ToolUse:
 
     def parser(self) -> CallParser | None:
         """Return a new parser for one answer, or None if its text is not parsed for calls."""
+        if isinstance(self.style, HarmonyFormat):
+            return HarmonyParser([function.name for function in self.functions])
         style = FORCED_FORMAT if self.is_forced else self.style
         if isinstance(style, TaggedFormat):
             return TaggedCallParser(style, {function.name: function.parameters or {} for function in self.functions})
@@ -102,8 +105,8 @@ class ToolUse:
             return None
         first, between, last = (f"{json.dumps(mark)} " if mark else "" for mark in self.style.around)
         more = f"({between}call){{0,{_MAX_FORCED_CALLS - 1}}} " if self.is_parallel else ""
-        call = _in_lark({**_calls_schema(self, is_list=False), **_COMPACT})
-        answer = _in_lark(_placed({**schema, **_COMPACT}, "", "#", is_open=True))
+        call = in_lark({**_calls_schema(self, is_list=False), **_COMPACT})
+        answer = in_lark(place_schema({**schema, **_COMPACT}, "", "#", is_open=True))
         return f"start: answer | {first}call {more}{last}\nanswer: {answer}\ncall: {call}\n"
 
 
@@ -131,7 +134,7 @@ def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
     return ToolUse(chosen[:1], style, is_forced=True, is_parallel=False)
 
 
-def _in_lark(schema: object) -> str:
+def in_lark(schema: object) -> str:
     """The schema as a grammar embeds it. A `%json` in it would look like another schema."""
     return "%json " + json.dumps(schema, separators=(",", ":")).replace("%", r"\u0025")
 
@@ -146,7 +149,9 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
         parameters = function.parameters or {"type": "object", "properties": {}}
         base = str(parameters.get("$id", "")).rstrip("#")
         # With an `$id`, references in it would be to it and not to the whole.
-        definitions[str(number)] = _placed({key: parameters[key] for key in parameters if key != "$id"}, base, home)
+        definitions[str(number)] = place_schema(
+            {key: parameters[key] for key in parameters if key != "$id"}, base, home
+        )
         calls.append(
             {
                 "type": "object",
@@ -161,7 +166,7 @@ def _calls_schema(use: ToolUse, *, is_list: bool) -> Json:
     return {**call, "$defs": definitions}
 
 
-def _placed(schema: object, base: str, home: str, *, is_open: bool = False) -> object:
+def place_schema(schema: object, base: str, home: str, *, is_open: bool = False) -> object:
     """The schema, or a part of it, as it says the same at `home`: without annotations, which only take room, and with
     its references to itself, by its `base` or without one, rewritten.
 
@@ -169,21 +174,21 @@ def _placed(schema: object, base: str, home: str, *, is_open: bool = False) -> o
     for ever. Branches of a combination stay open, because each may name properties of the others.
     """
     if isinstance(schema, list):
-        return [_placed(item, base, home, is_open=is_open) for item in schema]
+        return [place_schema(item, base, home, is_open=is_open) for item in schema]
     if not isinstance(schema, dict):
         return schema
     placed: Json = {}
     for key, value in schema.items():
         is_part_open = is_open or key not in _CLOSED
         if key in _BY_NAME and isinstance(value, dict):
-            placed[key] = {name: _placed(part, base, home, is_open=is_part_open) for name, part in value.items()}
+            placed[key] = {name: place_schema(part, base, home, is_open=is_part_open) for name, part in value.items()}
         elif key == "$ref" and isinstance(value, str):
             own = value.removeprefix(base) or "#"
             placed[key] = home + own[1:] if own == "#" or own.startswith("#/") else value
         elif key in _VALUES:
             placed[key] = value
         elif key not in _ANNOTATIONS:
-            placed[key] = _placed(value, base, home, is_open=is_part_open)
+            placed[key] = place_schema(value, base, home, is_open=is_part_open)
     if not is_open and isinstance(placed.get("properties"), dict) and not _COMBINING & placed.keys():
         placed["additionalProperties"] = False
     return placed

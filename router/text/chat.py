@@ -2,8 +2,7 @@
 
 Templates see what Hugging Face transformers shows them: messages, tools, add_generation_prompt, the special tokens,
 the client's own values, `raise_exception`, `strftime_now`, a `tojson` filter that leaves HTML alone, loop controls, and
-`{% generation %}`. The router itself only parses a template; a process of its own compiles and renders it
-(`template_process.py`, `template_program.py`).
+`{% generation %}`. The router only parses a template; `template_process.py` has it compiled and rendered.
 
 Jinja's sandbox denies templates access to attributes, modules and mutation. It does not stop them from running forever
 or filling the memory, so the process has limits on both.
@@ -30,7 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from checkpoint.config_json import read_json
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text.template_turns import as_parts, with_ids_of_length, with_text_arguments, with_tools_in_system
+from router.text import template_turns
 
 MAX_RENDER_S = 1.0
 # Not needed to render a conversation, and meant for long outputs.
@@ -53,6 +52,7 @@ _TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "llama3_json": lambda source: "<|python_tag|>" in source or all(mark in source for mark in _LLAMA_32),
         "phi4_mini_json": lambda source: _TOOLS_IN_SYSTEM in source,
         "granite": lambda source: "<|tool_call|>" in source,
+        "openai": lambda source: "<|channel|>" in source and "<|message|>" in source,
     }
 )
 # Phi-4-mini's template takes tools as JSON text in the system message.
@@ -68,8 +68,7 @@ _REASONING, _REASONING_END = "<think>", "</think>"
 # if the template trims messages.
 _END_OF_MESSAGE = "END_OF_THE_MESSAGE_TO_CONTINUE "
 _PROBE = "PROBE"
-_MAX_KWARGS_CHARS = 8 << 10
-_MAX_SHOWN = 100
+_MAX_KWARGS_CHARS, _MAX_SHOWN = 8 << 10, 100
 _TOKEN_KEYS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -248,7 +247,8 @@ class ChatTemplate:
         """True for each of the two if it shows a message whose content is a list of parts, and not one whose content is
         a string, as templates of some multimodal models do.
         """
-        return tuple(not self._shows(t, _PROBE) and self._shows(t, as_parts(_PROBE)) for t in self._compiled)
+        parts = template_turns.as_parts(_PROBE)
+        return tuple(not self._shows(t, _PROBE) and self._shows(t, parts) for t in self._compiled)
 
     def _shows(self, template: jinja2.Template, content: object) -> bool:
         values = {"messages": [{"role": "user", "content": content}], "tools": None, "add_generation_prompt": True}
@@ -288,15 +288,17 @@ class ChatTemplate:
         tools = _parse_tools(tools_json)
         source = self.tool_source if tools and self.tool_source else self.source
         if _TEXT_ARGUMENTS.search(source):
-            turns = [with_text_arguments(turn) for turn in turns]
+            turns = [template_turns.with_text_arguments(turn) for turn in turns]
         if length := _ID_LENGTH.search(source):
-            turns = [with_ids_of_length(turn, int(length[1])) for turn in turns]
+            turns = [template_turns.with_ids_of_length(turn, int(length[1])) for turn in turns]
         if _NO_CONTENT.search(source):
             turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
+        if self.tool_call_format == "openai":
+            turns = [template_turns.with_thinking(turn) for turn in turns]
         if tools and _TOOLS_IN_SYSTEM in source:
-            turns = with_tools_in_system(turns, tools)
+            turns = template_turns.with_tools_in_system(turns, tools)
         if self._takes_parts[bool(tools)]:
-            turns = [turn | {"content": as_parts(turn["content"])} for turn in turns]
+            turns = [turn | {"content": template_turns.as_parts(turn["content"])} for turn in turns]
         reserved = {
             "messages": turns,
             "tools": tools,

@@ -50,3 +50,13 @@ def with_ids_of_length(turn: dict[str, object], length: int) -> dict[str, object
     if isinstance(calls, list):
         turn = turn | {"tool_calls": [fit(call, "id") if isinstance(call, dict) else call for call in calls]}
     return fit(turn, "tool_call_id")
+
+
+def with_thinking(turn: dict[str, object]) -> dict[str, object]:
+    """Call the turn's reasoning `thinking`. A turn with calls has that or a content: gpt-oss's template takes one."""
+    thinking = turn.get("reasoning_content") or turn.get("thinking")
+    if not isinstance(thinking, str):
+        return turn
+    if turn.get("tool_calls") and turn["content"]:
+        return turn | {"thinking": "", "content": f"{thinking}\n{turn['content']}"}
+    return turn | {"thinking": thinking}

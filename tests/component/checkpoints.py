@@ -178,6 +178,24 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         "qwen2_moe", num_experts=8, moe_intermediate_size=32, shared_expert_intermediate_size=48, mlp_only_layers=[1]
     ),
     "qwen3-moe": lambda: llama_like("qwen3_moe", num_experts=8, moe_intermediate_size=32, norm_topk_prob=True),
+    "gpt-oss": lambda: llama_like(
+        "gpt_oss",
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=64,
+        sliding_window=WINDOW,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 4.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 32,
+        },
+        max_position_embeddings=128,
+    ),
     "smollm3": lambda: llama_like("smollm3", use_sliding_window=True, sliding_window=WINDOW, no_rope_layer_interval=2),
     "olmo": lambda: llama_like("olmo", clip_qkv=0.7, attention_bias=True),
     "olmo2": lambda: llama_like("olmo2", attention_bias=True),
@@ -315,7 +333,9 @@ def randomise(model: Any) -> None:
         if "norm" in name:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
         else:
-            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.15)
+            # gpt-oss clamps gates and ups at 7.
+            large = model.config.model_type == "gpt_oss" and name.endswith(("sinks", "gate_up_proj"))
+            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else 0.15)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)

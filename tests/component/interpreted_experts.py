@@ -32,7 +32,7 @@ from tests.fakes.tape import NotCapturable, TapeCapture, TapedKernels
 CPU = torch.device("cpu")
 FORCED = {"attention": "triton", "num_blocks": 160}
 GRAPHS = GraphSettings((1, 4), 40, max_drafts=2)
-FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek")
+FAMILIES = ("mixtral", "qwen2-moe", "qwen3-moe", "deepseek", "gpt-oss")
 
 
 @st.composite

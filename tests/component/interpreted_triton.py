@@ -53,6 +53,7 @@ def cases(draw: st.DrawFn) -> Case:
         given_scale=draw(st.sampled_from([None, 0.1])),
         softcap=draw(st.sampled_from([None, None, 4.0, 30.0])),
         alibi=alibi,
+        has_sinks=draw(st.booleans()),
     )
     ends = draw(st.lists(st.integers(1, 600), max_size=2))
     starts = draw(st.lists(st.integers(0, 600), min_size=0 if ends else 1, max_size=2))
@@ -96,7 +97,8 @@ def test_ends_of_blocks_and_splits(window: int | None, block_size: int) -> None:
         AttentionShape(71, 1, 8),
         AttentionShape(2, 1, 256),
         TWO_GROUPS,
-        AttentionShape(4, 2, 16, given_scale=0.5, softcap=3.0, alibi=(0.5, 0.25, 0.1, 0.05)),
+        AttentionShape(4, 2, 16, given_scale=0.5, softcap=3.0, alibi=(0.5, 0.25, 0.1, 0.05), has_sinks=True),
+        AttentionShape(6, 2, 16, has_sinks=True),
     ],
     ids=str,
 )

@@ -79,7 +79,12 @@ def random_inputs(case: Case, device: torch.device) -> Inputs:
 def attend(case: Case, given: Inputs, device: torch.device) -> Tensor:
     """What TritonAttention computes."""
     backend = TritonAttention(case.shape, device)
-    return backend.attend(given.queries, given.keys, given.values, given.cache, case.window, given.metadata)
+    arguments = (given.queries, given.keys, given.values, given.cache, case.window, given.metadata)
+    return backend.attend(*arguments, sinks_of(case.shape, device))
+
+
+def sinks_of(shape: AttentionShape, device: torch.device) -> Tensor | None:
+    return torch.linspace(-3, 6, shape.num_heads, device=device) if shape.has_sinks else None
 
 
 def change_beside_others(case: Case, num_drafts: int, device: torch.device) -> float:
@@ -111,7 +116,8 @@ def difference(case: Case, device: torch.device) -> float:
     # What is read back has the type of the cache.
     keys, values = (as_stored(rows, given.cache.dtype).float() for rows in (given.keys, given.values))
     theirs = TorchAttention(case.shape).attend(
-        given.queries.float(), keys, values, wide.nan_to_num(), case.window, given.metadata
+        *(given.queries.float(), keys, values, wide.nan_to_num(), case.window, given.metadata),
+        sinks_of(case.shape, device),
     )
     written = wide.flatten(1, 2)
     written[0, given.metadata.slot_mapping], written[1, given.metadata.slot_mapping] = keys, values

@@ -46,7 +46,8 @@ SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 8
 BENT_SHAPES = [
     AttentionShape(14, 2, 64, softcap=2.0),
     AttentionShape(9, 3, 64, given_scale=0.1, softcap=30.0),
-    AttentionShape(6, 1, 96, alibi=(0.5, 0.25, 0.125, 0.06, 0.03, 0.015)),
+    AttentionShape(6, 1, 96, alibi=(0.5, 0.25, 0.125, 0.06, 0.03, 0.015), has_sinks=True),
+    AttentionShape(8, 1, 64, has_sinks=True),
 ]
 
 
@@ -112,13 +113,14 @@ def require_same(
     num_tokens = metadata.positions.shape[0]
     queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
     new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+    sinks = 4 * torch.randn(shape.num_heads) if shape.has_sinks else None
     caches = [cache, *(cache.clone() for _ in numbers_of_threads[1:])]
     ours = [
-        CpuAttention(shape, num_threads).attend(queries, *new, own, window, metadata)
+        CpuAttention(shape, num_threads).attend(queries, *new, own, window, metadata, sinks)
         for num_threads, own in zip(numbers_of_threads, caches, strict=True)
     ]
     floats = as_floats(cache, shape.head_dim)
-    theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata)
+    theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata, sinks)
     for each, own in zip(ours, caches, strict=True):
         assert torch.equal(own, cache)
         torch.testing.assert_close(each, theirs, atol=atol, rtol=1e-4)

@@ -236,3 +236,17 @@ def test_checkpoints_of_the_bare_model(tmp_path: Path, read: Any) -> None:
     )
     loaded = load_weights(tmp_path, specs, WeightsTarget(torch.device("cpu"), torch.float32))
     assert torch.equal(loaded.take_linear("layers.0.qkv").weight, tensors["transformer.h.0.attn.c_attn.weight"].T)
+
+
+def test_gpt_oss_as_released(read: Any) -> None:
+    """The released config.json states neither a dtype nor an alpha."""
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    facts = {**SIZES, "num_local_experts": 8, "num_experts_per_tok": 4, "max_position_embeddings": 131072}
+    released = read("GptOssForCausalLM", **facts, rope_theta=150000, rope_scaling=yarn, swiglu_limit=7.0)
+    assert (released.dtype, released.max_model_len, released.rope.truncate) == ("bfloat16", 131072, False)
+    assert released.windows == (128, None, 128, None)
+    assert read("GptOssForCausalLM", **facts).rope == released.rope
+    with pytest.raises(ConfigurationError, match="swiglu_limit 5 is not supported, only 7"):
+        read("GptOssForCausalLM", **facts, swiglu_limit=5)
+    with pytest.raises(ConfigurationError, match="hidden_act gelu is not supported for gpt-oss"):
+        read("GptOssForCausalLM", **facts, hidden_act="gelu")

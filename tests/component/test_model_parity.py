@@ -132,7 +132,7 @@ def check_replay(driver: Driver) -> None:
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-@pytest.mark.parametrize("family", ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss"])
 def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: str, quantize: str) -> None:
     """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side, experts."""
     driver = Driver(load_arm(checkpoint(family), "compiled", quantize=quantize))
@@ -183,7 +183,7 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss"])
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))
     torch.set_num_threads(1)

@@ -12,7 +12,7 @@ from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import TritonAttention
 from engine.kv_types import FP8
 from tests.component.expert_cases import ExpertCase, random_experts, random_rows
-from tests.component.paged_attention import Case, random_inputs
+from tests.component.paged_attention import Case, Inputs, random_inputs, sinks_of
 from tests.fakes.launches import Launches
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -38,14 +38,18 @@ BF16 = Case(SHAPE, WORK, dtype=torch.bfloat16)
 def launches_of(case: Case) -> list[tuple[str, tuple[Any, ...], dict[str, Any]]]:
     backend, given, found = TritonAttention(case.shape, CPU), random_inputs(case, CPU), Launches()
     backend._kernels = found
-    backend.attend(given.queries, given.keys, given.values, given.cache, case.window, given.metadata)
+    backend.attend(*_arguments(case, given))
     backend.attend(*_decode_of_one_split(case))
     return found.different()
 
 
 def _decode_of_one_split(case: Case) -> tuple[Any, ...]:
-    given = random_inputs(replace(case, work=[(0, 1)]), CPU)
-    return given.queries, given.keys, given.values, given.cache, case.window, given.metadata
+    return _arguments(case, random_inputs(replace(case, work=[(0, 1)]), CPU))
+
+
+def _arguments(case: Case, given: Inputs) -> tuple[Any, ...]:
+    sinks = sinks_of(case.shape, CPU)
+    return given.queries, given.keys, given.values, given.cache, case.window, given.metadata, sinks
 
 
 def compiled(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], capability: int) -> Any:
@@ -79,7 +83,12 @@ def compiled(name: str, arguments: tuple[Any, ...], constants: dict[str, Any], c
         (replace(BF16, kv_dtype=FP8), 80),
         (replace(BF16, kv_dtype=FP8, dtype=torch.float16), 90),
         pytest.param(replace(BF16, dtype=torch.float32, window=100), 80, marks=pytest.mark.soak),
-        (replace(BF16, shape=AttentionShape(8, 4, 256, softcap=50.0), block_size=256, dtype=torch.float16), 80),
+        (
+            replace(
+                BF16, shape=AttentionShape(8, 4, 256, softcap=50.0, has_sinks=True), block_size=256, dtype=torch.float16
+            ),
+            80,
+        ),
         (
             replace(BF16, shape=AttentionShape(3, 1, 80, alibi=ALIBI), block_size=24, window=9, kv_dtype=torch.float32),
             90,

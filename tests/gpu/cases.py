@@ -15,6 +15,7 @@ _SHAPES = (
     AttentionShape(16, 16, 80),
     AttentionShape(8, 8, 64, alibi=tuple(2.0 ** -(i + 1) for i in range(8))),
     AttentionShape(71, 1, 64),
+    AttentionShape(64, 8, 64, has_sinks=True),
 )
 _WORK = [(0, 1), (16, 17), (255, 256), (300, 301), (2048, 2049), (4999, 5000)]
 _CHUNKS = [(0, 200), (700, 705), (500, 900), (0, 1025)]

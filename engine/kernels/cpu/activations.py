@@ -7,7 +7,19 @@ import math
 
 from numba import types
 
-from engine.kernels.cpu.arguments import GELU, GELU_TANH, RELU, RELU2, SILU, XIELU, Floats, Range
+from engine.kernels.cpu.arguments import (
+    CLAMPED_SWIGLU,
+    GELU,
+    GELU_TANH,
+    RELU,
+    RELU2,
+    SILU,
+    SWIGLU_ALPHA,
+    SWIGLU_LIMIT,
+    XIELU,
+    Floats,
+    Range,
+)
 from engine.kernels.cpu.compiler import (
     FLOATS,
     INT64,
@@ -54,6 +66,14 @@ def _gelu(emit: Emitter, x: Value) -> Value:
     half = builder.fmul(builder.fmul(polynomial, t), builder.fmul(emit.power_of_two(exponent), constant(FLOATS, 0.5)))
     is_negative = builder.fcmp_ordered("<", x, constant(FLOATS, 0.0))
     return builder.fmul(x, builder.select(is_negative, half, builder.fsub(constant(FLOATS, 1.0), half)))
+
+
+def _clamped_swiglu(emit: Emitter, gate: Value, up: Value) -> Value:
+    builder, limit = emit.builder, constant(FLOATS, SWIGLU_LIMIT)
+    gate, up = (emit.call("llvm.minnum.v16f32", FLOATS, x, limit) for x in (gate, up))
+    up = emit.call("llvm.maxnum.v16f32", FLOATS, up, constant(FLOATS, -SWIGLU_LIMIT))
+    factor = builder.fmul(gate, builder.fadd(up, constant(FLOATS, 1.0)))
+    return sigmoid_of(emit, builder.fmul(gate, constant(FLOATS, SWIGLU_ALPHA)), factor)
 
 
 def _activated(emit: Emitter, x: Value, activation: int) -> Value:
@@ -133,6 +153,8 @@ def gate_panels(
             gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
             if activation.literal_value == SILU:
                 value = gated_silu(emit, gate, up)
+            elif activation.literal_value == CLAMPED_SWIGLU:
+                value = _clamped_swiglu(emit, gate, up)
             else:
                 value = builder.fmul(_activated(emit, gate, activation.literal_value), up)
             emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
@@ -176,6 +198,8 @@ def gate_rows(gate_up: Floats, out: Floats, activation: int, part: Range) -> Non
             gate_panels(at, num_panels, target, GELU_TANH)
         elif activation == RELU:
             gate_panels(at, num_panels, target, RELU)
+        elif activation == CLAMPED_SWIGLU:
+            gate_panels(at, num_panels, target, CLAMPED_SWIGLU)
         elif activation == RELU2:
             gate_panels(at, num_panels, target, RELU2)
         else:

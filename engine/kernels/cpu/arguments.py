@@ -22,8 +22,10 @@ Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
 
-SILU, GELU, GELU_TANH, RELU, RELU2, XIELU = range(6)
+SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU = range(7)
 """Activations of MLPs, which `activations.py` computes."""
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
+"""CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
 
@@ -53,14 +55,15 @@ class Weights(NamedTuple):
     """All matrices of a model. Columns are padded to whole units.
 
     A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order).
+    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), 1 for
+    numbers of MXFP4 in groups of 32 (else 0).
     """
 
     packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column
-    matrices: Int64s  # [num_matrices, 6]
+    matrices: Int64s  # [num_matrices, 7]
     orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
 
 
@@ -141,6 +144,7 @@ class Splits(NamedTuple):
 
 
 NO_SLOPES: Floats = np.empty(0, np.float32)
+NO_SINKS: Floats = np.empty((0, 0), np.float32)
 
 
 class Attending(NamedTuple):
@@ -152,6 +156,7 @@ class Attending(NamedTuple):
     scratch: AttentionScratch
     splits: Splits
     slopes: Floats = NO_SLOPES  # of ALiBi, for each query head, times log2(e); empty without
+    sinks: Floats = NO_SINKS  # [num_layers, num_heads], times log2(e); [0, 0] without
 
 
 class AttentionMemory(NamedTuple):
@@ -181,6 +186,7 @@ class AttentionMemory(NamedTuple):
     split_totals: Address
     in_bf16: bool
     slopes: Address  # 0 without ALiBi
+    sinks: Address  # of the layer; 0 without
 
 
 class LayerKV(NamedTuple):
@@ -211,6 +217,7 @@ class Routing(NamedTuple):
     """
 
     routers: Floats  # [num_layers, panels, hidden, 16]: outputs of the router in panels
+    router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
     num_experts: int
@@ -233,5 +240,6 @@ class RoutedRows(NamedTuple):
     scores: Floats  # [num_tokens, experts, padded to whole panels]
     chosen: Int64s  # [num_tokens, top_k]
     weights: Floats  # [num_tokens, top_k + 1]: of the chosen experts, then of the shared one
+    gate_up: Floats  # flat: panels of gates and ups of all copies; [0] with SILU
     inner: Floats  # flat: inner rows of all copies
     results: Floats  # [copies, hidden]

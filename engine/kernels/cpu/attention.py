@@ -34,7 +34,7 @@ def attend(attending: Attending, cache: Cache, layer: int, window: int, part: Pa
 
     If `has_splits`, all threads then call `join`.
     """
-    shape, batch, memory = attending.shape, attending.batch, memory_of(attending)
+    shape, batch, memory = attending.shape, attending.batch, memory_of(attending, layer)
     half_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
     keys = address(cache) + 2 * layer * half_bytes
     kv = LayerKV(keys, keys + half_bytes, cache[0], window)
@@ -66,9 +66,9 @@ def has_splits(batch: Batch, window: int) -> bool:
 
 
 @jit
-def join(attending: Attending, window: int, part: Part) -> None:
+def join(attending: Attending, layer: int, window: int, part: Part) -> None:
     """Compute one thread's part of what follows `attend`: join the splits of contexts that have several."""
-    batch, memory, result = attending.batch, memory_of(attending), 0
+    batch, memory, result = attending.batch, memory_of(attending, layer), 0
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
         for row in range(rows.first + rows.num_prompt, rows.end):
@@ -79,8 +79,9 @@ def join(attending: Attending, window: int, part: Part) -> None:
 
 
 @jit
-def memory_of(attending: Attending) -> AttentionMemory:
+def memory_of(attending: Attending, layer: int) -> AttentionMemory:
     """The addresses of all arrays."""
+    sinks = attending.sinks
     queries, batch, scratch, splits = attending.queries, attending.batch, attending.scratch, attending.splits
     in_bf16 = len(scratch.keys16) > 0
     return AttentionMemory(  # in order: numba takes no more than 15 names
@@ -105,6 +106,7 @@ def memory_of(attending: Attending) -> AttentionMemory:
         address(splits.totals),
         in_bf16,
         address(attending.slopes) if len(attending.slopes) else 0,
+        address(sinks) + layer * sinks.shape[1] * FLOAT_BYTES if len(sinks) else 0,
     )
 
 

@@ -29,7 +29,7 @@ from engine.kernels.cpu.machine import (
     VECTOR_BYTES,
     keys_at_once,
 )
-from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers
+from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers, sink_weight
 from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import (
     fill_row,
@@ -135,8 +135,11 @@ def _begin_tile(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None:
 @jit
 def _finish_tile(tile: _Tile, shape: HeadShape, memory: AttentionMemory) -> None:
     """Divide sums of values by the softmax totals."""
+    scale = _ONE if shape.softcap > _NONE or memory.slopes else shape.scale  # as adjust_scores leaves it
     for i in range(tile.num_rows):
-        at, total = tile.out + i * memory.out_bytes, read_float(memory.totals + tile.state + i * FLOAT_BYTES)
+        at, state = tile.out + i * memory.out_bytes, tile.state + i * FLOAT_BYTES
+        peak = read_float(memory.peaks + state) * scale
+        total = read_float(memory.totals + state) + sink_weight(tile.head, peak, memory)
         scale_row(at, shape.head_dim // LANES, _ONE / total, at)
 
 

@@ -15,7 +15,7 @@ from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode_vectors import CacheRows, add_values, prepare_queries, score_keys
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
-from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers
+from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers, sink_weight
 from engine.kernels.cpu.vectors import (
     fill_row,
     mix_rows,
@@ -128,6 +128,7 @@ def _attend_split(
         peak = highest_score(row, num_vectors, visible)
         total = powers(row, num_vectors, visible, scale, peak)
         if is_whole:
+            total += sink_weight(first_row + g, peak * scale, memory)
             write_float(memory.totals + g * FLOAT_BYTES, total)
         else:
             write_float(memory.split_peaks + (result + g) * FLOAT_BYTES, peak * scale)
@@ -160,7 +161,7 @@ def join_splits(query: DecodeQuery, shape: HeadShape, memory: AttentionMemory, p
             factor = np.exp2(read_float(memory.split_peaks + row * FLOAT_BYTES) - peak)
             total += read_float(memory.split_totals + row * FLOAT_BYTES) * factor
             mix_rows(memory.split_rows + row * num_vectors * VECTOR_BYTES, num_vectors, factor, _ONE, out)
-        scale_row(out, num_vectors, _ONE / total, out)
+        scale_row(out, num_vectors, _ONE / (total + sink_weight(head, peak, memory)), out)
 
 
 @jit

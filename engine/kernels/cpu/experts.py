@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from engine.kernels.cpu.activations import gate_rows
 from engine.kernels.cpu.arguments import (
+    SILU,
     Floats,
     Int64s,
     Operand,
@@ -38,6 +40,7 @@ class Experts(NamedTuple):
     num_experts: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
+    activation: int  # of gates: a number of arguments.py
 
 
 class Copies(NamedTuple):
@@ -101,29 +104,38 @@ def put_copies(
 def multiply_up(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Part
 ) -> None:
-    """Compute the inner rows of all copies: one thread's part of the columns."""
+    """Compute the inner rows of all copies, or their gates and ups: one thread's part of the columns."""
     for e in range(len(copies.starts) - 1):
         begin, end = copies.starts[e], copies.starts[e + 1]
         if begin == end:
             continue
         width = experts.width if e < experts.num_experts else experts.shared_width
         at = _place(copies, begin, experts.width, experts.shared_width)
-        out = routed.inner[at : at + (end - begin) * width].reshape(end - begin, width)
-        matrix = first + 2 * e
+        matrix, count = first + 2 * e, end - begin
         own = _from(operand, begin * weights.matrices[matrix, 2], begin)
-        product(own, weights, matrix, Target(out, GATE), part)
+        if experts.activation == SILU:
+            out = routed.inner[at : at + count * width].reshape(count, width)
+            product(own, weights, matrix, Target(out, GATE), part)
+        else:
+            out = routed.gate_up[2 * at : 2 * (at + count * width)].reshape(count, 2 * width)
+            product(own, weights, matrix, Target(out, STORE), part)
 
 
 @jit
 def put_inner(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
 ) -> None:
-    """Write the inner rows of the copies in the range to the operand of their experts' second products."""
+    """Write the inner rows of the copies in the range, which may have to be gated first, to the operand of their
+    experts' second products.
+    """
     for e in range(len(copies.starts) - 1):
         matrix, width = first + 2 * e + 1, experts.width if e < experts.num_experts else experts.shared_width
         for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
             at = _place(copies, copy, experts.width, experts.shared_width)
             row, place = routed.inner[at : at + width], _place_of_inner(copies, copy, weights, first, experts)
+            if experts.activation != SILU:
+                gate_up = routed.gate_up[2 * at : 2 * (at + width)].reshape(1, 2 * width)
+                gate_rows(gate_up, row.reshape(1, width), experts.activation, Range(0, 1))
             operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, place)
 
 

@@ -95,7 +95,7 @@ class _Columns(NamedTuple):
 
     packed: Address
     unit_bytes: int
-    group: int
+    group: int  # below 0: numbers of MXFP4
     offsets: Address
     scales: Address
     biases: Address
@@ -154,12 +154,12 @@ def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _R
 
 @jit
 def _columns(weights: Weights, matrix: int) -> _Columns:
-    weight_at, column_at, depth, count, group, _ = weights.matrices[matrix]
+    weight_at, column_at, depth, count, group, _, is_mxfp4 = weights.matrices[matrix]
     width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
     return _Columns(
         address(weights.packed) + weight_at * width,
         2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group) if group else UNIT * depth * width,
-        group,
+        -group if is_mxfp4 else group,
         address(weights.offsets) + offset,
         address(weights.scales) + offset,
         address(weights.biases) + offset,

@@ -8,6 +8,9 @@ A panel of 16 columns begins with its scales and zeros: for each group 16 fp16 a
 lines. Then come the weights as [inputs / 8][16][4] bytes: of 8 inputs, the low halves of a column's 4 bytes hold the
 first 4 and the high halves the others. So 4 inputs of a column fill a lane after one mask, as in `tiles.py`.
 
+In MXFP4 (engine/quantized_formats/mxfp4.py) 4 bits are the number of a level in E2M1_LEVELS. A weight is `(level - 12)
+* scale`, and 12 is the zero of every group. The levels are looked up in a register as they are unpacked.
+
 Sums within a group are exact integers on every CPU. They are scaled and added up in fp32 in the order of the groups,
 so that results depend neither on the tile nor on the CPU.
 """
@@ -59,8 +62,11 @@ BYTES_PER_INPUT = PANEL // 2
 """Bytes of a panel's weights for one input."""
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
-2 * 15 * 127 * (_STEP / 4) < 2^15.
+2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
 """
+E2M1_ZERO = 12
+E2M1_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
+"""Twice the numbers of e2m1, by their four bits, plus 12."""
 
 
 def panel_bytes(num_groups: int, group: int) -> int:
@@ -94,6 +100,12 @@ class _Vectors:
         high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
         low, high = (builder.and_(builder.bitcast(bits, self.bytes), mask) for bits in (packed, high))
         return low, high
+
+    def levels(self, numbers: Value) -> Value:
+        """The bytes of E2M1_LEVELS with these numbers."""
+        table = ir.Constant(self.bytes, list(E2M1_LEVELS) * (GROUP * self.lanes // len(E2M1_LEVELS)))
+        name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
+        return self.emit.call(name, self.bytes, table, numbers)
 
     def scales(self, at: Value) -> Value:
         return self.emit.builder.fpext(self.emit.load(at, self._halves, 2), self.floats)
@@ -131,12 +143,16 @@ class _Vectors:
 
 
 def write_nibble_tile(
-    emit: Emitter, product: Value, num_groups: Value, group: Value, size: tuple[int, int], ahead: Value
+    emit: Emitter, product: Value, a_step: Value, group: Value, size: tuple[int, int], ahead: Value
 ) -> None:
     """Write code that computes out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums, for a size of (rows,
-    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched.
+    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched. `group`: see multiply_rows.
     """
-    tile, builder = _Tile(emit, product, num_groups, group, ahead), emit.builder
+    builder, zero = emit.builder, INT64(0)
+    is_mxfp4 = builder.icmp_signed("<", group, zero)
+    group = builder.select(is_mxfp4, builder.sub(zero, group), group)
+    num_groups = builder.udiv(a_step, builder.add(group, INT64(BLOCK_HEAD_BYTES)))
+    tile = _Tile(emit, product, num_groups, group, ahead)
     per_panel = LANES // tile.vectors.lanes
     parts = [
         (some_rows, [_Column(*divmod(number, per_panel)) for number in some_columns])
@@ -144,10 +160,16 @@ def write_nibble_tile(
     ]
     is_single = builder.icmp_signed("==", group, INT64(_STEP))
     with builder.if_else(is_single) as (single, several):
-        for is_one_step, branch in ((True, single), (False, several)):
-            with branch:
+        with single, builder.if_else(is_mxfp4) as (levels, integers):
+            with levels:
                 for some_rows, some_columns in parts:
-                    tile.multiply(some_rows, some_columns, is_one_step=is_one_step)
+                    tile.multiply(some_rows, some_columns, is_one_step=True, has_levels=True)
+            with integers:
+                for some_rows, some_columns in parts:
+                    tile.multiply(some_rows, some_columns, is_one_step=True)
+        with several:
+            for some_rows, some_columns in parts:
+                tile.multiply(some_rows, some_columns, is_one_step=False)
 
 
 def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:
@@ -178,8 +200,8 @@ class _Tile:
         scales = builder.add(builder.mul(self._count, INT64(SCALES_BYTES)), INT64(CACHE_LINE_BYTES - 1))
         self._head_bytes = builder.and_(scales, INT64(-CACHE_LINE_BYTES))
 
-    def multiply(self, rows: range, columns: list[_Column], *, is_one_step: bool) -> None:
-        """Compute some rows of some columns. `is_one_step`: a group is one step."""
+    def multiply(self, rows: range, columns: list[_Column], *, is_one_step: bool, has_levels: bool = False) -> None:
+        """Compute some rows of some columns. `is_one_step`: a group is one step. `has_levels`: in MXFP4."""
         emit, builder, vectors = self._emit, self._emit.builder, self.vectors
         prefetches = rows.start == 0 and columns[0].part == 0
         rows_at = [emit.at(self._a[0], builder.mul(self._a[1], INT64(row))) for row in rows]
@@ -191,7 +213,7 @@ class _Tile:
             sums = [vectors.dot_pairs(zero, shift) for shift in shifts for zero in zeros]
             inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
             if is_one_step:
-                sums = self._step(inputs_at, weights_at, sums, prefetches=prefetches)
+                sums = self._step(inputs_at, weights_at, sums, prefetches=prefetches, has_levels=has_levels)
             else:
                 with emit.loop(builder.udiv(self._size, INT64(_STEP)), sums) as steps:
                     a_offset = builder.mul(steps.index, INT64(_STEP))
@@ -221,14 +243,23 @@ class _Tile:
         return scales, zeros, weights_at
 
     def _step(
-        self, inputs_at: list[Value], weights_at: list[Value], totals: list[Value], *, prefetches: bool
+        self,
+        inputs_at: list[Value],
+        weights_at: list[Value],
+        totals: list[Value],
+        *,
+        prefetches: bool,
+        has_levels: bool = False,
     ) -> list[Value]:
         """totals [rows * columns] and the products of _STEP inputs."""
         emit, vectors = self._emit, self.vectors
         prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
         sums: list[Value | None] = [*totals] if knows_vnni() else [None] * len(totals)
-        for octet in range(_STEP // (2 * GROUP)):
+        num_octets = _STEP // (2 * GROUP)
+        for octet in range(num_octets):
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
+            if has_levels:
+                columns = [(vectors.levels(low), vectors.levels(high)) for low, high in columns]
             for at in prefetched_at:
                 emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
             for row, at in enumerate(inputs_at):
@@ -237,6 +268,9 @@ class _Tile:
                 for number, halves in enumerate(columns, row * len(columns)):
                     for half, four in zip(halves, fours, strict=True):
                         sums[number] = vectors.multiply(sums[number], half, four)
+            if has_levels and not knows_vnni() and octet == num_octets // 2 - 1:
+                totals = [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
+                sums = [None] * len(totals)
         return [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
 
     def _store(self, rows: range, columns: list[_Column], totals: list[Value]) -> None:

@@ -23,7 +23,7 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     widens_ahead,
 )
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, SCALES_BYTES, panel_bytes
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, E2M1_LEVELS, SCALES_BYTES, panel_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.float32: np.float32,
@@ -74,7 +74,8 @@ class Packer:
         depths = [_row_elements(shape, dtype) for shape in shapes]
         counts = [round_up(shape.columns, PANEL) for shape in shapes]
         groups = [shape.group for shape in shapes]
-        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, [0] * len(shapes), strict=True)]
+        none = [0] * len(shapes)
+        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, none, none, strict=True)]
         self._orders: list[Int32s] = []
         self._weights = Weights(
             packed=aligned(int(weight_ends[-1]), DTYPES[dtype]),
@@ -112,8 +113,11 @@ class Packer:
         panels = weight.view(-1, PANEL, depth // together, together).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
 
-    def put_groups(self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None) -> None:
-        """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group].
+    def put_groups(
+        self, index: int, weight: Tensor, scales: Tensor, zeros: Tensor, bias: Tensor | None, *, is_mxfp4: bool = False
+    ) -> None:
+        """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group]. With
+        `is_mxfp4`, weights are numbers of levels, see nibbles.py.
 
         weight: uint8 [outputs, inputs], 0 to 15; scales: fp32 [outputs, num_groups], kept in fp16 beside a power of two
         for each output; zeros: uint8 as scales; bias: fp32 [outputs].
@@ -122,6 +126,7 @@ class Packer:
         arrange = _interleave if shape.gated else _pad_columns
         weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
+        self._weights.matrices[index, 6] = int(is_mxfp4)
         powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
         self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
@@ -129,7 +134,8 @@ class Packer:
         halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
         heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
         heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
-        weight = torch.nn.functional.pad(weight, (0, num_groups * shape.group - shape.inputs))
+        nothing = E2M1_LEVELS.index(0) if is_mxfp4 else 0  # what lies behind a row's inputs may be any bytes
+        weight = torch.nn.functional.pad(weight, (0, num_groups * shape.group - shape.inputs), value=nothing)
         octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
         packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(octets.shape[1:])
         torch.bitwise_or(octets[0], octets[1] << 4, out=packed)

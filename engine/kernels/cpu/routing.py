@@ -34,6 +34,8 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
         multiply_panel(TileProduct(rows, router, scores), width, part.end - part.first, routed.scores[0, 0])
     ranked = np.empty(routing.num_experts, np.float32)
     for r in range(part.first, part.end):
+        for e in range(routing.router_biases.shape[1]):
+            routed.scores[r, e] += routing.router_biases[layer, e]
         if routing.scoring == SPARSE_MIXER:
             _mix_sparsely(routing, routed.scores[r], ranked, routed.chosen[r], routed.weights[r])
         else:

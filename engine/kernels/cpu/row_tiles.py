@@ -18,7 +18,7 @@ from engine.kernels.cpu.compiler import (
     emitted,
 )
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, write_nibble_tile
+from engine.kernels.cpu.nibbles import write_nibble_tile
 from engine.kernels.cpu.tiles import write_tile
 
 _PANELS = UNIT // PANEL
@@ -44,8 +44,8 @@ def multiply_rows(
 ) -> Intrinsic:
     """Multiply the smallest tile that holds `num_rows` rows of a TileProduct, or else the largest; returns its rows.
 
-    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4. `element`: any
-    element of the weights.
+    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4; below 0: numbers
+    of MXFP4. `element`: any element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -54,8 +54,7 @@ def multiply_rows(
 
         def write(size: int) -> None:
             if element == types.uint8:
-                num_groups = builder.udiv(a_step, builder.add(group, INT64(BLOCK_HEAD_BYTES)))
-                write_nibble_tile(emit, product, num_groups, group, (size, _PANELS), ahead)
+                write_nibble_tile(emit, product, a_step, group, (size, _PANELS), ahead)
                 return
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
             with builder.if_else(builder.icmp_signed("!=", ahead, INT64(0))) as (prefetches, does_not):

@@ -1,4 +1,4 @@
-"""Loops over the scores of one query: soft caps and ALiBi, the highest score, softmax weights.
+"""Loops over the scores of one query: soft caps and ALiBi, the highest score, softmax weights, sinks.
 
 Scores are fp32, one for each key from a whole vector of keys on. Arguments are addresses, and bounds are not checked.
 """
@@ -36,6 +36,7 @@ HIDDEN = -1e30
 _MAXIMA = 4
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
 _TWICE_LOG2_E = 2.0 * LOG2_E
+_MAX_POWER = np.float32(126.0)  # of two, in fp32
 
 
 class _Row:
@@ -191,3 +192,13 @@ def adjust_scores(
         _slope_row(scores, num_vectors, scale, read_float(memory.slopes + head * FLOAT_BYTES), first)
         scale = _ONE
     return scale
+
+
+@jit
+def sink_weight(head: int, peak: np.float32, memory: AttentionMemory) -> np.float32:
+    """What the sink of a query head adds to a sum of softmax weights, 0 without sinks. `peak`: the score, in powers of
+    two, whose weight is 1.
+    """
+    if not memory.sinks:
+        return _NONE
+    return np.exp2(min(read_float(memory.sinks + head * FLOAT_BYTES) - peak, _MAX_POWER))

@@ -207,7 +207,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     attend(attending, cache, layer, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
-        join(attending, window, part)
+        join(attending, layer, window, part)
     _finish_phase(team, ATTENTION)
 
 
@@ -232,7 +232,7 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
     attend(attending, work.cache, layer, window, part)
     if has_splits(attending.batch, window):
         _finish_phase(team, ATTENTION)
-        join(attending, window, part)
+        join(attending, layer, window, part)
     _finish_phase(team, ATTENTION)
     project_results(latent, layer, buffers, attending, part)
     _finish_phase(team, ATTENTION)

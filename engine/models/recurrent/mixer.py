@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
 from engine.models.encodings import Parameters
-from engine.models.recurrent.config import RecurrentConfig
+from engine.models.model_config import ModelConfig
 from engine.models.recurrent.delta import GatedDelta
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
@@ -76,11 +76,11 @@ class RecurrentMixer:
             out[end : chunk.query_end] = self._recurrence.step(rows[end : chunk.query_end], state)
 
 
-def take_mixer(parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> RecurrentMixer:
-    """Take the parameters of a recurrent layer between its projections."""
-    recurrence: Recurrence = (
-        ShortConv(parameters, prefix, facts)
-        if facts.kind == "conv"
-        else GatedDelta(parameters, prefix, facts, norm_eps)
-    )
-    return RecurrentMixer(recurrence, facts.result_width)
+def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
+    """Take the parameters of a layer between its projections; None if it has attention."""
+    facts = config.recurrent
+    if facts is None or not facts.layers[layer]:
+        return None
+    if facts.kind == "conv":
+        return RecurrentMixer(ShortConv(parameters, prefix, facts), facts.result_width)
+    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), facts.result_width)

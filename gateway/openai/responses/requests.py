@@ -84,7 +84,7 @@ class TextConfig(Body):
 
 
 class Reasoning(Body):
-    """`effort` "none" turns reasoning off, if the chat template can. Other efforts have no effect."""
+    """`effort` "none" turns reasoning off, if the chat template can. Others are for templates that know efforts."""
 
     effort: Name | None = None
 
@@ -233,4 +233,8 @@ def _template_values(body: ResponsesBody) -> Json | None:
     """`reasoning` as the templates of models with optional reasoning know it. The client's own values come first."""
     if body.reasoning.effort is None:
         return body.chat_template_kwargs
-    return {"enable_thinking": body.reasoning.effort != "none"} | (body.chat_template_kwargs or {})
+    effort = body.reasoning.effort
+    values: Json = (
+        {"enable_thinking": True, "reasoning_effort": effort} if effort != "none" else {"enable_thinking": False}
+    )
+    return values | (body.chat_template_kwargs or {})

@@ -83,6 +83,41 @@ async def test_tool_calls_follow_reasoning() -> None:
     assert choice.finish_reason == "tool_calls"
 
 
+HARMONY = (
+    "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+    '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}'
+)
+
+
+async def test_channels_and_calls_of_gpt_oss_in_every_api() -> None:
+    add: dict[str, Any] = {"name": "add", "parameters": {"type": "object"}}
+    tools: Any = [{"type": "function", "function": add}]
+    async with running_gateway(Script(story=HARMONY, tool_call_format="openai")) as gateway:
+        assert await parts(gateway, tools=tools) == ("Hm.", "I add.")
+        asked = gateway.script.requests[-1].output
+        assert (asked.HasField("skip_special_tokens"), asked.skip_special_tokens) == (True, False)
+        body = {"messages": MESSAGES, "max_tokens": 1000}
+        chat = (await gateway.post("/v1/chat/completions", body | {"tools": tools})).json()["choices"][0]
+        assert chat["finish_reason"] == "tool_calls"
+        assert [call["function"] for call in chat["message"]["tool_calls"]] == [
+            {"name": "add", "arguments": '{"a": 1}'}
+        ]
+        forced = body | {"tools": tools, "tool_choice": "required"}
+        assert (await gateway.post("/v1/chat/completions", forced)).json()["choices"][0]["message"]["tool_calls"]
+        assert "to=functions.add" in gateway.script.requests[-1].sampling.structure.grammar
+        own = {"input": "2 + 3?", "tools": [{"type": "function", **add}], "reasoning": {"effort": "low"}}
+        items = (await gateway.post("/v1/responses", own)).json()["output"]
+        assert [item["type"] for item in items] == ["reasoning", "message", "function_call"]
+        assert (items[0]["content"][0]["text"], items[2]["arguments"]) == ("Hm.", '{"a": 1}')
+        kwargs = json.loads(gateway.script.requests[-1].chat.template_kwargs_json)
+        assert kwargs == {"enable_thinking": True, "reasoning_effort": "low"}
+        blocks = (
+            await gateway.post("/v1/messages", body | {"tools": [{"name": "add", "input_schema": {"type": "object"}}]})
+        ).json()["content"]
+        assert [block["type"] for block in blocks] == ["thinking", "text", "tool_use"]
+        assert blocks[2]["input"] == {"a": 1}
+
+
 async def test_the_arguments_of_the_chat_template() -> None:
     async with running_gateway() as gateway:
         turns = [*MESSAGES, {"role": "assistant", "content": "It", "reasoning_content": "hm"}]

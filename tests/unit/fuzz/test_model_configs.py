@@ -41,6 +41,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | WINDOWS
     | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
     | {"shared_expert_intermediate_size": 48, "decoder_sparse_step": 2, "mlp_only_layers": [1], "qkv_bias": True},
+    "GptOssForCausalLM": LLAMA
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "swiglu_limit": 7.0,
+        "swiglu_alpha": 1.702,
+    }
+    | {"layer_types": ["full_attention", "sliding_attention"] * 2, "rope_scaling": {"rope_type": "yarn", **YARN}},
     "Gemma3ForCausalLM": LLAMA
     | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": None}
     | {"sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4}

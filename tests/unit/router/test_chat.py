@@ -208,11 +208,28 @@ PHI = (
         ),
         (PHI, "phi4_mini_json"),
         ("{{ '<|tool_call|>' }}", "granite"),
+        ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", "openai"),
         ("{{ messages }}", ""),
     ],
 )
 def test_templates_tell_how_calls_are_written(source: str, expected: str) -> None:
     assert ChatTemplate(source, {}).tool_call_format == expected
+
+
+def test_a_template_that_calls_reasoning_thinking() -> None:
+    source = (
+        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>{{ m.thinking }}<|message|>{{ m.content }}{% endfor %}"
+    )
+    calls = ', "tool_calls": [{"function": {"name": "f"}}]'
+    turns = [ChatMessage("assistant", text, f'{{"reasoning_content": "Hm."{calls}}}') for text in ("", "I look.")]
+    thought = ChatMessage("assistant", "3", '{"reasoning_content": "Hm."}')
+    shown = ChatTemplate(source, {}).render([thought, ChatMessage("user", "4?"), *turns])
+    assert shown.split("<|start|>")[1:] == [
+        "assistant<|channel|>Hm.<|message|>3",
+        "user<|channel|><|message|>4?",
+        "assistant<|channel|>Hm.<|message|>",
+        "assistant<|channel|><|message|>Hm.\nI look.",
+    ]
 
 
 def test_a_template_that_takes_tools_in_the_system_message() -> None:

@@ -103,6 +103,8 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
     if config.positions != "rotary":
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+    if config.unrotated:
+        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
     return [RotaryEmbedding(rope, config.rotated_width, device, dtype) for rope in ropes]
 
 

@@ -17,6 +17,17 @@ from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
+from engine.models.families.dense import (
+    apertus,
+    arcee,
+    ernie4_5,
+    helium,
+    hunyuan,
+    ministral3,
+    nemotron,
+    seed_oss,
+    smollm3,
+)
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
@@ -41,17 +52,6 @@ from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
 from engine.models.families.qwen_hybrid import qwen3_5, qwen3_5_moe, qwen3_next
-from engine.models.families.recent import (
-    apertus,
-    arcee,
-    ernie4_5,
-    helium,
-    hunyuan,
-    ministral3,
-    nemotron,
-    seed_oss,
-    smollm3,
-)
 from engine.models.families.routed import (
     dots1,
     ernie4_5_moe,

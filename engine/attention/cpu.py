@@ -3,14 +3,14 @@
 It also has the adapters from the engine's types to those of the kernels, which `CompiledDecoder` uses, too.
 """
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
+from engine.kernel_threads import KernelThreads
 from engine.kernels.cpu.arguments import (
     NO_FACTORS,
     NO_SINKS,
@@ -94,8 +94,7 @@ class CpuAttention:
     def __init__(self, shape: AttentionShape, num_threads: int) -> None:
         self._shape = shape
         self._slopes = kernel_slopes(shape)
-        self._num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, "attention") if num_threads > 1 else None
+        self.threads = KernelThreads(num_threads, "attention")
         self._buffers = [Buffers() for _ in range(num_threads)]
 
     def compile(self, layer_cache: Tensor) -> None:
@@ -133,15 +132,8 @@ class CpuAttention:
             Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes, kernel_sinks(sinks))
             for buffers in self._buffers
         ]
-        self._run(lambda thread: _attend(work[thread], cache, 0, visible, Part(thread, self._num_threads)))
+        run, count = self.threads.run, self.threads.count
+        run(lambda thread: _attend(work[thread], cache, 0, visible, Part(thread, count)))
         if _has_splits(batch, visible):
-            self._run(lambda thread: _join(work[thread], 0, visible, Part(thread, self._num_threads)))
+            run(lambda thread: _join(work[thread], 0, visible, Part(thread, count)))
         return out
-
-    def _run(self, call: Callable[[int], None]) -> None:
-        """Run `call(thread)` in every thread, and wait for all."""
-        if self._threads is None:
-            call(0)
-            return
-        for future in [self._threads.submit(call, thread) for thread in range(self._num_threads)]:
-            future.result()

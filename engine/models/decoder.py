@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
+from engine.attention.cpu import CpuAttention
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.encodings import Parameters
@@ -48,7 +49,7 @@ class Decoder:
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = memory.cache.span.layers if config.recurrent is None else Span(0, config.num_layers)
-        self._states = None if config.recurrent is None else RecurrentStates(config.recurrent, memory.cache)
+        self._states = _states(config, memory)
         self.why_experts_on_host = _why_experts_on_host(config, parameters.encoding, memory)
         on_device = config.experts is not None and self.why_experts_on_host is None
         self._expert_products = ExpertProducts(memory.cache.tensor.device) if on_device else None
@@ -61,8 +62,14 @@ class Decoder:
             take_layer(parameters, layer, config, ranks, self._adapters, self._expert_products)
             for layer in range(self.layers.first, self.layers.end)
         ]
+        self._compile_recurrence()
         self._like = self._layers[0].like
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
+
+    def _compile_recurrence(self) -> None:
+        first = next((layer.recurrence for layer in self._layers if layer.recurrence is not None), None)
+        if first is not None and self._states is not None:
+            first.compile(self._states.of_layer(0))
 
     @property
     def attention_backend(self) -> str:
@@ -134,6 +141,15 @@ class Decoder:
         assert self._states is not None
         number = index - self.config.num_kv_layers_before(index)
         return recurrence(rows, self._states.of_layer(number), metadata)
+
+
+def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:
+    """Kernels compute the steps of recurrent layers where they compute attention."""
+    if config.recurrent is None:
+        return None
+    attention = memory.attention
+    threads = attention.threads if isinstance(attention, CpuAttention) else None
+    return RecurrentStates(config.recurrent, memory.cache, threads)
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:

@@ -44,10 +44,11 @@ def run(
     return tokens, scheduler.load().computed_tokens
 
 
-def choices(length: int) -> SequenceSpec:
+def choices(length: int, seed: int = 0) -> SequenceSpec:
     sampling = {"temperature": 0.9, "top_k": 30, "repetition_penalty": 1.2}
     request = make_request("0", [7 * i % 250 for i in range(length)], max_new_tokens=12, sampling=sampling)
-    return replace(request, forks=tuple(Fork(str(seed), 0, seed) for seed in (1, 2, 3)), top_logprobs=2)
+    request = replace(request, sampling=replace(request.sampling, seed=seed))
+    return replace(request, forks=tuple(Fork(str(number), 0, seed + number) for number in (1, 2, 3)), top_logprobs=2)
 
 
 @pytest.mark.parametrize("arm", ARMS)

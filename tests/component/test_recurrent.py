@@ -26,7 +26,7 @@ Checkpoint = Callable[[str], Path]
 
 @pytest.mark.parametrize("length", [1, 33])
 def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> None:
-    runner, request = load_model_runner(settings(checkpoint("qwen3.5"))), choices(length)
+    runner, request = load_model_runner(settings(checkpoint("qwen3.5"))), choices(length, seed=4)
     first = SequenceState(request)
     first.forks = [SequenceState(fork) for fork in request.forked()]
     together, _ = run(runner, [first])

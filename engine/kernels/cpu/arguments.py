@@ -21,6 +21,7 @@ Bytes: TypeAlias = NDArray[np.uint8]
 Int32s: TypeAlias = NDArray[np.int32]
 Int64s: TypeAlias = NDArray[np.int64]
 UInt64s: TypeAlias = NDArray[np.uint64]
+Bools: TypeAlias = NDArray[np.bool_]
 
 SILU, GELU, GELU_TANH, RELU, RELU2, XIELU, CLAMPED_SWIGLU = range(7)
 """Activations of MLPs, which `activations.py` computes."""

@@ -4,23 +4,35 @@ Single tokens are computed together, a step each. A chunk of a prompt is compute
 to rounding, and those of a sequence depend on no other.
 """
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
+from engine.kernels.cpu.arguments import Part
+from engine.kernels.cpu.recurrent import StepKernel
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
+from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.delta import GatedDelta
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
 
+_SHARED_NUMBERS = 2**16
+"""Numbers of states from which on several threads are faster than one."""
+
 
 class Recurrence(Protocol):
     """Plug point: ShortConv, GatedDelta. Rows are what the layer's first projection gives for a token; results and
-    states are fp32.
+    states are fp32. `step` and `kernel` compute the same.
     """
+
+    @property
+    def kernel(self) -> StepKernel:
+        """For CPUs that have it."""
+        ...
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         """One token of each sequence: rows [num_seqs, projected], states [num_seqs, state_numbers], which are updated
@@ -38,9 +50,9 @@ class Recurrence(Protocol):
 class RecurrentMixer:
     """One layer's recurrence over the states of sequences."""
 
-    def __init__(self, recurrence: Recurrence, result_width: int) -> None:
+    def __init__(self, recurrence: Recurrence, facts: RecurrentConfig) -> None:
         self._recurrence = recurrence
-        self._width = result_width
+        self._projected, self._width = facts.projected, facts.result_width
 
     def __call__(self, rows: Tensor, states: LayerStates, metadata: ForwardMetadata) -> Tensor:
         """[num_tokens, projected] -> [num_tokens, result_width]; updates the states. A sequence at its first token
@@ -50,30 +62,62 @@ class RecurrentMixer:
         out = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
         repeated = metadata.states.is_repeated
         if num_steps := metadata.num_decodes:
-            current = states.read(0, num_steps)
-            current.masked_fill_(metadata.context_lens[:num_steps, None] == 1, 0.0)
-            out[:num_steps] = self._recurrence.step(rows[:num_steps], current)
-            if not any(repeated[:num_steps]):
-                states.write(0, current)
-            else:
-                for row in range(num_steps):
-                    if not repeated[row]:
-                        states.write(row, current[row : row + 1])
+            is_first = metadata.context_lens[:num_steps] == 1
+            is_kept = [not each for each in repeated[:num_steps]]
+            self._step(rows[:num_steps], out[:num_steps], states.of(0, num_steps), is_first, is_kept)
         for chunk in metadata.chunks:
-            self._compute_chunk(chunk, rows, out, states, is_repeated=repeated[chunk.row])
+            self._compute_chunk(chunk, rows, out, states.of(chunk.row, chunk.row + 1), is_repeated=repeated[chunk.row])
         return out
+
+    def compile(self, states: LayerStates) -> None:
+        """Compile the kernel, so that the first request need not wait. Changes no state."""
+        if states.threads is not None:
+            rows = torch.zeros((1, self._projected))
+            self._run_kernel(rows, torch.empty((1, self._width)), states.of(0, 1), [False])
 
     def _compute_chunk(
         self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, *, is_repeated: bool
     ) -> None:
-        state = states.read(chunk.row, chunk.row + 1)
+        state = states.read()
         if chunk.first_position == 0:
             state.zero_()
         end = chunk.query_end - is_repeated
         out[chunk.query_start : end] = self._recurrence.scan(rows[chunk.query_start : end], state[0])
-        states.write(chunk.row, state)
+        states.write(state)
         if is_repeated:
-            out[end : chunk.query_end] = self._recurrence.step(rows[end : chunk.query_end], state)
+            self._step(rows[end : chunk.query_end], out[end : chunk.query_end], states, None, [False])
+
+    def _step(
+        self, rows: Tensor, out: Tensor, states: LayerStates, is_first: Tensor | None, is_kept: Sequence[bool]
+    ) -> None:
+        """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state
+        after it is not written.
+        """
+        if states.threads is not None:
+            if is_first is not None and is_first.any():
+                states.clear(is_first)
+            self._run_kernel(rows, out, states, is_kept)
+            return
+        current = states.read()
+        if is_first is not None:
+            current.masked_fill_(is_first[:, None], 0.0)
+        out.copy_(self._recurrence.step(rows, current))
+        if all(is_kept):
+            states.write(current)
+            return
+        for row, kept in enumerate(is_kept):
+            if kept:
+                states.of(row, row + 1).write(current[row : row + 1])
+
+    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, is_kept: Sequence[bool]) -> None:
+        assert states.threads is not None
+        kernel, where = self._recurrence.kernel, states.in_place(is_kept)
+        inputs, results = rows.to(torch.float32).contiguous().numpy(), out.numpy()
+        if len(rows) * states.numbers < _SHARED_NUMBERS:
+            kernel(where, inputs, results, Part(0, 1))
+        else:
+            count = states.threads.count
+            states.threads.run(lambda thread: kernel(where, inputs, results, Part(thread, count)))
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
@@ -82,5 +126,5 @@ def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: 
     if facts is None or not facts.layers[layer]:
         return None
     if facts.kind == "conv":
-        return RecurrentMixer(ShortConv(parameters, prefix, facts), facts.result_width)
-    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), facts.result_width)
+        return RecurrentMixer(ShortConv(parameters, prefix, facts), facts)
+    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), facts)

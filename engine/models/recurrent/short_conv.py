@@ -1,8 +1,11 @@
 """Causal convolutions of each channel over the last tokens, and the layer that is little more than one (LFM2, 2025)."""
 
+from functools import cached_property, partial
+
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.recurrent import Convolution, StepKernel, step_conv
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 
@@ -14,10 +17,16 @@ class CausalConv:
 
     def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig) -> None:
         weight = parameters.take(f"{prefix}conv").to(torch.float32)
-        self._taps = weight.reshape(facts.channels, facts.kernel).T.contiguous().unbind(0)
+        self._weight = weight.reshape(facts.channels, facts.kernel).T.contiguous()
+        self._taps = self._weight.unbind(0)
         bias = parameters.take_optional(f"{prefix}conv_bias")
         self._bias = None if bias is None else bias.to(torch.float32)
         self._before = facts.kernel - 1
+
+    def for_kernels(self) -> Convolution:
+        """The parameters as the kernels of CPUs take them."""
+        bias = torch.zeros(self._weight.shape[1]) if self._bias is None else self._bias
+        return Convolution(self._weight.numpy(), bias.numpy())
 
     def step(self, inputs: Tensor, states: Tensor) -> Tensor:
         """One token of each sequence: [num_seqs, channels], states [num_seqs, kernel - 1, channels]."""
@@ -45,6 +54,10 @@ class ShortConv:
     def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig) -> None:
         self._conv = CausalConv(parameters, prefix, facts)
         self._shape = (facts.kernel - 1, facts.channels)
+
+    @cached_property
+    def kernel(self) -> StepKernel:
+        return partial(step_conv, self._conv.for_kernels())
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)

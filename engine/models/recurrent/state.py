@@ -1,56 +1,86 @@
 """RecurrentStates: the states of sequences, read from and written to KV blocks as tensors."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
+from engine.kernel_threads import KernelThreads
+from engine.kernels.cpu.recurrent import States
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
 
 
 class RecurrentStates:
-    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods."""
+    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. With `threads`, kernels
+    compute the steps.
+    """
 
-    def __init__(self, recurrent: RecurrentConfig, cache: KVCache) -> None:
+    def __init__(self, recurrent: RecurrentConfig, cache: KVCache, threads: KernelThreads | None) -> None:
         rows, device = state_rows(recurrent, cache.layout), cache.tensor.device
         self._numbers, self._of_layer, self._in_piece = recurrent.state_numbers, rows.of_layer, rows.in_piece
         self._rows = cache.tensor.view(torch.uint8).view(-1).view(torch.float32).view(-1, rows.width)
         number = torch.arange(rows.of_layer * sum(recurrent.layers), device=device)
         piece, row = number // rows.in_piece, number % rows.in_piece
         num_blocks = cache.tensor.shape[2]
-        self._block = piece // rows.num_pieces  # of a sequence's state
-        self._first = piece % rows.num_pieces * (num_blocks * rows.in_piece) + row  # its row, were it in block 0
-        self._of_pass = number[None]
+        first = piece % rows.num_pieces * (num_blocks * rows.in_piece) + row
+        self._rows_of_state = (piece // rows.num_pieces, first)
+        self._tables = torch.zeros((1, rows.num_blocks), dtype=torch.int64, device=device)
+        self._threads = threads
 
     def begin(self, metadata: ForwardMetadata) -> None:
         """Find the states of the sequences of a pass."""
         assert metadata.states is not None
-        self._of_pass = metadata.states.tables.to(torch.int64)[:, self._block] * self._in_piece + self._first
+        self._tables = metadata.states.tables.to(torch.int64)
 
     def of_layer(self, number: int) -> "LayerStates":
         """The states of the recurrent layer with this number among its kind."""
-        return LayerStates(self._rows, self._of_pass.narrow(1, number * self._of_layer, self._of_layer), self._numbers)
+        block, first = (of_state.narrow(0, number * self._of_layer, self._of_layer) for of_state in self._rows_of_state)
+        return LayerStates(self._rows, self._tables, block, first, self._in_piece, self._numbers, self._threads)
 
 
 class LayerStates(NamedTuple):
-    """The states of one layer. `places` [num_seqs, rows] are their rows in `rows`; a state has so many `numbers`."""
+    """The states of one layer, flat numbers in `rows`. Row i of a state is `first[i]`, if its block, number `block[i]`
+    in the table of the sequence [num_seqs, state_blocks], is block 0, and `in_piece` rows further on in each next one.
+    """
 
     rows: Tensor
-    places: Tensor
+    tables: Tensor
+    block: Tensor
+    first: Tensor
+    in_piece: int
     numbers: int
+    threads: KernelThreads | None
 
-    def read(self, first: int, end: int) -> Tensor:
-        """States of sequences [first, end) of the pass: a copy [end - first, numbers]."""
-        found = self.rows.index_select(0, self.places[first:end].flatten())
-        return found.view(end - first, -1)[:, : self.numbers]
+    def of(self, first: int, end: int) -> "LayerStates":
+        """The states of sequences [first, end) of these."""
+        return self._replace(tables=self.tables[first:end])
 
-    def write(self, first: int, states: Tensor) -> None:
-        """Replace the states of sequences [first, first + len(states))."""
-        places = self.places[first : first + len(states)]
-        padded = places.shape[1] * self.rows.shape[1]
+    def read(self) -> Tensor:
+        """A copy [num_seqs, numbers]."""
+        found = self.rows.index_select(0, self._places().flatten())
+        return found.view(len(self.tables), -1)[:, : self.numbers]
+
+    def write(self, states: Tensor) -> None:
+        """Replace them: [num_seqs, numbers]."""
+        padded = len(self.block) * self.rows.shape[1]
         if padded > self.numbers:
             states = torch.nn.functional.pad(states, (0, padded - self.numbers))
-        self.rows.index_copy_(0, places.flatten(), states.reshape(-1, self.rows.shape[1]))
+        self.rows.index_copy_(0, self._places().flatten(), states.reshape(-1, self.rows.shape[1]))
+
+    def clear(self, chosen: Tensor) -> None:
+        """Make those chosen [num_seqs] states of zeros."""
+        self.rows.index_fill_(0, self._places()[chosen].flatten(), 0.0)
+
+    def in_place(self, is_kept: Sequence[bool]) -> States:
+        """For the kernels, which change them where they lie."""
+        tables, block, first = self.tables.numpy(), self.block.numpy(), self.first.numpy()
+        return States(self.rows.numpy(), tables, block, first, self.in_piece, np.array(is_kept, np.bool_))
+
+    def _places(self) -> Tensor:
+        """The rows of each sequence's state: [num_seqs, rows of a state]."""
+        return self.tables[:, self.block] * self.in_piece + self.first

@@ -1,0 +1,233 @@
+"""One token of each sequence through a recurrent layer, as engine/models/recurrent computes it in torch.
+
+States are updated where they lie, in rows of the KV cache. A unit of work is a sequence's channels, or its value heads
+that share a key head. Each reads and writes numbers of its own, so results depend neither on other sequences nor on the
+number of threads.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+
+from engine.kernels.cpu.activations import activate
+from engine.kernels.cpu.arguments import SILU, Bools, Floats, Int64s, Part
+from engine.kernels.cpu.compiler import entry, jit
+from engine.kernels.cpu.machine import LANES
+from engine.kernels.cpu.vectors import address
+
+_ONE = np.float32(1.0)
+_MAX_EXPONENT = np.float32(80.0)
+_LENGTH_EPS = np.float32(1e-6)
+
+
+class States(NamedTuple):
+    """The states of a layer: flat numbers, in rows of the cache."""
+
+    rows: Floats  # [rows of the cache, width]
+    tables: Int64s  # [num_seqs, blocks of a state]
+    block: Int64s  # [rows of a state]: the block of a row, a column of `tables`
+    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
+    in_piece: int  # rows from there to the same one of the next block
+    is_kept: Bools  # [num_seqs]: the token changes the state
+
+
+StepKernel: TypeAlias = Callable[[States, Floats, Floats, Part], None]
+"""Computes one thread's part of a layer: states, rows [num_seqs, projected], results [num_seqs, result_width]."""
+
+
+class Convolution(NamedTuple):
+    """See CausalConv. Its state, [kernel - 1, channels], is at the beginning of the layer's."""
+
+    taps: Floats  # [kernel, channels]
+    bias: Floats  # [channels]
+
+
+class Delta(NamedTuple):
+    """See GatedDelta. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
+
+    conv: Convolution
+    rate: Floats  # [num_heads]
+    rate_bias: Floats  # [num_heads]
+    norm: Floats  # [value_dim]
+    eps: np.float32
+    num_key_heads: int
+    key_dim: int
+
+
+@entry
+def step_conv(conv: Convolution, states: States, rows: Floats, out: Floats, part: Part) -> None:
+    """A StepKernel that computes ShortConv."""
+    channels = conv.taps.shape[1]
+    for seq in range(len(rows) * part.number // part.num_parts, len(rows) * (part.number + 1) // part.num_parts):
+        inputs = rows[seq, :channels] * rows[seq, 2 * channels :]
+        _convolve(conv, states, seq, 0, inputs, out[seq])
+        for i in range(channels):
+            out[seq, i] *= rows[seq, channels + i]
+
+
+@entry
+def step_delta(delta: Delta, states: States, rows: Floats, out: Floats, part: Part) -> None:
+    """A StepKernel that computes GatedDelta."""
+    num_units = len(rows) * delta.num_key_heads
+    for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
+        seq = unit // delta.num_key_heads
+        _step_heads(delta, states, seq, unit % delta.num_key_heads, rows[seq], out[seq])
+
+
+@jit
+def _step_heads(delta: Delta, states: States, seq: int, key_head: int, row: Floats, out: Floats) -> None:
+    """The value heads that share a key head."""
+    num_heads, key_dim, value_dim = len(delta.rate), delta.key_dim, len(delta.norm)
+    key_width, channels = delta.num_key_heads * key_dim, delta.conv.taps.shape[1]
+    q, k, v, gate = _padded(key_dim), _padded(key_dim), _padded(value_dim), _padded(value_dim)
+    _mix(delta.conv, states, seq, key_head * key_dim, row, q[:key_dim])
+    _mix(delta.conv, states, seq, key_width + key_head * key_dim, row, k[:key_dim])
+    q_length, k_length = _inverse_length(q[:key_dim]) / np.sqrt(np.float32(key_dim)), _inverse_length(k[:key_dim])
+    for i in range(key_dim):
+        q[i] *= q_length
+        k[i] *= k_length
+    copies = num_heads // delta.num_key_heads
+    for head in range(key_head * copies, (key_head + 1) * copies):
+        first, end = head * value_dim, (head + 1) * value_dim
+        _mix(delta.conv, states, seq, 2 * key_width + first, row, v[:value_dim])
+        numbers = row[channels + num_heads * value_dim :]
+        strength = _ONE / (_ONE + np.exp(min(-numbers[head], _MAX_EXPONENT)))
+        decay = np.exp(delta.rate[head] * _softplus(numbers[num_heads + head] + delta.rate_bias[head]))
+        matrix = (len(delta.conv.taps) - 1) * channels + head * key_dim * value_dim
+        _step_head(states, seq, matrix, q[:key_dim], k[:key_dim], v[:value_dim], decay, strength, out[first:end])
+        gate[:value_dim] = row[channels + first : channels + end]
+        activate(address(gate), len(gate) // LANES, SILU)
+        factor = _ONE / np.sqrt(_squares(out[first:end]) / np.float32(value_dim) + delta.eps)
+        for i in range(value_dim):
+            out[first + i] *= factor * delta.norm[i] * gate[i]
+
+
+@jit
+def _step_head(
+    states: States,
+    seq: int,
+    first: int,
+    q: Floats,
+    k: Floats,
+    v: Floats,
+    decay: np.float32,
+    strength: np.float32,
+    out: Floats,
+) -> None:
+    """One head's matrix, which begins at number `first` of the state: read once for its products with key and query,
+    and once more to be updated.
+    """
+    num_values, product = len(v), np.float32(0.0)
+    change = np.zeros(num_values, np.float32)
+    out[:] = np.float32(0.0)
+    for i in range(len(k)):
+        product += q[i] * k[i]
+        done = 0
+        while done < num_values:
+            numbers = _numbers(states, seq, first + i * num_values + done, num_values - done)
+            end = done + len(numbers)
+            _add_products(numbers, k[i], q[i], change[done:end], out[done:end])
+            done = end
+    for j in range(num_values):
+        change[j] = (v[j] - decay * change[j]) * strength
+        out[j] = decay * out[j] + product * change[j]
+    if not states.is_kept[seq]:
+        return
+    for i in range(len(k)):
+        done = 0
+        while done < num_values:
+            numbers = _numbers(states, seq, first + i * num_values + done, num_values - done)
+            _decay_and_add(numbers, decay, k[i], change[done : done + len(numbers)])
+            done += len(numbers)
+
+
+@jit
+def _add_products(numbers: Floats, key: np.float32, query: np.float32, by_key: Floats, by_query: Floats) -> None:
+    for i in range(len(numbers)):
+        by_key[i] += numbers[i] * key
+        by_query[i] += numbers[i] * query
+
+
+@jit
+def _decay_and_add(numbers: Floats, decay: np.float32, key: np.float32, change: Floats) -> None:
+    for i in range(len(numbers)):
+        numbers[i] = decay * numbers[i] + key * change[i]
+
+
+@jit
+def _mix(conv: Convolution, states: States, seq: int, first: int, row: Floats, out: Floats) -> None:
+    """SiLU of the convolution, for channels [first, first + len(out)). `out` is padded to whole vectors."""
+    _convolve(conv, states, seq, first, row[first : first + len(out)], out)
+    activate(address(out), -(-len(out) // LANES), SILU)
+
+
+@jit
+def _convolve(conv: Convolution, states: States, seq: int, first: int, inputs: Floats, out: Floats) -> None:
+    """Channels [first, first + len(out)) of the convolution."""
+    num_past, channels, count = len(conv.taps) - 1, conv.taps.shape[1], len(out)
+    for i in range(count):
+        out[i] = conv.bias[first + i] + conv.taps[num_past, first + i] * inputs[i]
+    past = np.empty(count, np.float32)
+    for tap in range(num_past):
+        _read(states, seq, tap * channels + first, past)
+        for i in range(count):
+            out[i] += conv.taps[tap, first + i] * past[i]
+        if states.is_kept[seq] and tap > 0:
+            _write(states, seq, (tap - 1) * channels + first, past)
+    if states.is_kept[seq]:
+        _write(states, seq, (num_past - 1) * channels + first, inputs)
+
+
+@jit
+def _numbers(states: States, seq: int, first: int, count: int) -> Floats:
+    """Up to `count` numbers of a state from number `first` on: those in the same row of the cache."""
+    width = states.rows.shape[1]
+    number, offset = first // width, first % width
+    row = states.tables[seq, states.block[number]] * states.in_piece + states.first[number]
+    return states.rows[row, offset : min(width, offset + count)]
+
+
+@jit
+def _read(states: States, seq: int, first: int, out: Floats) -> None:
+    """Numbers [first, first + len(out)) of a state."""
+    done = 0
+    while done < len(out):
+        numbers = _numbers(states, seq, first + done, len(out) - done)
+        out[done : done + len(numbers)] = numbers
+        done += len(numbers)
+
+
+@jit
+def _write(states: States, seq: int, first: int, values: Floats) -> None:
+    """Numbers [first, first + len(values)) of a state."""
+    done = 0
+    while done < len(values):
+        numbers = _numbers(states, seq, first + done, len(values) - done)
+        numbers[:] = values[done : done + len(numbers)]
+        done += len(numbers)
+
+
+@jit
+def _padded(count: int) -> Floats:
+    """Room for whole vectors."""
+    return np.zeros(-(-count // LANES) * LANES, np.float32)
+
+
+@jit
+def _softplus(x: np.float32) -> np.float32:
+    """log(1 + e^x)."""
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))
+
+
+@jit
+def _inverse_length(x: Floats) -> np.float32:
+    return _ONE / np.sqrt(_squares(x) + _LENGTH_EPS)
+
+
+@jit
+def _squares(x: Floats) -> np.float32:
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return total

@@ -6,9 +6,11 @@ import re
 
 _QUOTES = "'\""
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-# What may follow a backslash. Models also write regular expressions and paths, whose backslashes Python keeps, too.
-_ESCAPED = frozenset("\n\\'\"abfnrtv01234567xuUN")
 _CONTROLS = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
+# Models also write regular expressions and paths, whose backslashes are no escapes.
+_ESCAPE = re.compile(
+    r"""\\(?:[\n\\'"abfnrtv0-7]|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U000[0-9a-fA-F]{5}|(?P<none>))""",
+)
 _LITERALS = {"true": True, "false": False, "null": None}
 """JSON's names of values, which some models write."""
 _HALF = re.compile("[\ud800-\udfff]")
@@ -19,7 +21,8 @@ class PythonValue:
 
     def __init__(self) -> None:
         self.is_done = False
-        self._texts: list[str] = []
+        self._written: list[str] = []
+        self._python: list[str] = []  # the same, with line breaks in texts as escapes
         self._quote = ""  # of the text that is open
         self._is_escaped = False
         self._closings: list[str] = []
@@ -32,34 +35,33 @@ class PythonValue:
                     self.is_done = True
                     return self.last(""), number
                 self._closings.pop()
-            self._texts.append(self._in_text(char) if self._quote else self._outside(char))
+            self._written.append(char)
+            self._python.append(_CONTROLS.get(char, char) if self._quote and not self._is_escaped else char)
+            self._track_text(char)
         return "", len(buffer)
 
     def last(self, text: str) -> str:
-        """Return the value's JSON, where `text` is the rest of it. Open texts and brackets are closed."""
-        written = "".join([*self._texts, text]).strip() + self._quote + "".join(reversed(self._closings))
+        """Return the value's JSON, where `text` is the rest of it. Open texts and brackets are closed. What is no
+        literal becomes a text.
+        """
+        closing = self._quote + "".join(reversed(self._closings))
         try:
-            return _in_json(_literal(written))
+            return _in_json(_literal("".join([*self._python, text]).strip() + closing))
         except (SyntaxError, ValueError, TypeError, MemoryError, RecursionError):
+            written = "".join([*self._written, text]).strip()
             is_quoted = len(written) > 1 and written[0] == written[-1] and written[0] in _QUOTES
             return _in_json(written[1:-1] if is_quoted else written)
 
-    def _outside(self, char: str) -> str:
-        if char in _QUOTES:
+    def _track_text(self, char: str) -> None:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif self._quote:
+            self._is_escaped = char == "\\"
+            self._quote = "" if char == self._quote else self._quote
+        elif char in _QUOTES:
             self._quote = char
         elif char in _CLOSING:
             self._closings.append(_CLOSING[char])
-        return char
-
-    def _in_text(self, char: str) -> str:
-        """Return the character as Python's text has it: models break lines in texts without escapes."""
-        if self._is_escaped:
-            self._is_escaped = False
-            return char if char in _ESCAPED else f"\\{char}"
-        self._is_escaped = char == "\\"
-        if char == self._quote:
-            self._quote = ""
-        return _CONTROLS.get(char, char)
 
 
 class _Names(ast.NodeTransformer):
@@ -69,6 +71,7 @@ class _Names(ast.NodeTransformer):
 
 def _literal(text: str) -> object:
     """Evaluate a literal, and nothing else."""
+    text = _ESCAPE.sub(lambda escape: escape[0] if escape["none"] is None else r"\\", text)
     value: object = ast.literal_eval(_Names().visit(ast.parse(text, mode="eval")))
     return value
 

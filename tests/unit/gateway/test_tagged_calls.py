@@ -175,8 +175,8 @@ CASES: list[tuple[str, str, Found]] = [
     ("kimi_k2", f"{SECTION}{kimi(*DALLAS)}{SECTION_END}", (None, [DALLAS])),
     (
         "kimi_k2",
-        f"I look.{SECTION}{kimi(*DALLAS, 3)}\n{kimi('area', SQUARE, 4)}{SECTION_END} Done.",
-        ("I look. Done.", [DALLAS, ("area", SQUARE)]),
+        f"I look.{SECTION}{kimi('now', {}, 3)}\n{kimi('area', {'tags': []}, 12)}{SECTION_END} Done.",
+        ("I look. Done.", [("now", {}), ("area", {"tags": []})]),
     ),
     ("kimi_k2", f"{SECTION}{kimi('nobody', {})}", (f"{SECTION}{kimi('nobody', {})}", [])),
     ("seed_oss", QWEN_DALLAS.replace("tool_call>", "seed:tool_call>"), (None, [DALLAS])),
@@ -188,7 +188,7 @@ CASES: list[tuple[str, str, Found]] = [
     ),
     ("minimax_m2", "<invoke name='now'></invoke> Done.", (" Done.", [("now", {})])),
     ("cohere_command3", cohere(DALLAS), (None, [DALLAS])),
-    ("cohere_command4", f"I look.{cohere(('area', SQUARE), DALLAS)}", ("I look.", [("area", SQUARE), DALLAS])),
+    ("cohere_command4", f"I look.{cohere(('now', {}), ORLANDO)}", ("I look.", [("now", {}), ORLANDO])),
     ("cohere_command3", cohere(("nobody", {})), (cohere(("nobody", {})), [])),
     ("apertus", f'<|tools_prefix|>[{{"weather": {json.dumps(DALLAS[1])}}}]<|tools_suffix|>', (None, [DALLAS])),
     ("apertus", 'So: <|tools_prefix|>[{"now": {}}, {"now": {}}]<|tools_suffix|>', ("So:", [("now", {})] * 2)),
@@ -239,6 +239,10 @@ def test_a_text_that_is_cut_off_has_the_calls_so_far(name: str, text: str, expec
 NOW = deepseek_v31("now", {})
 NESTED = {"shape": "square", "dimensions": {"width": 10}}
 SLIPS: list[tuple[str, str, Found]] = [
+    ("pythonic", r"""[weather(city='C:\Users\new\d "x"')]""", (None, [("weather", {"city": 'C:\\Users\new\\d "x"'})])),
+    ("pythonic", """[weather(city="print("hi")\n\\n")]""", (None, [("weather", {"city": 'print("hi")\n\\n'})])),
+    ("pythonic", "[area(precision=1e999, scale=2.5)]", (None, [("area", {"precision": "1e999", "scale": 2.5})])),
+    ("pythonic", r"[area(tags=('\ud83d\ude00', '\x41'))]", (None, [("area", {"tags": ["😀", "A"]})])),
     ("qwen3_coder", "<tool_call>\n<function=now>\n", (None, [("now", {})])),
     ("qwen3_coder", QWEN_DALLAS.removesuffix("</function>\n</tool_call>"), (None, [DALLAS])),
     ("qwen3_coder", QWEN_DALLAS.removesuffix("</parameter>\n</function>\n</tool_call>"), (None, [DALLAS])),

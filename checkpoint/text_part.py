@@ -27,6 +27,10 @@ _QWEN_VL: _Facts = {"vocab_size": 152_064, "hidden_size": 8192, "intermediate_si
 _QWEN_VL |= {"num_attention_heads": 64, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
 _QWEN_VL |= {"rms_norm_eps": 1e-5, "max_window_layers": 80, "rope_theta": 1e6}
 _QWEN3_VL = _QWEN | {"head_dim": 128, "max_position_embeddings": 128_000, "rope_theta": 5e5}
+_QWEN3_5: _Facts = {"vocab_size": 248_320, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 32}
+_QWEN3_5 |= {"num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 32_768}
+_QWEN3_5_MOE = _QWEN3_5 | {"hidden_size": 2048, "num_hidden_layers": 40, "num_key_value_heads": 2, "num_experts": 256}
+_QWEN3_5_MOE |= {"num_experts_per_tok": 8, "moe_intermediate_size": 512}
 _QWEN3_VL_MOE = _QWEN3_VL | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24}
 _QWEN3_VL_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_intermediate_size": 1408}
 _QWEN3_VL_MOE |= {"num_local_experts": 60, "num_experts_per_tok": 4}
@@ -50,6 +54,8 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
         "qwen2_vl_text": TextModel("Qwen2ForCausalLM", _QWEN_VL),
         "qwen2_5_vl_text": TextModel("Qwen2ForCausalLM", _QWEN_VL),
         "qwen3": TextModel("Qwen3ForCausalLM", _QWEN | {"head_dim": 128}),
+        "qwen3_5_moe_text": TextModel("Qwen3_5MoeForCausalLM", _QWEN3_5_MOE),
+        "qwen3_5_text": TextModel("Qwen3_5ForCausalLM", _QWEN3_5),
         "qwen3_vl_moe_text": TextModel("Qwen3VLMoeForConditionalGeneration", _QWEN3_VL_MOE),
         "qwen3_vl_text": TextModel("Qwen3ForCausalLM", _QWEN3_VL),
     }
@@ -70,6 +76,8 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "Mistral3ForConditionalGeneration": "mistral",
         "Qwen2VLForConditionalGeneration": "qwen2_vl_text",
         "Qwen2_5_VLForConditionalGeneration": "qwen2_5_vl_text",
+        "Qwen3_5ForConditionalGeneration": "qwen3_5_text",
+        "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe_text",
         "Qwen3VLForConditionalGeneration": "qwen3_vl_text",
         "Qwen3VLMoeForConditionalGeneration": "qwen3_vl_moe_text",
         "SmolVLMForConditionalGeneration": "llama",

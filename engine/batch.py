@@ -15,12 +15,16 @@ class ScheduledSequence:
 
     The last of them may be `drafts`: proposed tokens that follow the sequence's own. The step samples after each draft;
     a sampled token counts if all drafts before it were right (Leviathan et al. 2023).
+
+    `is_repeated`: the last token will be computed once more, after the sampled one is known, by the worker to which the
+    sequence is handed over, or beside forks. A recurrent state, which cannot go back, stays at the token before.
     """
 
     sequence: SequenceState
     start: int
     num_tokens: int
     drafts: tuple[int, ...] = ()
+    is_repeated: bool = False
 
     @property
     def end(self) -> int:

@@ -9,7 +9,7 @@ Two parts of the scheduler share blocks between sequences. PrefixCache finds ind
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
 write): a fork shares the full blocks of the prompt with its origin. Both will write to the last, partly filled block,
 so the fork gets a copy of it. The copy is made before the fork's first step; until then the fork also holds the
-original.
+original. Both will write to a recurrent state, too: it is copied before the next step of any sequence.
 """
 
 import time
@@ -257,9 +257,10 @@ class PrefixCache:
 class Forks:
     """The forks of one scheduler whose copies are not made yet."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, state_blocks: int = 0) -> None:
         self._pool = pool
         self._block_size = block_size
+        self._state_blocks = state_blocks
         self._due: list[SequenceState] = []
         self._copying: dict[int, list[SequenceState]] = {}  # by the number of the batch that copies
 
@@ -268,36 +269,35 @@ class Forks:
 
         The fork computes the prompt's last token again: its first sample is drawn from that token's logits.
         """
-        last_block = self._pool.allocate(1)
-        if last_block is None:
+        own = self._pool.allocate(self._state_blocks + 1)
+        if own is None:
             return False
         fork.num_cached_tokens = fork.num_computed_tokens = fork.num_tokens - 1
         num_shared, num_copied_tokens = divmod(fork.num_computed_tokens, self._block_size)
-        shared = origin.block_table[:num_shared]
+        first, end = self._state_blocks, self._state_blocks + num_shared
+        shared = origin.block_table[first:end]
         self._pool.hold(shared)
-        fork.block_table += shared + last_block
+        fork.block_table += own[:first] + shared + own[first:]
         fork.block_hashes = origin.block_hashes[:num_shared]
-        if num_copied_tokens:
-            fork.copy_from = origin.block_table[num_shared]
-            self._pool.hold([fork.copy_from])
+        copied = [*range(first), *([end] if num_copied_tokens else [])]
+        fork.copies = [(origin.block_table[place], fork.block_table[place]) for place in copied]
+        if fork.copies:
+            self._pool.hold(source for source, _ in fork.copies)
             self._due.append(fork)
         return True
 
     def copies(self, number: int, batch: Iterable[SequenceState]) -> tuple[tuple[int, int], ...]:
         """Pairs of blocks (source, target) for the batch with this number to copy: those of its own forks. Others may
-        end while it is in flight, and would give up blocks that it has yet to write.
+        end while it is in flight, and would give up blocks that it has yet to write. But states are copied at once,
+        because this batch may change the origin's; one batch at a time is in flight then, and copies as it begins.
         """
-        waiting = [fork for fork in self._due if fork.copy_from is not None]
-        running = set(batch) if waiting else set()
+        waiting = [fork for fork in self._due if fork.copies]
+        running = set(waiting if self._state_blocks else batch) if waiting else set()
         due = [fork for fork in waiting if fork in running]
         self._due = [fork for fork in waiting if fork not in running]
         if due:
             self._copying[number] = due
-        return tuple(
-            (fork.copy_from, fork.block_table[fork.num_computed_tokens // self._block_size])
-            for fork in due
-            if fork.copy_from is not None
-        )
+        return tuple(pair for fork in due for pair in fork.copies)
 
     def copied(self, number: int) -> None:
         """Release the originals once the batch with this number has copied them."""
@@ -305,8 +305,8 @@ class Forks:
             self.drop(fork)
 
     def drop(self, sequence: SequenceState) -> None:
-        """Release the original block of this sequence, if it holds one."""
-        if sequence.copy_from is not None:
-            request = sequence.request
-            self._pool.free([sequence.copy_from], request.cache_namespace, request.cache_hints)
-            sequence.copy_from = None
+        """Release the original blocks that this sequence holds."""
+        if sequence.copies:
+            request, originals = sequence.request, [source for source, _ in sequence.copies]
+            self._pool.free(originals, request.cache_namespace, request.cache_hints)
+            sequence.copies = []

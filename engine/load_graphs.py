@@ -45,7 +45,9 @@ def why_no_graphs(settings: RunnerSettings, config: AnyConfig) -> str | None:
         return "cuda_graphs is 0, enforce_eager is set, or this worker computes prompts only"
     if settings.degrees.pipeline > 1:
         return "the host hands residuals over from stage to stage"
-    return "encoder-decoder models read lengths on the host" if isinstance(config, EncoderDecoderConfig) else None
+    if isinstance(config, EncoderDecoderConfig):
+        return "encoder-decoder models read lengths on the host"
+    return None if config.recurrent is None else "recurrent states are found on the host"
 
 
 def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> int:

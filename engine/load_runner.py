@@ -30,8 +30,9 @@ from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.model import EncoderDecoder
+from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
-from engine.models.read_config import load_decoder_config
+from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import ALONE, rank_share
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner import Runner
@@ -150,10 +151,12 @@ def load_speculator(
 
 def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
     """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
+    if speculation.kind != "none":
+        _require_drafts(load_config(model.model_dir))
     if speculation.draft_model is None:
         return None
     for model_dir in (model.model_dir, speculation.draft_model):
-        load_decoder_config(model_dir)
+        _require_drafts(load_decoder_config(model_dir))
     facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         actual, expected = getattr(draft_facts, name), getattr(facts, name)
@@ -174,3 +177,11 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
         tensor_parallel=1,
         pipeline_parallel=1,
     )
+
+
+def _require_drafts(config: AnyConfig) -> None:
+    """Raise ConfigurationError for models that cannot drop tokens that they have computed."""
+    if isinstance(config, ModelConfig) and config.recurrent is not None:
+        raise ConfigurationError(
+            f"speculation does not fit {config.architecture}: its recurrent states cannot go back behind a wrong draft"
+        )

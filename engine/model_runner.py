@@ -71,7 +71,10 @@ class ModelRunner:
         self._adapters = adapters
         size, slots = kv_cache.layout.block_size, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
-        self._builders = cycle([(StepInputBuilder(size, slots), copies_for(device)) for _ in range(max_in_flight)])
+        state_blocks = kv_cache.layout.state_blocks
+        self._builders = cycle(
+            [(StepInputBuilder(size, slots, state_blocks), copies_for(device)) for _ in range(max_in_flight)]
+        )
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()
@@ -98,6 +101,8 @@ class ModelRunner:
         step = builder.build(batch)
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
+        if self.kv_cache.layout.state_blocks:
+            self._clear_ends(batch)
         announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
         finish, sample_rows = self._forward(step, copies, announce)
         return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
@@ -150,8 +155,20 @@ class ModelRunner:
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
     def _announce(self, tell: Callable[[int, int], None], first: int, count: int) -> None:
-        self.kv_cache.note_written(Span(first, count))
-        tell(first, count)
+        layers = self.config.kv_layers(Span(first, count))
+        if layers.count:
+            self.kv_cache.note_written(layers)
+            tell(layers.first, layers.count)
+
+    def _clear_ends(self, batch: ScheduledBatch) -> None:
+        """Clear blocks that the step fills in part, if it is the first to write to them: they may have held states,
+        and attention multiplies by 0 what follows a sequence's tokens, which must be no NaN then.
+        """
+        layout = self.kv_cache.layout
+        for item in batch.items:
+            last, used = divmod(item.end, layout.block_size)
+            if used and last * layout.block_size >= item.start:
+                self.clear_blocks([item.sequence.block_table[layout.state_blocks + last]])
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
@@ -173,10 +190,11 @@ class ModelRunner:
         """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
         layout = self.kv_cache.layout
         first, offset = divmod(item.start, layout.block_size)
-        blocks = item.sequence.block_table[first : layout.num_blocks_for(item.end)]
+        states, table = layout.state_blocks, item.sequence.block_table
+        blocks = table[states + first : layout.num_blocks_for(item.end)]
         if item.drafts and offset:
             self.kv_cache.clear_blocks([blocks.pop(0)], offset)
-        self.clear_blocks(blocks)
+        self.clear_blocks(table[:states] + blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:
         self.kv_cache.clear_blocks(block_ids)

@@ -19,6 +19,7 @@ from engine.models.encodings import PACKED
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
+from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
 from engine.stored_parameters import has_fp8, int4_group, is_exact
@@ -77,14 +78,17 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
 
 
 def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str, dtype: str) -> KVLayout:
-    return KVLayout(
+    layout = KVLayout(
         model_fingerprint=model_fingerprint,
-        num_layers=config.num_layers,
+        num_layers=config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
         dtype=dtype,
     )
+    if isinstance(config, EncoderDecoderConfig) or config.recurrent is None:
+        return layout
+    return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
 
 
 def fingerprint(

@@ -99,7 +99,7 @@ class Scheduler:
         self._waiting: dict[SequenceKey, SequenceState] = {}
         self._slots: dict[SequenceKey, SequenceState] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, SequenceState] = {}
-        self._forks = Forks(pool, config.block_size)
+        self._forks = Forks(pool, config.block_size, config.state_blocks)
         self._prefixes = PrefixCache(pool, config.block_size, config.prefix_caching, config.whole_prompts)
         self._in_flight = BatchesInFlight()
         self._counters = _Counters()
@@ -144,7 +144,7 @@ class Scheduler:
         sequence = self._slots.get(key)
         if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
             return
-        sequence.num_computed_tokens = sequence.num_tokens
+        sequence.num_computed_tokens = sequence.num_tokens - (self.config.state_blocks > 0)  # see _repeats_last
         self._prefixes.publish(sequence)
         sequence.token_ids.append(first_token_id)
         sequence.status = SequenceStatus.RUNNING
@@ -207,7 +207,7 @@ class Scheduler:
             free_blocks=self.pool.num_free,
             num_running=len(running),
             num_waiting=len(self._waiting) + len(in_slots) - len(running),
-            pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if s.num_uncomputed_tokens > 1),
+            pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if not s.is_decoding),
             generated_tokens=self._counters.generated_tokens,
             computed_tokens=self._counters.computed_tokens,
             drafted_tokens=self._counters.drafted_tokens,
@@ -257,21 +257,21 @@ class Scheduler:
 
     def _schedule_decodes(self, running: list[SequenceState], room: int) -> list[ScheduledSequence]:
         items: list[ScheduledSequence] = []
-        for sequence in [s for s in running if s.num_uncomputed_tokens == 1][:room]:
+        for sequence in [s for s in running if s.is_decoding][:room]:
             if sequence.status is SequenceStatus.RUNNING and self._grow(sequence):
-                items.append(ScheduledSequence(sequence, sequence.num_computed_tokens, 1))
+                items.append(self._chunk(sequence, sequence.num_uncomputed_tokens))
         # Growing a later sequence never preempts an earlier one, so everything planned so far still runs.
         return items
 
     def _prompt_budget(self, decodes: list[ScheduledSequence], max_prompt_tokens: int | None) -> int:
-        budget = self.config.max_batch_tokens - len(decodes)
+        budget = max(0, self.config.max_batch_tokens - sum(item.num_tokens for item in decodes))
         is_limited = max_prompt_tokens is not None and any(item.sequence.is_transferred for item in decodes)
         return min(budget, max_prompt_tokens or 0) if is_limited else budget
 
     def _unfinished_prompts(self, running: list[SequenceState], budget: int, room: int) -> list[SequenceState]:
         """Up to `room` running prompts that are not complete, oldest first. Without any, the oldest waiting one is
         admitted."""
-        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and s.num_uncomputed_tokens > 1]
+        unfinished = [s for s in running if s.status is SequenceStatus.RUNNING and not s.is_decoding]
         if unfinished or budget <= 0:
             return unfinished[:room]
         oldest = self._admit_oldest(budget, is_first=True)
@@ -315,7 +315,7 @@ class Scheduler:
 
         Returns False if the sequence itself was preempted, or must wait for a younger one that is in flight.
         """
-        while len(sequence.block_table) * self.config.block_size < sequence.num_tokens:
+        while len(sequence.block_table) < self._num_blocks_for(sequence):
             block = self.pool.allocate(1)
             if block is not None:
                 sequence.block_table += block
@@ -352,7 +352,14 @@ class Scheduler:
         num_tokens = min(sequence.num_uncomputed_tokens, budget)
         if self.config.whole_prompts:
             num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
-        return ScheduledSequence(sequence, start, num_tokens)
+        is_repeated = start + num_tokens == sequence.num_tokens and self._repeats_last(sequence)
+        return ScheduledSequence(sequence, start, num_tokens, is_repeated=is_repeated)
+
+    def _repeats_last(self, sequence: SequenceState) -> bool:
+        """True if the last token of a prompt is computed once more: by the worker that continues the sequence, and by
+        forks, which need its logits. A recurrent state behind that token does not give them; the one before it does.
+        """
+        return bool(self.config.state_blocks and (sequence.hand_over or sequence.forks))
 
     def _admit_oldest(self, budget: int, *, is_first: bool) -> SequenceState | None:
         """Admit the oldest waiting sequence. None if none waits or it does not fit now: later ones do not overtake."""
@@ -431,7 +438,7 @@ class Scheduler:
         return len(self._slots)
 
     def _num_blocks_for(self, sequence: SequenceState) -> int:
-        return -(-sequence.num_tokens // self.config.block_size)
+        return self.config.num_blocks_for(sequence.num_tokens)
 
     def _require_new(self, sequence: SequenceState) -> None:
         tables = (self._waiting, self._slots, self._held)
@@ -439,7 +446,8 @@ class Scheduler:
             raise InvalidRequest(f"attempt {sequence.key[1]} of request {sequence.key[0]} is already on this worker")
 
     def _require_fits(self, sequence: SequenceState) -> None:
-        max_tokens = min(self.config.max_model_len, self.pool.num_blocks * self.config.block_size)
+        num_blocks = max(0, self.pool.num_blocks - self.config.state_blocks)
+        max_tokens = min(self.config.max_model_len, num_blocks * self.config.block_size)
         # A sequence that is handed over needs no block for the KV of its first token.
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > max_tokens:
@@ -476,7 +484,7 @@ class Scheduler:
                 self._pending.failed.append((sequence, output.failure))
                 self._end(sequence)
             elif output.tokens:
-                results.append(self._append(sequence, output.tokens))
+                results.append(self._append(item, output.tokens))
             elif item.needs_sampling:  # its drafts have spoiled the step
                 self._free_draft_blocks(sequence)
             else:
@@ -486,15 +494,17 @@ class Scheduler:
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
-        counters.computed_tokens += num_known if num_known > 1 else 0
+        is_prompt = num_known > 1 and item.start < len(item.sequence.request.token_ids) - 1
+        counters.computed_tokens += num_known if is_prompt else 0
         counters.drafted_tokens += len(item.drafts)
         counters.accepted_tokens += len(output.tokens) - 1 if item.drafts and output.tokens else 0
 
-    def _append(self, sequence: SequenceState, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
+    def _append(self, item: ScheduledSequence, sampled: tuple[SampledToken, ...]) -> SequenceOutput:
+        sequence = item.sequence
         index = sequence.num_generated
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
-        sequence.num_computed_tokens = sequence.num_tokens - 1
+        sequence.num_computed_tokens = sequence.num_tokens - 1 - item.is_repeated
         self._prefixes.publish(sequence)
         self._start_forks(sequence)
         result = SequenceOutput(

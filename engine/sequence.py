@@ -41,9 +41,10 @@ class SequenceState:
     the chained hashes of the leading full blocks that are published to the prefix cache, `known_hashes` those of all
     blocks that were full when the sequence was first looked up there. With `hand_over`, another worker continues the
     sequence after the first token sampled here. The last `num_drafted` tokens of `token_ids` are drafts, see
-    `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copy_from` is a block of the
-    original sequence; it is held until it has been copied into the last block of this one. `from_disk` are blocks of
+    `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copies` are pairs of a block of
+    the original sequence and one of this one; the former is held until it has been copied. `from_disk` are blocks of
     the prompt that memory lacked, until the sequence is admitted. `is_transferred`: another worker computed its prompt.
+    With a recurrent state, the first blocks of `block_table` hold that, see KVLayout.
     """
 
     request: SequenceSpec
@@ -58,7 +59,7 @@ class SequenceState:
     prompt_logprobs: list[PromptLogprob] = field(default_factory=list)
     num_drafted: int = 0
     forks: "list[SequenceState]" = field(default_factory=list)
-    copy_from: int | None = None
+    copies: list[tuple[int, int]] = field(default_factory=list)
     from_disk: BlockPayloads = field(default_factory=BlockPayloads)
     is_transferred: bool = False
 
@@ -80,7 +81,7 @@ class SequenceState:
     @property
     def held_blocks(self) -> list[int]:
         """All blocks with a reference from this sequence."""
-        return self.block_table if self.copy_from is None else [*self.block_table, self.copy_from]
+        return [*self.block_table, *(source for source, _ in self.copies)]
 
     @property
     def is_over(self) -> bool:
@@ -104,8 +105,13 @@ class SequenceState:
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens without KV; 1 while decoding."""
+        """Tokens without KV; 1 while decoding, 2 after a token that is computed again."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """True if all that this engine was given is computed, but for its last token, and perhaps for sampled ones."""
+        return self.num_computed_tokens >= len(self.request.token_ids) - 1
 
     def finish_reason(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """The reason for which `token_id`, the last token of the sequence, ends it; None if the sequence continues."""

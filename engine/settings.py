@@ -46,6 +46,7 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
+    `state_blocks`: see KVLayout; with any, prefixes are not cached, and no token is computed that may be wrong.
     """
 
     block_size: int
@@ -57,6 +58,7 @@ class SchedulerConfig:
     max_in_flight: int = 1
     max_step_stretch: float = 0.0
     adapters: frozenset[str] = frozenset()
+    state_blocks: int = 0
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):
@@ -67,6 +69,12 @@ class SchedulerConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
             )
+        if self.state_blocks and self.prefix_caching:
+            raise ConfigurationError("a model with recurrent layers has no prefix cache")
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """The number of blocks of a sequence with `num_tokens` tokens."""
+        return self.state_blocks - (-num_tokens // self.block_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
-from engine.attention.backend import AdapterRows, ForwardMetadata, chunks_of
+from engine.attention.backend import AdapterRows, ForwardMetadata, PassStates, chunks_of
 from engine.batch import ScheduledBatch
 from engine.device_copies import DeviceCopies
 
@@ -36,18 +36,21 @@ class StepInput:
     positions: Int64s  # [num_tokens]
     rope_lengths: Int64s  # [num_tokens]; see engine/models/rope.py
     slot_mapping: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
-    block_tables: Int32s  # [num_seqs, max_blocks], padded with block 0, which is valid to read but never used
+    block_tables: Int32s  # [num_seqs, max_blocks] of KV; see StepInputBuilder for the padding
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, this step's included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt, with the decoder's start tokens
     query_starts: Int32s  # [num_seqs + 1]
     sample_rows: Int64s  # [num_sampled]: rows whose logits are sampled
     copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass
     adapters: tuple[AdapterRows, ...] = ()
+    state_tables: Int32s | None = None  # [num_seqs, state_blocks], see PassStates
+    is_repeated: tuple[bool, ...] = ()
 
     def on_device(self, copies: DeviceCopies) -> "StepTensors":
         """The step on the model's device, by one copy. On CPU the tensors share the arrays' memory."""
         bounds, context_lens = self.query_starts.tolist(), self.context_lens.tolist()
-        tensors = copies.to_device({name: getattr(self, name) for name in _ON_DEVICE})
+        arrays = {name: getattr(self, name) for name in _ON_DEVICE}
+        tensors = copies.to_device(arrays if self.state_tables is None else arrays | {"states": self.state_tables})
         metadata = ForwardMetadata(
             positions=tensors["positions"],
             rope_lengths=tensors["rope_lengths"],
@@ -60,6 +63,7 @@ class StepInput:
             chunks=chunks_of(bounds, context_lens, self.num_decodes),
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
             adapters=self.adapters,
+            states=PassStates(tensors["states"], self.is_repeated) if "states" in tensors else None,
         )
         return StepTensors(tensors["token_ids"], tensors["sample_rows"], metadata)
 
@@ -81,10 +85,16 @@ class StepTensors(NamedTuple):
 class StepInputBuilder:
     """Builds a StepInput per step, in buffers that grow as needed. `adapters`: the slots of the model's adapters, by
     digest; they may change between steps.
+
+    Block tables are padded with block 0, which is valid to read but never used. With `state_blocks`, it might hold a
+    state, whose bytes are no KV; so tables are padded with the sequence's last block.
     """
 
-    def __init__(self, block_size: int, adapters: Mapping[str, int] = MappingProxyType({})) -> None:
+    def __init__(
+        self, block_size: int, adapters: Mapping[str, int] = MappingProxyType({}), state_blocks: int = 0
+    ) -> None:
         self._block_size = block_size
+        self._state_blocks = state_blocks
         self._adapters = adapters
         self._buffers: dict[str, NDArray[Any]] = {}
 
@@ -118,6 +128,8 @@ class StepInputBuilder:
             sample_rows=self._filled("sample_rows", _sample_rows(batch, query_starts), np.int64),
             copies=np.array(batch.copies, np.int64).reshape(-1, 2),
             adapters=self._adapter_rows(batch, query_starts) if self._adapters else (),
+            state_tables=self._state_tables(batch) if self._state_blocks else None,
+            is_repeated=tuple(item.is_repeated for item in items),
         )
 
     def _adapter_rows(self, batch: ScheduledBatch, query_starts: Int32s) -> tuple[AdapterRows, ...]:
@@ -133,12 +145,18 @@ class StepInputBuilder:
         return tuple(rows)
 
     def _block_tables(self, batch: ScheduledBatch) -> Int32s:
-        tables = [item.sequence.block_table for item in batch.items]
+        tables = [item.sequence.block_table[self._state_blocks :] for item in batch.items]
         padded = self._buffer("block_tables", (len(tables), max(map(len, tables), default=0)), np.int32)
         for row, table in enumerate(tables):
             padded[row, : len(table)] = table
-            padded[row, len(table) :] = 0
+            padded[row, len(table) :] = table[-1] if self._state_blocks else 0
         return padded
+
+    def _state_tables(self, batch: ScheduledBatch) -> Int32s:
+        tables = self._buffer("states", (len(batch.items), self._state_blocks), np.int32)
+        for row, item in enumerate(batch.items):
+            tables[row] = item.sequence.block_table[: self._state_blocks]
+        return tables
 
     def _filled(self, name: str, values: Any, dtype: DTypeLike) -> NDArray[Any]:
         array = self._buffer(name, (len(values),), dtype)

@@ -20,7 +20,7 @@ from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.host import is_loopback
-from mesh.domain.kv import Flow, KVSpan, Span, flows
+from mesh.domain.kv import Flow, KVLayout, KVSpan, Span, flows
 from mesh.domain.worker import KVEndpoint
 from mesh.tasks import mark_retrieved
 from mesh.v1 import rank_pb2
@@ -153,6 +153,11 @@ class RankedSender:
     def __init__(self, own: KVSender, ranks: Sequence[RankPeer] = ()) -> None:
         self._own = own
         self._ranks = ranks
+
+    @property
+    def layout(self) -> KVLayout:
+        """The shape of the whole model's KV."""
+        return self._own.layout
 
     @property
     def whole(self) -> KVSpan:

@@ -27,7 +27,6 @@ def _open(settings: PrefillSettings, engine_parts: EngineParts, runtime: WorkerR
     service = PrefillService(
         engine_parts.engine,
         sender,
-        block_size=settings.block_size,
         is_draining=runtime.is_draining,
         metrics=metrics,
     )

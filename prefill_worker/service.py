@@ -104,11 +104,13 @@ class _Prompt:
 @dataclass(frozen=True, slots=True)
 class _FinalBlocks:
     """Block positions of a prompt that are final in some layers, computed by a step that began at `begun_s`.
-    `block_table` is a copy for the transfer, which the first ones of a prompt open; later ones need none.
+    `block_table` is a copy for the transfer, which the first ones of a prompt open; later ones need none. The step of
+    one that `ends_prompt` is the prompt's last one.
     """
 
     prompt: _Prompt
     blocks: range
+    ends_prompt: bool
     block_table: tuple[int, ...]
     begun_s: float
 
@@ -122,13 +124,12 @@ class PrefillService:
         engine: EngineLoop,
         sender: RankedSender,
         *,
-        block_size: int,
         is_draining: Callable[[], bool],
         metrics: PrefillMetrics,
     ) -> None:
         self._engine = engine
         self._sender = sender
-        self._block_size = block_size
+        self._layout = sender.layout
         self._is_draining = is_draining
         self._metrics = metrics
         self._prompts: dict[SequenceKey, _Prompt] = {}
@@ -148,7 +149,10 @@ class PrefillService:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
-        if not 0 <= destination.ready_tokens <= len(request.token_ids) or destination.ready_tokens % self._block_size:
+        if (
+            not 0 <= destination.ready_tokens <= len(request.token_ids)
+            or destination.ready_tokens % self._layout.block_size
+        ):
             raise InvalidRequest(f"ready_tokens {destination.ready_tokens} does not fit the prompt")
         sequence = SequenceState(request, hand_over=True)
         if sequence.key in self._prompts:
@@ -171,7 +175,7 @@ class PrefillService:
             end_span(prompt.trace_span)
             yield FirstToken(output)
             if output.finish_reason is None or request.forks:
-                moved = await prompt.transfer.commit(sequence.num_computed_tokens, output.tokens[-1].id)
+                moved = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
                 yield KVSent(moved.num_bytes, moved.transport, duration_s)
@@ -223,9 +227,9 @@ class PrefillService:
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
-                blocks = final_blocks(item, self._block_size)
+                blocks = final_blocks(item, self._layout)
                 table = tuple(item.sequence.block_table) if prompt.transfer is None else ()
-                finals.append(_FinalBlocks(prompt, blocks, table, begun_s))
+                finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
 
@@ -246,6 +250,9 @@ class PrefillService:
                 prompt.started.set_result(None)
             blocks = kv.Span(final.blocks.start, len(final.blocks))
             prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
+            # A recurrent state changes until the prompt's end. Whatever layers it is of, it fills blocks of all.
+            if final.ends_prompt and first_layer + num_layers == self._layout.num_layers:
+                prompt.transfer.announce(kv.Span(0, self._layout.state_blocks), self._layout.whole.layers)
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
@@ -258,7 +265,7 @@ class PrefillService:
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
                 span=self._sender.whole,
-                first_block=destination.ready_tokens // self._block_size,
+                first_block=destination.ready_tokens // self._layout.block_size,
             ),
             prompt.receivers,
         )
@@ -277,15 +284,16 @@ class PrefillService:
                 prompt.first_token.set_exception(error)
 
 
-def final_blocks(item: ScheduledSequence, block_size: int) -> range:
-    """Return the block positions that this step completes and that no later step changes.
+def final_blocks(item: ScheduledSequence, layout: kv.KVLayout) -> range:
+    """Return the positions of KV blocks that this step completes and that no later step changes.
 
     The first step, which starts after the cached prefix, also includes the prefix. A partly filled last block is final
     only if the prompt ends in it.
     """
-    start = 0 if item.start == item.sequence.num_cached_tokens else item.start // block_size
-    end = -(-item.end // block_size) if item.needs_sampling else item.end // block_size
-    return range(start, max(start, end))
+    size = layout.block_size
+    start = 0 if item.start == item.sequence.num_cached_tokens else item.start // size
+    end = -(-item.end // size) if item.needs_sampling else item.end // size
+    return range(layout.state_blocks + start, layout.state_blocks + max(start, end))
 
 
 async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: Outgoing) -> SequenceOutput:

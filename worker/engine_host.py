@@ -47,7 +47,7 @@ from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import Degrees
+from mesh.domain.kv import Degrees, KVLayout
 from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
@@ -157,18 +157,19 @@ def load_engine_host(
         max_batch_tokens=limits.max_batch_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
-        # Some position encodings depend on the prompt's length; then equal prefixes do not have equal KV.
+        # Some position encodings depend on the prompt's length, and recurrent states are not kept for each block.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,
         max_step_stretch=limits.max_step_stretch,
         adapters=frozenset(adapter.digest for adapter in adapters),
+        state_blocks=runner.kv_cache.layout.state_blocks,
     )
     _announce_adapters(settings, adapters)
     log.info(
         "engine ready",
         num_blocks=num_blocks,
-        kv_tokens=num_blocks * settings.block_size,
+        kv_tokens=runner.kv_cache.layout.max_tokens_in(num_blocks),
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
@@ -271,7 +272,13 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         companion_block_bytes=draft_block_bytes(limits.speculation, runner_settings),
         companion_bytes=draft_bytes(limits.speculation, runner_settings),
     )
-    return replace(runner_settings, num_blocks=_configured_blocks(settings, limits, runner_settings))
+    layout = kv_layout(load_config(runner_settings.model_dir, runner_settings.rope), runner_settings)
+    state_blocks = limits.max_num_seqs * layout.state_blocks
+    return replace(
+        runner_settings,
+        num_blocks=_configured_blocks(limits, settings.kv_cache_bytes, layout, runner_settings.companion_block_bytes),
+        max_blocks=(runner_settings.max_blocks or 0) + state_blocks,
+    )
 
 
 def _graph_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> GraphSettings:
@@ -294,17 +301,18 @@ def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:
     return (settings.max_model_len or model_limit) + num_hidden
 
 
-def _configured_blocks(settings: WorkerSettings, limits: EngineLimits, runner_settings: RunnerSettings) -> int | None:
+def _configured_blocks(
+    limits: EngineLimits, kv_cache_bytes: int, layout: KVLayout, companion_block_bytes: int
+) -> int | None:
     """Return the number of KV blocks that the settings give in tokens or bytes; None: as memory allows."""
-    layout = kv_layout(load_config(runner_settings.model_dir, runner_settings.rope), runner_settings)
-    block_bytes = layout.block_bytes + runner_settings.companion_block_bytes
+    block_bytes = layout.block_bytes + companion_block_bytes
     if limits.max_kv_tokens:
-        num_blocks = limits.max_kv_tokens // layout.block_size
-    elif settings.kv_cache_bytes:
-        num_blocks = settings.kv_cache_bytes // block_bytes
+        num_blocks = limits.max_kv_tokens // layout.block_size + limits.max_num_seqs * layout.state_blocks
+    elif kv_cache_bytes:
+        num_blocks = kv_cache_bytes // block_bytes
     else:
         return None
-    if num_blocks < 2:
+    if num_blocks < 2 + layout.state_blocks:
         raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
     return num_blocks
 

@@ -48,6 +48,15 @@ class AdapterRows(NamedTuple):
     end: int
 
 
+class PassStates(NamedTuple):
+    """The recurrent states of a step's sequences: the blocks that hold them, [num_seqs, state_blocks] int32. Where
+    `is_repeated`, the last token will be computed once more, so the state that stays is the one before it.
+    """
+
+    tables: Tensor
+    is_repeated: tuple[bool, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardMetadata:
     """The step's sequences, flattened. Sequences with one query come first, so their row equals their query index.
@@ -58,7 +67,7 @@ class ForwardMetadata:
     positions: Tensor  # [num_tokens] int64
     rope_lengths: Tensor  # [num_tokens] int64; see engine/models/rope.py
     slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
-    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with 0
+    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with blocks that are valid to read
     context_lens: Tensor  # [num_seqs] int32: tokens of each sequence, this step's included
     prompt_lens: Tensor  # [num_seqs] int32: tokens of the prompt; later tokens were generated
     query_starts: Tensor  # [num_seqs + 1] int32
@@ -66,6 +75,7 @@ class ForwardMetadata:
     chunks: tuple[Chunk, ...]
     max_decode_context: int
     adapters: tuple[AdapterRows, ...] = ()  # in the order of their rows; rows of the base model are in none
+    states: PassStates | None = None  # of a model with recurrent layers
     is_captured: bool = False  # the host must not read what the device computes
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
 

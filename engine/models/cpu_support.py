@@ -20,7 +20,7 @@ from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
-_REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True, "attention_gate": False}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "silu": SILU,
@@ -42,6 +42,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
+    if config.recurrent is not None:
+        return "recurrent layers"
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"

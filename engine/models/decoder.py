@@ -19,9 +19,12 @@ from engine.models.layer import run_layer, take_layer, take_norm
 from engine.models.linear import Adapters, Ops, Rows, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
+from engine.models.recurrent.mixer import RecurrentMixer
+from engine.models.recurrent.state import RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
+from mesh.domain.kv import Span
 
 
 class Decoder:
@@ -44,7 +47,8 @@ class Decoder:
         self._cache, self._attention, self._scales = memory
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
-        self.layers = memory.cache.span.layers
+        self.layers = memory.cache.span.layers if config.recurrent is None else Span(0, config.num_layers)
+        self._states = None if config.recurrent is None else RecurrentStates(config.recurrent, memory.cache)
         self.why_experts_on_host = _why_experts_on_host(config, parameters.encoding, memory)
         on_device = config.experts is not None and self.why_experts_on_host is None
         self._expert_products = ExpertProducts(memory.cache.tensor.device) if on_device else None
@@ -94,6 +98,8 @@ class Decoder:
         self._adapters.begin(metadata.adapters)
         if self._expert_products is not None:
             self._expert_products.begin(metadata)
+        if self._states is not None:
+            self._states.begin(metadata)
         if self._embedding is not None:
             residual = self._embedding(token_ids, metadata.positions)
         else:
@@ -103,8 +109,9 @@ class Decoder:
         for first, stop in layer_groups:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None
-                layer, attend = self._layers[index - self.layers.first], partial(self._attend, index, metadata)
-                residual = run_layer(layer, self._heads, residual, rotation, attend)
+                attend, recur = partial(self._attend, index, metadata), partial(self._recur, index, metadata)
+                layer = self._layers[index - self.layers.first]
+                residual = run_layer(layer, self._heads, residual, rotation, attend, recur)
         return residual
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -115,12 +122,18 @@ class Decoder:
         """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry
         the scales: q (k / s) s = q k.
         """
-        layer_cache, window = self._cache.layer(index), self.config.windows[index]
+        layer_cache = self._cache.layer(self.config.num_kv_layers_before(index))
+        window = self.config.windows[index]
         scale, sinks = self._scales.get(index), self._layers[index - self.layers.first].sinks
         if scale is None:
             return self._attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
         scaled = (queries * scale.key, keys / scale.key, values / scale.value)
         return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * scale.value
+
+    def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
+        assert self._states is not None
+        number = index - self.config.num_kv_layers_before(index)
+        return recurrence(rows, self._states.of_layer(number), metadata)
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:

@@ -11,23 +11,28 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
+from engine.models.blocks import BLOCKS
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent import LatentHeads
 from engine.models.latent_config import LATENT_EPS
 from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
+from engine.models.recurrent.mixer import RecurrentMixer, take_mixer
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
+from engine.models.summed import Summed
 from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
+Recur = Callable[[RecurrentMixer, Tensor], Tensor]
+"""A layer's recurrence, and what it mixes: [num_tokens, projected] -> [num_tokens, result_width]."""
 
 
 class LinearLayers(Protocol):
@@ -151,25 +156,11 @@ class SharedExpert:
         return residual + self(x)
 
 
-class Summed:
-    """A projection or an MLP of which each rank computes a part: the sum of the parts."""
-
-    def __init__(self, part: LinearLayer | Mlp, ranks: SummingGroup) -> None:
-        self.ops = part.ops
-        self._part = part
-        self._ranks = ranks
-
-    def __call__(self, x: Rows) -> Tensor:
-        return self._ranks.sum(self._part(x))
-
-    def add_to(self, residual: Tensor, x: Rows) -> Tensor:
-        return residual + self(x)
-
-
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """Attention projections, MLP and norms of a layer; see engine.models.model_config.BLOCKS, whose key is `block`.
+    """Attention projections, MLP and norms of a layer; see engine.models.blocks.BLOCKS, whose key is `block`.
 
+    In a layer with a `recurrence` instead of attention, `qkv` and `o` are the projections before and behind that.
     `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
     the block "post" `input_norm` is applied after attention, `post_norm` after the MLP; the block "behind" has neither.
     """
@@ -187,6 +178,8 @@ class Layer:
     post_norm: Norm | None
     mlp: Mlp
     mlp_out_norm: Norm | None
+    gates_attention: bool = False
+    recurrence: RecurrentMixer | None = None
 
     @property
     def parallel(self) -> bool:
@@ -218,8 +211,8 @@ def take_layer(
     """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    o = _take_linear(parameters, f"{prefix}o", linears)
-    facts = config.experts
+    is_recurrent, facts = config.is_recurrent(index), config.experts
+    o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
     if facts is None or not facts.layers[index]:
         mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
     else:
@@ -230,8 +223,10 @@ def take_layer(
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
-        qkv=_take_linear(parameters, f"{prefix}qkv", linears),
-        qk_norm=take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
+        qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
+        qk_norm=None
+        if is_recurrent
+        else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
         sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
@@ -241,6 +236,8 @@ def take_layer(
         post_norm=norms.get("post_norm", norms.get("input_norm")),
         mlp=mlp if summing is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
+        gates_attention=config.attention_gate,
+        recurrence=take_mixer(parameters, prefix, config, index),
     )
 
 
@@ -322,18 +319,23 @@ def _take_mixture(
 
 
 def run_layer(
-    layer: Layer, heads: AttentionShape, residual: Tensor, rotation: Rotation | None, attend: Attend
+    layer: Layer,
+    heads: AttentionShape,
+    residual: Tensor,
+    rotation: Rotation | None,
+    attend: Attend,
+    recur: Recur | None = None,
 ) -> Tensor:
     """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
-    tokens; `attend` sees the tokens' context.
+    tokens; `attend` and `recur` see the tokens' context.
     """
     is_post = layer.block == "post"
     x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
-    queries, keys, values = _project(layer.qkv(x), layer, heads, rotation)
-    mixed = attend(queries, keys, values)
-    if layer.latent is not None:
-        mixed = layer.latent.results(mixed, heads)
-    mixed = layer.o.ops.rows(mixed)
+    projected = layer.qkv(x)
+    if layer.recurrence is not None and recur is not None:
+        mixed = layer.o.ops.rows(recur(layer.recurrence, projected))
+    else:
+        mixed = layer.o.ops.rows(_mix(projected, layer, heads, rotation, attend))
     if layer.parallel:
         beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
         return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
@@ -349,6 +351,19 @@ def run_layer(
 def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:
     """The input rows of a part."""
     return part.ops.rows(residual) if norm is None else part.ops.norm(residual, norm)
+
+
+def _mix(projected: Tensor, layer: Layer, shape: AttentionShape, rotation: Rotation | None, attend: Attend) -> Tensor:
+    """The result of attention, which `o` projects."""
+    gate = None
+    if layer.gates_attention:
+        width = shape.num_heads * shape.head_dim
+        queries, gate, rest = torch.split(projected, [width, width, projected.shape[1] - 2 * width], 1)
+        projected = torch.cat((queries, rest), 1)
+    mixed = attend(*_project(projected, layer, shape, rotation))
+    if layer.latent is not None:
+        return layer.latent.results(mixed, shape)
+    return mixed if gate is None else mixed * gate.sigmoid()
 
 
 def _project(

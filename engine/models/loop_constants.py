@@ -13,10 +13,11 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.step import Kind, ModelConstants
+from engine.models.blocks import BLOCKS
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names
 from engine.models.rope import rope_of_layer
 

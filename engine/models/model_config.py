@@ -4,7 +4,6 @@ A family's file takes everything from here: RopeConfig (rotary positions), Tenso
 in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import log
 
@@ -26,8 +25,9 @@ from checkpoint.config_json import (
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
+from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import DTYPE_BYTES
+from mesh.domain.kv import DTYPE_BYTES, Span
 
 SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _NEEDED = {
@@ -124,19 +124,6 @@ def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
     return int(head_dim * number(rope_section(raw), "partial_rotary_factor", default=default))
 
 
-def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
-    """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
-
-    The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
-    """
-    if interleaved:
-        first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
-    else:
-        first, second = list(range(dim // 2)), list(range(dim // 2, dim))
-    middle = dim + (head_dim - dim) // 2
-    return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
-
-
 @dataclass(frozen=True, slots=True)
 class TensorNames:
     """Names without `.weight` and `.bias`. The defaults are Llama's; a family overrides the names that differ.
@@ -165,6 +152,8 @@ class TensorNames:
     """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
     `q_norm` and `k_norm` norm what the first ones compute."""
     o: str = "self_attn.o_proj"
+    recurrent: str = field(default="", repr=False)
+    """The module that recurrent layers have in place of attention; see `engine.models.parameters` for its tensors."""
     attn_out_norm: str = ""
     post_norm: str = "post_attention_layernorm"
     up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
@@ -206,21 +195,6 @@ class TensorNames:
 LLAMA_NAMES = TensorNames()
 
 
-BLOCKS: Mapping[str, tuple[str, ...]] = {
-    "sequential": ("input_norm", "post_norm"),
-    "parallel": ("input_norm", "post_norm"),
-    "parallel-shared": ("input_norm",),
-    "sandwich": ("input_norm", "attn_out_norm", "post_norm", "mlp_out_norm"),
-    "post": ("input_norm", "post_norm"),
-    "behind": ("attn_out_norm", "mlp_out_norm"),
-}
-"""Kinds of layers, and their norms. Sequential: attention, then MLP, each reads the normed residual and is added to it.
-Parallel: both read the layer's input, through separate norms or a shared one. Sandwich: sequential, and the outputs of
-attention and MLP are normed, too. Post: attention, then MLP, each reads the residual as it is, and is added to it; then
-the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich without the norms in front of attention
-and MLP."""
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Configuration of a decoder-only model. Defaults are Llama's: RMS norm, rotary positions, gated MLP, no biases.
@@ -244,7 +218,7 @@ class ModelConfig:
     tensors: TensorNames = LLAMA_NAMES
 
     block: str = "sequential"
-    """A key of BLOCKS."""
+    """A key of engine.models.blocks.BLOCKS."""
     norm: str = "rms"
     """`rms`, or `layer` (centred, with a bias if `norm_bias`)."""
     norm_eps: float = 1e-6
@@ -267,6 +241,9 @@ class ModelConfig:
     """Layers without rotary positions, in a model that has them."""
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
+    attention_gate: bool = field(default=False, repr=False)
+    """The result of each head is multiplied by a sigmoid. The query projection has its rows behind each head's own."""
+    recurrent: RecurrentConfig | None = field(default=None, repr=False)
     attention_softcap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     attention_sinks: bool = field(default=False, repr=False)  # see engine.attention.backend.AttentionShape
@@ -317,7 +294,23 @@ class ModelConfig:
     @property
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
-        return self.positions != "rotary" or not self.rope.depends_on_prompt_length
+        return self.recurrent is None and (self.positions != "rotary" or not self.rope.depends_on_prompt_length)
+
+    def is_recurrent(self, layer: int) -> bool:
+        """True if the layer has a recurrent state, and no KV."""
+        return self.recurrent is not None and self.recurrent.layers[layer]
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers with attention, which have KV."""
+        return self.num_kv_layers_before(self.num_layers)
+
+    def num_kv_layers_before(self, layer: int) -> int:
+        return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
+
+    def kv_layers(self, computed: Span) -> Span:
+        """The layers of KV that are final once these layers are computed."""
+        return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
 
     @property
     def result_dim(self) -> int:

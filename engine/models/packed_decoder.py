@@ -19,10 +19,11 @@ from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
+from engine.models.blocks import BLOCKS
 from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.model_config import ModelConfig
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError

@@ -12,8 +12,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.models.blocks import BLOCKS
 from engine.models.latent_config import LatentConfig
-from engine.models.model_config import BLOCKS, ModelConfig, rotary_order
+from engine.models.model_config import ModelConfig
+from engine.models.recurrent.parameters import add_recurrent
+from engine.models.row_orders import rotary_order
 from mesh.domain.kv import Span
 
 RowOrder = NDArray[np.int64]
@@ -112,7 +115,7 @@ class ParameterSpec:
 def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     """Every parameter of the model; a tied output matrix is not listed."""
     names, hidden, vocab, width = config.tensors, config.hidden_size, config.vocab_size, config.embed_width
-    model = _SpecBuilder(config, "", "")
+    model = SpecBuilder(config, "", "")
     model.add("embed", (vocab, width), [Source(f"{names.embed}.weight", (vocab, width))])
     if width != hidden:
         model.linear("project_in", [(names.project_in, hidden, None)], width, has_bias=False)
@@ -145,16 +148,19 @@ def tied_names(config: ModelConfig) -> tuple[str, str] | None:
 
 def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     names, experts = config.tensors, config.experts
-    builder = _SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
+    builder = SpecBuilder(config, f"layers.{layer}.", names.layer.format(layer) + ".")
     for norm in BLOCKS[config.block]:
         builder.norm(norm, getattr(names, norm))
-    if config.latent is None:
-        _add_attention(builder, config)
+    if config.is_recurrent(layer):
+        add_recurrent(builder, config)
     else:
-        _add_latent_attention(builder, config, config.latent)
-    o_tensor = [(names.o, config.hidden_size, None)]
-    inputs = config.num_heads * config.result_dim
-    builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+        if config.latent is None:
+            _add_attention(builder, config)
+        else:
+            _add_latent_attention(builder, config, config.latent)
+        o_tensor = [(names.o, config.hidden_size, None)]
+        inputs = config.num_heads * config.result_dim
+        builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         if config.activation == "xielu":
@@ -185,7 +191,7 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
     return builder.specs
 
 
-def _add_stacked(builder: "_SpecBuilder", config: ModelConfig, expert: int) -> None:
+def _add_stacked(builder: "SpecBuilder", config: ModelConfig, expert: int) -> None:
     """Add the matrices of an expert, which are a member of tensors of all experts; see TensorNames.stacked_experts."""
     names, experts, hidden = config.tensors, config.experts, config.hidden_size
     assert experts is not None
@@ -205,7 +211,7 @@ def _add_stacked(builder: "_SpecBuilder", config: ModelConfig, expert: int) -> N
             nested.add(f"{name}_bias", (outputs,), [bias])
 
 
-def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
+def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
     if config.positions == "rotary":
@@ -223,7 +229,7 @@ def _add_attention(builder: "_SpecBuilder", config: ModelConfig) -> None:
         builder.add("sinks", shape, [Source(f"{builder.source}{names.sinks}", shape)])
 
 
-def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
+def _add_latent_attention(builder: "SpecBuilder", config: ModelConfig, latent: LatentConfig) -> None:
     """Rotated dimensions come first in queries, last in the projection of KV. `key_up` and `value_up` are no matrices:
     attention multiplies heads of them, in full precision.
     """
@@ -248,7 +254,7 @@ def _add_latent_attention(builder: "_SpecBuilder", config: ModelConfig, latent: 
         builder.add(name, (len(rows), latent.kv_rank), [source])
 
 
-def _add_head_norm(builder: "_SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
+def _add_head_norm(builder: "SpecBuilder", config: ModelConfig, name: str, num_heads: int, order: RowOrder) -> None:
     """Weights [head_dim], or [num_heads * head_dim] of heads that each have their own."""
     num_own, head_dim = 1 if config.qk_norm_of == "head" else num_heads, config.head_dim
     shape, stem = (num_own * head_dim,), f"{builder.source}{getattr(config.tensors, name)}"
@@ -269,8 +275,13 @@ def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, R
     names, heads, kv_heads, head_dim = config.tensors, config.num_heads, config.num_kv_heads, config.head_dim
     if len(names.qkv) == 3:
         q, k, v = names.qkv
+        q_rows = _rows_of_heads(np.arange(heads), order)
+        if config.attention_gate:  # stored are, for each head, the query and the gate; all gates follow all queries
+            stored = np.arange(heads)
+            gates = _rows_of_heads(2 * stored + 1, np.arange(head_dim))
+            q_rows = np.concatenate((_rows_of_heads(2 * stored, order), gates))
         return [
-            (q, heads * head_dim, _rows_of_heads(np.arange(heads), order)),
+            (q, len(q_rows), q_rows),
             (k, kv_heads * head_dim, _rows_of_heads(np.arange(kv_heads), order)),
             (v, kv_heads * head_dim, np.arange(kv_heads * head_dim)),
         ]
@@ -288,7 +299,7 @@ def _rows_of_heads(heads: NDArray[np.int64], order: RowOrder) -> RowOrder:
     return rows
 
 
-class _SpecBuilder:
+class SpecBuilder:
     """Collects the specs of the model, a layer or an expert; `target` and `source` prefix our and the stored names."""
 
     def __init__(
@@ -306,16 +317,21 @@ class _SpecBuilder:
         self._config = config
         self.target = target
 
-    def nested(self, target: str, source: str, expert: int | None = None) -> "_SpecBuilder":
+    def nested(self, target: str, source: str, expert: int | None = None) -> "SpecBuilder":
         """A builder with longer prefixes that adds to the same specs. `expert`: the number of that expert."""
         stacked = None if expert is None else (self.source, expert)
-        return _SpecBuilder(self._config, self.target + target, self.source + source, self.specs, stacked)
+        return SpecBuilder(self._config, self.target + target, self.source + source, self.specs, stacked)
 
     def add(
         self, name: str, shape: tuple[int, ...], sources: Sequence[Source], factor: float = 1.0, offset: float = 0.0
     ) -> None:
         """Add a parameter that is not a matrix."""
         self.specs.append(ParameterSpec(self.target + name, shape, tuple(sources), factor, offset))
+
+    def stored(self, name: str, stored: str, shape: tuple[int, ...], *, in_fp32: bool = False) -> None:
+        """Add a parameter that is not a matrix, as one tensor has it."""
+        source = Source(self.source + stored, shape)
+        self.specs.append(ParameterSpec(self.target + name, shape, (source,), in_fp32=in_fp32))
 
     def norm(self, name: str, stem: str) -> None:
         """Add a norm of the residual, with its bias if any."""

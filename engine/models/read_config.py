@@ -17,11 +17,23 @@ from engine.models.families.bloom import bloom
 from engine.models.families.chatglm import chatglm, glm, glm4
 from engine.models.families.cohere import cohere, cohere2
 from engine.models.families.deepseek import deepseek_v2, deepseek_v3, glm4_moe_lite
+from engine.models.families.dense import (
+    apertus,
+    arcee,
+    ernie4_5,
+    helium,
+    hunyuan,
+    ministral3,
+    nemotron,
+    seed_oss,
+    smollm3,
+)
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
+from engine.models.families.lfm2 import lfm2
 from engine.models.families.llama import (
     baichuan,
     granite,
@@ -39,17 +51,7 @@ from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
-from engine.models.families.recent import (
-    apertus,
-    arcee,
-    ernie4_5,
-    helium,
-    hunyuan,
-    ministral3,
-    nemotron,
-    seed_oss,
-    smollm3,
-)
+from engine.models.families.qwen_hybrid import qwen3_5, qwen3_5_moe, qwen3_next
 from engine.models.families.routed import (
     dots1,
     ernie4_5_moe,
@@ -118,6 +120,10 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV2ForCausalLM": Family("DeepSeek V2, Coder V2", deepseek_v2),
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
+    "Lfm2ForCausalLM": Family("LFM2", lfm2),
+    "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
+    "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 MoE", qwen3_5_moe),
+    "Qwen3NextForCausalLM": Family("Qwen3-Next", qwen3_next),
     "SmolLM3ForCausalLM": Family("SmolLM 3", smollm3),
     "OlmoForCausalLM": Family("OLMo", olmo),
     "Olmo2ForCausalLM": Family("OLMo 2", olmo2),
@@ -225,6 +231,13 @@ def _check(config: ModelConfig) -> None:
             _check_rope(rope, config.head_dim)
     if config.experts is not None:
         check_experts(config.experts)
+    if config.recurrent is not None:
+        if len(config.recurrent.layers) != config.num_layers:
+            raise ConfigurationError(
+                f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
+            )
+        if all(config.recurrent.layers):
+            raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")
 

@@ -4,7 +4,7 @@ Cosines and sines are computed for the tokens of each step and shared by all lay
 
 There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
 or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
-(`engine.models.model_config.rotary_order`). Dimensions that are not rotated get frequency 0, in layers without rotary
+(`engine.models.row_orders.rotary_order`). Dimensions that are not rotated get frequency 0, in layers without rotary
 positions all of them.
 
 With dynamic NTK and LongRoPE the frequencies depend on the length of the sequence, but cached keys keep their rotation.
@@ -103,6 +103,8 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
     if config.positions != "rotary":
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
+    if config.unrotated:
+        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
     return [RotaryEmbedding(rope, config.rotated_width, device, dtype) for rope in ropes]
 
 

@@ -62,6 +62,10 @@ class RankShare:
 def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> RankShare:
     """The share of a rank. Raises ConfigurationError if the model cannot be divided by these degrees."""
     size = degrees.tensor
+    if config.recurrent is not None and degrees.num_ranks > 1:
+        raise ConfigurationError(
+            f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide recurrent layers yet; use 1"
+        )
     held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
     num_experts, shared_size = (
         (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)

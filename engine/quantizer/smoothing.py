@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from engine.models.model_config import BLOCKS, ModelConfig
+from engine.models.blocks import BLOCKS
+from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError

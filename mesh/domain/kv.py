@@ -13,7 +13,7 @@ later tokens as well. For encoders every hash covers the whole prompt, and only 
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from hashlib import blake2b
 from itertools import pairwise
 
@@ -95,6 +95,9 @@ class KVLayout:
     A rank holds a `KVSpan`: some layers of some heads. There, one block of one layer is two arrays, keys then values,
     of shape `[block_size, heads held, head_dim]` in C order. In int8 the shape is `[block_size / 16, heads held, rows
     and scales of 16 tokens]`, in the order of `engine/kernels/cpu/kv_segments.py`.
+
+    A model with recurrent layers has no KV of these, but a state of each sequence. The first `state_blocks` blocks of a
+    sequence hold it (`engine/models/recurrent/state.py`), those behind them the KV of its tokens.
     """
 
     model_fingerprint: str
@@ -103,6 +106,7 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: str
+    state_blocks: int = field(default=0, repr=False)
 
     @property
     def whole(self) -> KVSpan:
@@ -141,8 +145,12 @@ class KVLayout:
         return max(1, self.block_size // self.unit_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks that hold `num_tokens` tokens."""
-        return -(-num_tokens // self.block_size)
+        """The number of blocks of a sequence with `num_tokens` tokens."""
+        return self.state_blocks - (-num_tokens // self.block_size)
+
+    def max_tokens_in(self, num_blocks: int) -> int:
+        """The length of the longest sequence that so many blocks hold."""
+        return max(0, num_blocks - self.state_blocks) * self.block_size
 
     def require_same(self, other: "KVLayout") -> None:
         """Raise LayoutMismatch, with both values of every differing field, unless `other` is equal."""

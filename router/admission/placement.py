@@ -77,6 +77,7 @@ class Roster:
         self.max_batch_tokens = _column(info.max_batch_tokens for info in infos)
         self.num_blocks = _column(info.num_blocks for info in infos)
         self.block_size = _column(info.layout.block_size for info in infos)
+        self.state_blocks = _column(info.layout.state_blocks for info in infos)
         self.free_blocks = _column(view.load.free_blocks for view in self.views)
         self.num_seqs, self.held_blocks, self.unreported_blocks = (np.zeros(len(infos), np.int64) for _ in range(3))
         self.prefill_tokens, self.short_prefill_tokens = (np.zeros(len(infos), np.int64) for _ in range(2))
@@ -313,10 +314,10 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
     the second does not see shared prefixes; the higher one counts. The worker may still refuse.
     """
     free = np.maximum(roster.free_blocks - roster.unreported_blocks, roster.num_blocks - roster.held_blocks)
-    needed = np.minimum(_num_blocks(query, roster) + 2 * query.num_seqs - 1, roster.num_blocks)
+    needed = _num_blocks(query, roster) + (query.num_seqs - 1) * (roster.state_blocks + 2) + 1
     num_slots = roster.max_num_seqs - np.minimum(num_canary_slots, roster.max_num_seqs // 2)
     num_new_seqs = np.maximum(1, np.minimum(query.num_seqs, num_slots))
-    return (roster.num_seqs + num_new_seqs <= num_slots) & (free >= needed)
+    return (roster.num_seqs + num_new_seqs <= num_slots) & (free >= np.minimum(needed, roster.num_blocks))
 
 
 def longest_short(max_batch_tokens: _Tokens) -> _Tokens:
@@ -375,7 +376,7 @@ def decode_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs
 
 
 def _num_blocks(query: PlacementQuery, roster: Roster) -> Numbers:
-    return -(-query.num_tokens // roster.block_size)
+    return roster.state_blocks - (-query.num_tokens // roster.block_size)
 
 
 def _is_short_at(query: PlacementQuery, roster: Roster) -> Mask:

@@ -43,7 +43,7 @@ class ModelSize:
     `linear_params` counts all linear layers, with all experts, but without the output matrix. `vocabulary_params`
     counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `vector_params` counts all
     vectors and learned positions. `expert_params` counts the routed experts, of which a token uses `experts_per_token`
-    out of `num_experts` per layer.
+    out of `num_experts` per layer. `num_recurrent_layers` have no KV; a sequence's states there take `state_bytes`.
     """
 
     linear_params: int
@@ -57,6 +57,12 @@ class ModelSize:
     expert_params: int = 0
     num_experts: int = 1
     experts_per_token: int = 1
+    num_recurrent_layers: int = 0
+    state_bytes: int = 0
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers - self.num_recurrent_layers
 
     @property
     def params(self) -> int:
@@ -90,11 +96,11 @@ class ModelSize:
     def kv_bytes_per_token(self, kv_dtype_bytes: float) -> float:
         """2 (keys, values) x layers x KV heads x head_dim x bytes. "Efficient Memory Management for LLM Serving with
         PagedAttention" (Kwon et al. 2023), section 3."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
+        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
 
     def attention_flops(self, num_queries: float, context_tokens: float) -> float:
         """Scores and weighted sum, all layers: 2 x 2 x layers x heads x head_dim x queries x context."""
-        return 4 * self.num_layers * self.num_heads * self.head_dim * num_queries * context_tokens
+        return 4 * self.num_kv_layers * self.num_heads * self.head_dim * num_queries * context_tokens
 
 
 def model_size(config: ModelConfig) -> ModelSize:
@@ -103,7 +109,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     matrices = {name: prod(shape) for name, shape in shapes.items() if len(shape) == 2}
     linear = sum(size for name, size in matrices.items() if name not in _OUTSIDE_LAYERS)
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
-    vectors = sum(prod(shape) for shape in shapes.values() if len(shape) == 1) + matrices.get("positions", 0)
+    vectors = sum(prod(shape) for shape in shapes.values() if len(shape) != 2) + matrices.get("positions", 0)
     return ModelSize(
         linear_params=linear,
         vocabulary_params=config.vocab_size * config.embed_width,
@@ -116,6 +122,8 @@ def model_size(config: ModelConfig) -> ModelSize:
         expert_params=experts,
         num_experts=config.experts.num_experts if config.experts else 1,
         experts_per_token=config.experts.top_k if config.experts else 1,
+        num_recurrent_layers=config.num_layers - config.num_kv_layers,
+        state_bytes=config.recurrent.num_bytes if config.recurrent else 0,
     )
 
 
@@ -197,7 +205,7 @@ class Capacity:
 
     def fits(self, num_sequences: int, tokens: int) -> bool:
         """True if the weights and the KV of `num_sequences` sequences of `tokens` tokens fit into memory."""
-        return self._bytes_for_kv >= 0 and num_sequences * tokens <= self.kv_tokens
+        return self._bytes_for_kv >= num_sequences * self.sequence_bytes(tokens)
 
     @property
     def _bytes_for_kv(self) -> float:
@@ -205,7 +213,11 @@ class Capacity:
 
     def users(self, context_tokens: int) -> int:
         """Number of sequences of `context_tokens` tokens whose KV fits at a time."""
-        return self.kv_tokens // context_tokens
+        return max(0, int(self._bytes_for_kv // self.sequence_bytes(context_tokens)))
+
+    def sequence_bytes(self, tokens: float) -> float:
+        """Memory of a sequence of so many tokens: its KV, and its recurrent states."""
+        return tokens * self.kv_bytes_per_token + self.model.state_bytes
 
     @property
     def critical_batch(self) -> float:
@@ -245,15 +257,19 @@ class Capacity:
         return 2 * self.model.active_params * batch + self.model.attention_flops(batch, context_tokens)
 
     def decode_bytes(self, batch: int, context_tokens: float) -> float:
-        """Bytes read in one step: the weights once, and the KV of each sequence."""
-        kv_bytes = batch * context_tokens * self.kv_bytes_per_token
+        """Bytes moved in one step: the weights once, the KV of each sequence, and its recurrent states."""
+        kv_bytes = batch * self._moved_bytes(context_tokens)
         return self.model.read_params(batch) * self.precision.weight_bytes + kv_bytes
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
         """Seconds of one step for `batch` sequences with `context_tokens` tokens of KV each."""
         linear_s = self._linear_s(2 * self.model.active_params * batch, batch)
-        kv_bytes = batch * context_tokens * self.kv_bytes_per_token
+        kv_bytes = batch * self._moved_bytes(context_tokens)
         return linear_s + self._attention_s(self.model.attention_flops(batch, context_tokens), kv_bytes)
+
+    def _moved_bytes(self, context_tokens: float) -> float:
+        """Bytes of one sequence that a step reads or writes: a recurrent state is read and written."""
+        return self.sequence_bytes(context_tokens) + self.model.state_bytes
 
     def decode_tokens_per_s(self, batch: int, context_tokens: float) -> float:
         """Tokens per second of all sequences together."""
@@ -269,7 +285,7 @@ class Capacity:
 
     def transfer_s(self, input_tokens: int, link_bytes_per_s: float) -> float:
         """Seconds to move the KV of a prompt over a link, without overlap with computing."""
-        return input_tokens * self.kv_bytes_per_token / link_bytes_per_s
+        return self.sequence_bytes(input_tokens) / link_bytes_per_s
 
     def _prompt_linear_flops(self, input_tokens: int) -> float:
         return 2 * (self.model.active_linear_params * input_tokens + self.model.vocabulary_params)

@@ -307,9 +307,11 @@ def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNe
     if speculation.draft_model is not None:
         draft = replace(runner, model_dir=speculation.draft_model)
         weights_bytes += _weights_bytes(draft, load_config(draft.model_dir), Degrees())
-    block_bytes = kv_layout(config, runner).block_bytes + draft_block_bytes(speculation, runner)
-    sequence_bytes = ((settings.max_model_len or config.max_model_len) // settings.block_size + 2) * block_bytes
-    if fixed := tokens // settings.block_size * block_bytes or settings.kv_cache_bytes:
+    layout = kv_layout(config, runner)
+    block_bytes = layout.block_bytes + draft_block_bytes(speculation, runner)
+    sequence_bytes = (layout.num_blocks_for(settings.max_model_len or config.max_model_len) + 1) * block_bytes
+    state_bytes = slots * layout.state_blocks * block_bytes
+    if fixed := (tokens and tokens // settings.block_size * block_bytes + state_bytes) or settings.kv_cache_bytes:
         return WorkerNeed(name, degrees.num_ranks, weights_bytes, fixed, fixed)
     return WorkerNeed(name, degrees.num_ranks, weights_bytes, sequence_bytes, slots * sequence_bytes)
 

@@ -19,6 +19,7 @@ from engine.quantizer.quality import Quality, QualityMeter
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import KVLayout
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_async
 from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, Demand, flags_of
@@ -138,7 +139,7 @@ def compare_distributions(base: RunnerSettings, other: RunnerSettings, judged: S
     runners = models if len(models) == 2 else models * 2
     meter = QualityMeter()
     for sample in chosen:
-        prompt = _sequence(sample.token_ids, runners[0].kv_cache.layout.block_size)
+        prompt = _sequence(sample.token_ids, runners[0].kv_cache.layout)
         for start in range(sample.first - 1, len(sample.token_ids) - 1, _PLACES_AT_ONCE):
             rows = range(start, min(start + _PLACES_AT_ONCE, len(sample.token_ids) - 1))
             following = torch.tensor(sample.token_ids[rows.start + 1 : rows.stop + 1])
@@ -166,8 +167,8 @@ def _load_model(settings: RunnerSettings, num_tokens: int) -> ModelRunner:
     return load_model_runner(replace(settings, num_blocks=num_tokens // settings.block_size + 2))
 
 
-def _sequence(token_ids: tuple[int, ...], block_size: int) -> SequenceState:
+def _sequence(token_ids: tuple[int, ...], layout: KVLayout) -> SequenceState:
     sampling = SamplingParams(max_new_tokens=1, seed=0)
     sequence = SequenceState(SequenceSpec("quality", 0, token_ids, len(token_ids), sampling))
-    sequence.block_table = list(range(len(token_ids) // block_size + 1))
+    sequence.block_table = list(range(layout.num_blocks_for(len(token_ids))))
     return sequence

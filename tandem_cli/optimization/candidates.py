@@ -201,7 +201,7 @@ def memory_needed(config: ModelConfig, base: Precision, demand: Demand) -> Calla
         capacity = Capacity(size, _precision(candidate.precision, base), none)
         layout = candidate.layout
         copies = 2 if layout.prefill else 1
-        kv_bytes = demand.sequences * demand.tokens * capacity.kv_bytes_per_token * copies
+        kv_bytes = demand.sequences * capacity.sequence_bytes(demand.tokens) * copies
         return capacity.weights_bytes * layout.num_workers + kv_bytes
 
     return needed

@@ -278,14 +278,44 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
 }
 """One for each shape of all others."""
 
+_DELTA = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+}
+_DELTA_EXPERTS = _DELTA | {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 48,
+}
+
+RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
+    "lfm2": lambda: llama_like(
+        "lfm2",
+        num_hidden_layers=5,
+        layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
+        conv_bias=True,
+        block_multiple_of=32,
+    ),
+    "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
+    "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
+    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
+}
+"""Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
+
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
-    """Save a random model of `family` (a key of either table) with a tokenizer; returns `model_dir`.
+    """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`.
 
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
-    model = (FAMILIES | OTHER_FAMILIES)[family]()
+    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES)[family]()
     randomise(model)
     if family in REMOTE_FAMILIES:
         save_remote(family, model, model_dir)

@@ -45,6 +45,16 @@ CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
         _VISION | {"model_type": "pixtral"},
     ),
     "qwen2_5_vl": ({"rope_parameters": _MROPE}, _QWEN_VISION | {"out_hidden_size": 64}),
+    "qwen3_5": (
+        {"layer_types": ["linear_attention", "full_attention", "linear_attention"], "rope_parameters": _MROPE}
+        | {
+            "linear_key_head_dim": 8,
+            "linear_value_head_dim": 16,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+        },
+        _QWEN_VISION | {"out_hidden_size": 64, "num_position_embeddings": 16},
+    ),
     "qwen3_vl": ({"rope_parameters": _MROPE | {"mrope_interleaved": True}}, _QWEN3_VISION),
     "qwen3_vl_moe": (
         {"rope_parameters": _MROPE, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48}

@@ -27,7 +27,10 @@ def run(
 ) -> tuple[dict[str, list[SampledToken]], int]:
     """Tokens by request, and the number of prompt tokens computed."""
     pool = BlockPool(runner.kv_cache.num_blocks)
-    config = SchedulerConfig(runner.kv_cache.layout.block_size, 64, 16, max_model_len=512, prefix_caching=False)
+    layout = runner.kv_cache.layout
+    config = SchedulerConfig(
+        layout.block_size, 64, 16, max_model_len=512, prefix_caching=False, state_blocks=layout.state_blocks
+    )
     scheduler = Scheduler(config, pool)
     engine = Engine(scheduler, runner, speculator=speculator)
     for sequence in asked:

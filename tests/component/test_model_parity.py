@@ -16,6 +16,7 @@ from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import (
     FAMILIES,
     OTHER_FAMILIES,
+    RECURRENT_FAMILIES,
     WINDOW,
     build_checkpoint,
     llama_like,
@@ -42,7 +43,7 @@ def test_every_family(checkpoint: Checkpoint, family: str, arm: str) -> None:
     check_parity(checkpoint(family), load_arm(checkpoint(family), arm))
 
 
-@pytest.mark.parametrize("family", OTHER_FAMILIES)
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, *RECURRENT_FAMILIES])
 def test_every_other_family(checkpoint: Checkpoint, family: str) -> None:
     check_parity(checkpoint(family), load_model_runner(settings(checkpoint(family))))
 

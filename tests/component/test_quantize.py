@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from checkpoint.tensors import open_checkpoint
 from demo_model.questions import conversation
 from engine.load_runner import load_model_runner
-from engine.models.model_config import BLOCKS
+from engine.models.blocks import BLOCKS
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import ropes_of
 from engine.quantizer.gptq import round_by_errors

@@ -133,7 +133,6 @@ async def worker_rig(
         prefill_service = PrefillService(
             prefill_engine,
             RankedSender(sender),
-            block_size=FAKE_LAYOUT.block_size,
             is_draining=draining.is_set,
             metrics=prefill_metrics,
         )

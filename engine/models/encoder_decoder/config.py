@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from checkpoint.config_json import RawConfig, flag, integer, number
 from engine.models.model_config import ModelConfig, weights_dtype
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Span
 
 ARCHITECTURES = {
     "T5ForConditionalGeneration": "T5, T5 1.1, Flan-T5, UL2, Flan-UL2",
@@ -45,6 +46,14 @@ class EncoderDecoderConfig:
     @property
     def num_kv_heads(self) -> int:
         return self.num_heads
+
+    @property
+    def num_kv_layers(self) -> int:
+        return self.num_layers
+
+    def kv_layers(self, computed: Span) -> Span:
+        """All layers of the decoder have KV."""
+        return computed
 
     @property
     def max_model_len(self) -> int:

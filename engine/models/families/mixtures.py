@@ -32,7 +32,7 @@ def mixtral(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 def qwen2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 1.5 MoE and 2 MoE, with a gated shared expert that processes every token."""
     shared = integer(raw, "shared_expert_intermediate_size")
-    experts = replace(_qwen_experts(plain, raw), shared_size=shared, shared_gate=True)
+    experts = replace(qwen_experts(plain, raw), shared_size=shared, shared_gate=True)
     bias = flag(raw, "qkv_bias", default=True)
     return replace(qwen2(plain, raw), qkv_bias=bias, windows=_qwen2_moe_windows(plain, raw), experts=experts)
 
@@ -49,7 +49,7 @@ def qwen3_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """Qwen 3 MoE, with the same window in all layers, or none."""
     window = sliding_window(raw, 4096) if flag(raw, "use_sliding_window", default=False) else None
     windows = (window,) * plain.num_layers
-    return replace(qwen3(plain, raw), windows=windows, experts=_qwen_experts(plain, raw))
+    return replace(qwen3(plain, raw), windows=windows, experts=qwen_experts(plain, raw))
 
 
 def qwen3_vl_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -74,7 +74,7 @@ def deepseek(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(llama(plain, raw), tensors=DEEPSEEK, experts=experts)
 
 
-def _qwen_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
+def qwen_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
     step, without = integer(raw, "decoder_sparse_step", default=1), integers(raw, "mlp_only_layers")
     return ExpertsConfig(
         num_experts=integer(raw, "num_experts", "num_local_experts"),

@@ -1,0 +1,76 @@
+"""LFM2 of Liquid AI: short convolutions in most layers, attention with norms of queries and keys in the others."""
+
+from dataclasses import replace
+
+from checkpoint.config_json import RawConfig, first_of, flag, integer, integers, number, rope_section, texts
+from engine.models.model_config import ModelConfig, TensorNames
+from engine.models.recurrent.config import RecurrentConfig
+from mesh.domain.errors import ConfigurationError
+
+_LFM2 = TensorNames(
+    final_norm="model.embedding_norm",
+    input_norm="operator_norm",
+    q_norm="self_attn.q_layernorm",
+    k_norm="self_attn.k_layernorm",
+    o="self_attn.out_proj",
+    recurrent="conv",
+    post_norm="ffn_norm",
+    up=("feed_forward.w1", "feed_forward.w3"),
+    down="feed_forward.w2",
+)
+_THETA = 1_000_000.0
+
+
+def lfm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """LFM2 350M to 2.6B. Its oldest config.json files have keys of their own."""
+    return replace(
+        plain,
+        tensors=_LFM2,
+        intermediate_size=_inner_size(raw),
+        qk_norm=True,
+        norm_eps=number(raw, "norm_eps", "block_norm_eps", default=1e-5),
+        rope=plain.rope if has_theta(raw) else replace(plain.rope, theta=_THETA),
+        tied=flag(raw, "tie_word_embeddings", default=flag(raw, "tie_embedding", default=True)),
+        recurrent=RecurrentConfig(
+            kind="conv",
+            layers=_conv_layers(plain, raw),
+            kernel=integer(raw, "conv_L_cache", default=3, least=2),
+            channels=plain.hidden_size,
+            bias=flag(raw, "conv_bias", default=False),
+        ),
+    )
+
+
+def has_theta(raw: RawConfig) -> bool:
+    """True if config.json states the base of rotary positions."""
+    return first_of(raw, ("rope_theta",)) is not None or rope_section(raw).get("rope_theta") is not None
+
+
+def _conv_layers(plain: ModelConfig, raw: RawConfig) -> tuple[bool, ...]:
+    if raw.get("layer_types") is not None:
+        return recurrent_layers(texts(raw, "layer_types"), "conv")
+    if raw.get("full_attn_idxs") is None:
+        raise ConfigurationError("config.json of LFM2 needs layer_types or full_attn_idxs")
+    attention = integers(raw, "full_attn_idxs")
+    return tuple(layer not in attention for layer in range(plain.num_layers))
+
+
+def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]:
+    """The recurrent ones of `layer_types`, by the name that they have there."""
+    if other := sorted(set(types) - {recurrent, "full_attention"}):
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and {recurrent}, not {other[0]!r:.100}"
+        )
+    return tuple(kind == recurrent for kind in types)
+
+
+def _inner_size(raw: RawConfig) -> int:
+    """What config.json states may be the width before a reduction to two thirds, in multiples of a unit."""
+    width = integer(raw, "block_ff_dim", "intermediate_size")
+    if not flag(raw, "block_auto_adjust_ff_dim", default=True):
+        return width
+    width = int(2 * width / 3)
+    if "block_ffn_dim_multiplier" in raw and raw["block_ffn_dim_multiplier"] is None:
+        return width
+    unit = integer(raw, "block_multiple_of", default=256)
+    return unit * -(-int(number(raw, "block_ffn_dim_multiplier", default=1.0) * width) // unit)

@@ -1,0 +1,78 @@
+"""RecurrentConfig: the recurrent layers of a model. Data only, no tensors."""
+
+from dataclasses import dataclass
+
+NUMBER_BYTES = 4
+"""A state is in fp32, whatever the type of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecurrentConfig:
+    """`layers` marks the recurrent layers, which are of one kind:
+
+    conv: a short convolution between two gates (LFM2).
+    delta: a gated delta net (Yang et al. 2024) behind a short convolution (Qwen 3.5). Each of `num_key_heads` heads of
+    `key_dim` serves equally many of `num_heads` heads of `value_dim`.
+
+    The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the convolution and projections.
+    `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see `engine.models.row_orders`.
+    """
+
+    kind: str
+    layers: tuple[bool, ...]
+    kernel: int
+    channels: int
+    bias: bool = False
+    num_heads: int = 0
+    num_key_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
+    is_fused: bool = False
+
+    def num_before(self, layer: int) -> int:
+        """Number of recurrent layers before this one."""
+        return sum(self.layers[:layer])
+
+    def kv_layers(self, first: int, end: int) -> tuple[int, int]:
+        """The first layer with KV, and the number of them, that are final once layers [first, end) are computed. The
+        last one waits for the model's last layer: who sees it is sure that recurrent states are final, too.
+        """
+        last = len(self.layers) - sum(self.layers) - 1
+        first_kv, end_kv = (min(layer - self.num_before(layer), last) for layer in (first, end))
+        return first_kv, (last + 1 if end == len(self.layers) else end_kv) - first_kv
+
+    @property
+    def conv_numbers(self) -> int:
+        """Numbers of the convolution's state: its last inputs, but for the current one."""
+        return (self.kernel - 1) * self.channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Numbers of the state of one layer."""
+        return self.conv_numbers + self.num_heads * self.key_dim * self.value_dim
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of a sequence's state, in all layers."""
+        return sum(self.layers) * self.state_numbers * NUMBER_BYTES
+
+    @property
+    def key_width(self) -> int:
+        """Width of all keys, and of all queries."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Width of a layer's first projection: conv, the two gates and the input; delta, queries, keys and values, the
+        gate of the result, then the strength of updates and the decay of each head.
+        """
+        return 3 * self.channels if self.kind == "conv" else self.channels + self.value_width + 2 * self.num_heads
+
+    @property
+    def result_width(self) -> int:
+        """Width of what a layer's last projection takes."""
+        return self.channels if self.kind == "conv" else self.value_width

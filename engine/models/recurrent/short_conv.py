@@ -1,0 +1,55 @@
+"""Causal convolutions of each channel over the last tokens, and the layer that is little more than one (LFM2, 2025)."""
+
+import torch
+from torch import Tensor
+
+from engine.models.encodings import Parameters
+from engine.models.recurrent.config import RecurrentConfig
+
+
+class CausalConv:
+    """Each channel's last `kernel` inputs, weighted. The state is [kernel - 1, channels], the inputs before the first.
+    The order of the sum is the same for steps and chunks, so they give the same numbers.
+    """
+
+    def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig) -> None:
+        weight = parameters.take(f"{prefix}conv").to(torch.float32)
+        self._taps = weight.reshape(facts.channels, facts.kernel).T.contiguous().unbind(0)
+        bias = parameters.take_optional(f"{prefix}conv_bias")
+        self._bias = None if bias is None else bias.to(torch.float32)
+        self._before = facts.kernel - 1
+
+    def step(self, inputs: Tensor, states: Tensor) -> Tensor:
+        """One token of each sequence: [num_seqs, channels], states [num_seqs, kernel - 1, channels]."""
+        out = self._weigh([*states.unbind(1), inputs])
+        states[:, :-1] = states[:, 1:].clone()
+        states[:, -1] = inputs
+        return out
+
+    def scan(self, inputs: Tensor, state: Tensor) -> Tensor:
+        """Tokens of one sequence: [num_tokens, channels], state [kernel - 1, channels]."""
+        padded, count = torch.cat((state, inputs)), len(inputs)
+        state.copy_(padded[count:])
+        return self._weigh([padded[tap : tap + count] for tap in range(self._before + 1)])
+
+    def _weigh(self, inputs: list[Tensor]) -> Tensor:
+        out = inputs[0] * self._taps[0]
+        for values, tap in zip(inputs[1:], self._taps[1:], strict=True):
+            out.addcmul_(values, tap)
+        return out if self._bias is None else out.add_(self._bias)
+
+
+class ShortConv:
+    """gate * conv(input_gate * input): rows are [input_gate, gate, input]."""
+
+    def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig) -> None:
+        self._conv = CausalConv(parameters, prefix, facts)
+        self._shape = (facts.kernel - 1, facts.channels)
+
+    def step(self, rows: Tensor, states: Tensor) -> Tensor:
+        input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)
+        return gate * self._conv.step(input_gate * inputs, states.view(-1, *self._shape))
+
+    def scan(self, rows: Tensor, state: Tensor) -> Tensor:
+        input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)
+        return gate * self._conv.scan(input_gate * inputs, state.view(self._shape))

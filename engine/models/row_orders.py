@@ -1,0 +1,34 @@
+"""Orders of the rows of stored tensors, where these are not as the decoder expects them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.models.recurrent.config import RecurrentConfig
+
+
+def rotary_order(head_dim: int, dim: int, *, interleaved: bool) -> list[int]:
+    """The order of a stored head's dimensions that `engine.models.rope.rotate` expects.
+
+    The first `dim` stored dimensions are rotated; `interleaved` pairs 2i with 2i + 1, else i with i + dim / 2.
+    """
+    if interleaved:
+        first, second = list(range(0, dim, 2)), list(range(1, dim, 2))
+    else:
+        first, second = list(range(dim // 2)), list(range(dim // 2, dim))
+    middle = dim + (head_dim - dim) // 2
+    return [*first, *range(dim, middle), *second, *range(middle, head_dim)]
+
+
+def fused_rows(facts: RecurrentConfig) -> list[tuple[str, NDArray[np.int64]]]:
+    """The names of two fused tensors, and the order of their rows that puts the parts of all heads behind each other.
+    Stored are, for each key head: its query, its key, the values and gates of its heads; and, in the second tensor, the
+    strengths and the decays of its heads.
+    """
+    served = facts.num_heads // facts.num_key_heads
+    sizes = {"qkvz": (facts.key_dim, facts.key_dim, *2 * (served * facts.value_dim,)), "ba": (served, served)}
+    ordered = []
+    for name, parts in sizes.items():
+        stored = np.arange(facts.num_key_heads * sum(parts)).reshape(facts.num_key_heads, -1)
+        columns = np.split(stored, np.cumsum(parts)[:-1], 1)
+        ordered.append((name, np.concatenate([column.ravel() for column in columns])))
+    return ordered

@@ -1,0 +1,70 @@
+"""Models with recurrent layers: what their states need beyond the parity of every family (test_model_parity.py)."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.load_runner import draft_block_bytes, load_model_runner
+from engine.models.read_config import load_decoder_config
+from engine.models.share import rank_share
+from engine.quantizer.make import open_float_checkpoint
+from engine.sequence import SequenceState
+from engine.settings import Speculation
+from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
+from tests.component.arms import settings
+from tests.component.driving import Driver
+from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
+from tests.component.test_forks import choices, run
+from tests.component.test_model_parity import check_replay
+from tests.fakes.requests import make_request
+
+Checkpoint = Callable[[str], Path]
+
+
+@pytest.mark.parametrize("length", [1, 33])
+def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> None:
+    runner, request = load_model_runner(settings(checkpoint("qwen3.5"))), choices(length)
+    first = SequenceState(request)
+    first.forks = [SequenceState(fork) for fork in request.forked()]
+    together, _ = run(runner, [first])
+    for each in (replace(request, forks=()), *request.forked()):
+        shared, own = together[each.request_id], run(runner, [SequenceState(each)])[0][each.request_id]
+        assert [token.id for token in shared] == [token.id for token in own]
+        assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)
+
+
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, attention: str) -> None:
+    """States as KV, and KV as states, may be NaN."""
+    model_dir = checkpoint("lfm2")
+    runner = load_model_runner(settings(model_dir, attention=attention))
+    runner.kv_cache.tensor.fill_(float("nan"))
+    check_parity(model_dir, runner)
+    check_replay(Driver(runner))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
+def test_blocks_of_any_type_hold_states(checkpoint: Checkpoint, kv_dtype: str) -> None:
+    model_dir = checkpoint("lfm2")
+    runner = load_model_runner(settings(model_dir, kv_dtype=kv_dtype))
+    for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
+        require_prompt_logprobs(computed, expected, half_tolerance("lfm2", "float16"))
+
+
+def test_the_last_layer_of_kv_is_announced_with_the_states(checkpoint: Checkpoint) -> None:
+    driver = Driver(load_model_runner(settings(checkpoint("lfm2"))))  # two of five layers, the second and the fourth
+    driver.step((driver.add(make_request("r", [1, 2, 3])), 3))
+    assert driver.announced == [(0, 1), (1, 1)]
+
+
+def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> None:
+    model_dir = checkpoint("lfm2")
+    with pytest.raises(ConfigurationError, match="2x1 ranks do not fit Lfm2ForCausalLM: ranks cannot divide recurrent"):
+        rank_share(load_decoder_config(model_dir), 0, Degrees(2))
+    with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
+        draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
+    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
+        open_float_checkpoint(model_dir)

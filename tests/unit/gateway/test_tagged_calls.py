@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from gateway.openai.call_reader import CallBegun
 from gateway.openai.reading import CallDeltas, build_message
+from gateway.openai.reasoning import REASONING_FORMATS
 from gateway.openai.tagged_calls import TaggedCallParser, as_json, parameter_types
 from gateway.openai.tagged_formats import TAGGED_FORMATS
 from gateway.openai.tool_choice import CALL_FORMATS
-from gateway.settings import TOOL_CALL_PARSERS
+from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tandem import FinishReason
 from tests.unit.gateway.test_tool_calls import num_lines_run
 
@@ -461,6 +462,7 @@ def test_a_function_may_be_named_function(style: str, text: str) -> None:
 
 def test_every_format_may_be_chosen() -> None:
     assert set(TOOL_CALL_PARSERS) == {"auto", "none", *CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_FORMATS}
 
 
 @pytest.mark.parametrize("name", sorted(TAGGED_FORMATS))

@@ -18,7 +18,7 @@ TOOL_CALL_PARSERS = (
 )
 REASONING_PARSERS = (
     *("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss", "cohere_command3", "cohere_command4"),
-    *("hunyuan_a13b", "apertus"),
+    *("hunyuan_a13b", "kimi_k2", "minimax_m2", "apertus"),
 )
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")
 

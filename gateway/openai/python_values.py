@@ -25,11 +25,15 @@ class PythonValue:
         self._python: list[str] = []  # the same, with line breaks in texts as escapes
         self._quote = ""  # of the text that is open
         self._is_escaped = False
+        self._is_apostrophe = False  # the last character may be one within a word, such as it's
         self._closings: list[str] = []
 
     def read(self, buffer: str) -> tuple[str, int]:
         """Return the JSON text if the buffer completes the value, and the number of characters that are read."""
         for number, char in enumerate(buffer):
+            if self._is_apostrophe and char.isalpha():
+                self._quote, self._python[-1] = "'", "\\'"
+            self._is_apostrophe = False
             if not self._quote and (char in ")]}" or (char == "," and not self._closings)):
                 if not self._closings:
                     self.is_done = True
@@ -57,7 +61,9 @@ class PythonValue:
             self._is_escaped = False
         elif self._quote:
             self._is_escaped = char == "\\"
-            self._quote = "" if char == self._quote else self._quote
+            if char == self._quote:
+                self._is_apostrophe = char == "'" and self._written[-2].isalnum()
+                self._quote = ""
         elif char in _QUOTES:
             self._quote = char
         elif char in _CLOSING:

@@ -10,13 +10,17 @@ from gateway.openai.tagged_calls import find_mark
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """How models mark reasoning. `marks`: the pairs that may be around it. `begins_within`: the first mark is always
-    missing. `around`: pairs of marks that may be around the rest of the answer, and are no part of it.
-    `has_control_marks`: some of these are control tokens, which detokenising drops unless it is asked not to.
+    """How models mark reasoning.
+
+    `marks`: the pairs that may be around it. `begins_within`: the first mark is always missing. `calls`: marks of
+    calls, which end the reasoning, too, because models leave out its own. `around`: pairs of marks that may be around
+    the rest of the answer, and are no part of it. `has_control_marks`: some of these may be control tokens, which
+    detokenising drops unless it is asked not to.
     """
 
     marks: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
     begins_within: bool = False
+    calls: tuple[str, ...] = ()
     around: tuple[tuple[str, str], ...] = ()
     has_control_marks: bool = False
 
@@ -32,6 +36,8 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "qwen3": _THINK,
         "deepseek_r1": ReasoningFormat(begins_within=True),
         "mistral": ReasoningFormat((("[THINK]", "[/THINK]"), ("<think>", "</think>")), has_control_marks=True),
+        "kimi_k2": ReasoningFormat(calls=("<|tool_calls_section_begin|>",), has_control_marks=True),
+        "minimax_m2": ReasoningFormat(calls=("<minimax:tool_call>",), has_control_marks=True),
         "seed_oss": ReasoningFormat((("<seed:think>", "</seed:think>"),), has_control_marks=True),
         "cohere_command3": _COHERE,
         "cohere_command4": _COHERE,
@@ -39,7 +45,7 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "apertus": ReasoningFormat((("<|inner_prefix|>", "<|inner_suffix|>"),), has_control_marks=True),
     }
 )
-"""Keys are the names of vLLM's parsers, but that of Apertus, for which it has none."""
+"""Keys are the names of vLLM's parsers; for Apertus it has none."""
 
 
 class _State(Enum):
@@ -102,10 +108,11 @@ class ReasoningReader:
     def _read_reasoning(self) -> str:
         if self._is_blank:
             self._buffer = self._buffer.lstrip()
-        at, mark = find_mark(self._buffer, self._closings)
+        at, mark = find_mark(self._buffer, [*self._closings, *self._style.calls])
         text = self._buffer[:at].rstrip()
         if mark:
-            self._state, self._buffer = _State.ANSWER, self._buffer[at + len(mark) :]
+            at += len(mark) if mark in self._closings else 0
+            self._state, self._buffer = _State.ANSWER, self._buffer[at:]
             return text
         self._buffer = self._buffer[len(text) :]
         self._is_blank = self._is_blank and not text

@@ -44,6 +44,8 @@ _TEXT_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
 _ID_LENGTH = re.compile(r"id\s*\|\s*length\s*!=\s*(\d{1,2})\b")
 # DeepSeek's templates up to R1 show calls, or these alone, only if the content is none, not if it is empty.
 _NO_CONTENT = re.compile(r"message(?:\.content|\['content'\]) is (?:not )?none")
+# Names under which templates may take the reasoning of earlier turns, beside `reasoning_content`.
+_REASONING_NAMES = re.compile(r"message\.(?:tool_plan|thinking)\b")
 # Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
 # if the template trims messages.
 _END_OF_MESSAGE = "END_OF_THE_MESSAGE_TO_CONTINUE "
@@ -276,6 +278,8 @@ class ChatTemplate:
             turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
         if self.tool_call_format == "openai":
             turns = [template_turns.with_thinking(turn) for turn in turns]
+        elif _REASONING_NAMES.search(source):
+            turns = [template_turns.with_reasoning(turn) for turn in turns]
         if tools and template_marks.TOOLS_IN_SYSTEM in source:
             turns = template_turns.with_tools_in_system(turns, tools)
         if self._takes_parts[bool(tools)]:

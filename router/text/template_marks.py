@@ -1,5 +1,6 @@
 """What the strings in a chat template tell about its model: how it writes calls, and where it reasons."""
 
+import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
@@ -34,10 +35,13 @@ TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
 _REASONING = (
     ("<think>", "</think>"),
     ("<seed:think>", "</seed:think>"),
+    ("<seed:think><seed:cot_budget_reflect>", "</seed:think>"),
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
 )
+# OLMo 3 Think's template opens the reasoning, and has no mark of its end.
+_OPENS = re.compile(r"""<think>(?:\\n|\n)?['"]\s*-?\}\}""")
 
 
 def tool_call_format(source: str) -> str:
@@ -46,7 +50,7 @@ def tool_call_format(source: str) -> str:
 
 
 def has_reasoning(source: str) -> bool:
-    return any(end in source for _, end in _REASONING)
+    return any(end in source for _, end in _REASONING) or _OPENS.search(source) is not None
 
 
 def ends_in_reasoning(text: str, continued: str) -> bool:

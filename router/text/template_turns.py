@@ -78,6 +78,12 @@ def _numbered(call: object, ids: dict[object, str], number: int) -> object:
     return call | {"id": new}
 
 
+def with_reasoning(turn: dict[str, object]) -> dict[str, object]:
+    """Show the turn's reasoning also under the names that templates of Command R7B and LFM2.5 have for it."""
+    reasoning = turn.get("reasoning_content")
+    return {"tool_plan": reasoning, "thinking": reasoning} | turn if isinstance(reasoning, str) else turn
+
+
 def with_thinking(turn: dict[str, object]) -> dict[str, object]:
     """Call the turn's reasoning `thinking`. A turn with calls has that or a content: gpt-oss's template takes one."""
     thinking = turn.get("reasoning_content") or turn.get("thinking")

@@ -164,6 +164,8 @@ MARKED = [
         ("x", "5\n\n6 </answer> </an"),
     ),
     ("hunyuan_a13b", " Hi <answer>", (None, " Hi <answer>")),
+    ("kimi_k2", "<think>x\n<|tool_calls_section_begin|>", ("x", "<|tool_calls_section_begin|>")),
+    ("minimax_m2", "<think>x</think>\n\n5", ("x", "5")),
     ("apertus", "<|inner_prefix|>x<|inner_suffix|>5", ("x", "5")),
 ]
 

@@ -242,6 +242,11 @@ NESTED = {"shape": "square", "dimensions": {"width": 10}}
 SLIPS: list[tuple[str, str, Found]] = [
     ("pythonic", r"""[weather(city='C:\Users\new\d "x"')]""", (None, [("weather", {"city": 'C:\\Users\new\\d "x"'})])),
     ("pythonic", """[weather(city="print("hi")\n\\n")]""", (None, [("weather", {"city": 'print("hi")\n\\n'})])),
+    (
+        "lfm2",
+        "<|tool_call_start|>[weather(city='it's x, y', unit='a')]",
+        (None, [("weather", {"city": "it's x, y", "unit": "a"})]),
+    ),
     ("pythonic", "[area(precision=1e999, scale=2.5)]", (None, [("area", {"precision": "1e999", "scale": 2.5})])),
     ("pythonic", r"[area(tags=('\ud83d\ude00', '\x41'))]", (None, [("area", {"tags": ["😀", "A"]})])),
     ("qwen3_coder", "<tool_call>\n<function=now>\n", (None, [("now", {})])),

@@ -240,6 +240,12 @@ def test_a_template_that_calls_reasoning_thinking() -> None:
     ]
 
 
+def test_a_template_that_calls_reasoning_a_plan() -> None:
+    turns = [ChatMessage("assistant", "", '{"reasoning_content": "Hm."}'), ChatMessage("assistant", "5")]
+    template = ChatTemplate("{% for message in messages %}[{{message.tool_plan}}]{% endfor %}", {})
+    assert template.render(turns) == "[Hm.][]"
+
+
 def test_a_template_that_takes_tools_in_the_system_message() -> None:
     template, tools = ChatTemplate(PHI, {}), '[{"type": "function", "function": {"name": "für"}}]'
     user = ChatMessage("user", "hi")
@@ -388,7 +394,9 @@ def test_what_cannot_be_continued_is_refused() -> None:
         (SWITCH, [*HI, ChatMessage("assistant", "<think>\nLet me")], True, True),
         (SWITCH, [*HI, ChatMessage("assistant", "<think>\nx</think>\nIt")], True, False),
         ("{{ messages[0].content }}<think>", HI, False, False),
+        ("{{ messages[0].content }}{{ '<|im_start|>assistant\\n<think>' }}", HI, False, True),
         ("{{ messages[0].content }}<|END_THINKING|>x<|START_THINKING|>", HI, False, True),
+        ("{{ '</seed:think>' }}{{ messages[0].content }}<seed:think><seed:cot_budget_reflect>\n", HI, False, True),
         ("{{ '[/THINK]' }}{{ messages[1].content }}", [*HI, ChatMessage("assistant", "[THINK]Let me")], True, True),
     ],
 )

@@ -45,8 +45,8 @@ class PythonValue:
         return "", len(buffer)
 
     def last(self, text: str) -> str:
-        """Return the value's JSON, where `text` is the rest of it. Open texts and brackets are closed. What is no
-        literal becomes a text.
+        """Return the value's JSON, where `text` is the rest of it. Open texts and brackets are closed. Anything
+        but a literal becomes a text.
         """
         closing = self._quote + "".join(reversed(self._closings))
         try:

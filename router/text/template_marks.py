@@ -1,4 +1,4 @@
-"""What the strings in a chat template tell about its model: how it writes calls, and where it reasons."""
+"""Finds out from the strings in a chat template how its model writes calls, and where it reasons."""
 
 import re
 from collections.abc import Callable, Mapping

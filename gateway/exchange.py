@@ -29,7 +29,7 @@ from gateway.feed import Feed
 from gateway.metrics import Outcome, Progress
 from gateway.schema import M, check, parse
 from gateway.server import cancel_on_disconnect
-from gateway.settings import GatewaySettings
+from gateway.settings import REASONING_PARSERS, GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 
 log = structlog.get_logger(__name__)
@@ -95,11 +95,15 @@ class Exchange:
         return served.tool_call_format if served is not None else ""
 
     def reasoning_parser(self, model: str) -> str:
-        """Return the configured reasoning parser. By default `qwen3` if the template has reasoning."""
+        """Return the configured reasoning parser. By default, if the template has reasoning, that of the model's format
+        of calls, or `qwen3`.
+        """
         if self.settings.reasoning_parser != "auto":
             return self.settings.reasoning_parser
         served = self.model(model)
-        return "qwen3" if served is not None and served.has_reasoning else "none"
+        if served is None or not served.has_reasoning:
+            return "none"
+        return served.tool_call_format if served.tool_call_format in REASONING_PARSERS else "qwen3"
 
     def model(self, name: str = "") -> tandem.Model | None:
         """Return the served model of that name or with that adapter, or the default model. None if no model is known

@@ -13,9 +13,13 @@ from mesh.settings import setting
 LMI_SCHEMAS = ("rolling", "0.26", "async")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite"),
-    *("qwen3_coder", "glm45", "deepseek_v3", "deepseek_v31", "openai"),
+    *("hunyuan_a13b", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "kimi_k2"),
+    *("cohere_command3", "cohere_command4", "apertus", "lfm2", "olmo3", "pythonic", "llama4_pythonic", "openai"),
 )
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
+REASONING_PARSERS = (
+    *("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss", "cohere_command3", "cohere_command4"),
+    *("hunyuan_a13b", "kimi_k2", "minimax_m2", "apertus"),
+)
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")
 
 _ALLOWED: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -92,7 +96,7 @@ class GatewaySettings(ProcessSettings):
     )
     reasoning_parser: str = setting(
         "auto",
-        f"where reasoning ends: {', '.join(REASONING_PARSERS)}; auto: at </think>, if the model's template has that",
+        f"where reasoning ends: {', '.join(REASONING_PARSERS)}; auto: at the mark that the model's template has",
     )
     handler: str = setting("", "model.py of your own, which answers /invocations; see docs/http.md")
     handler_function: str = setting("handle", "name of the function in it", env=("OPTION_HANDLER",))

@@ -123,9 +123,9 @@ class TokenEvent:
 
     The last event of a choice has `finish_reason`, `usage` and, if the router sends it, `timing`. `echo` and
     `prompt_tokens` come with the first event if they were requested. The stream's first event also has
-    `num_prompt_tokens`, and `in_reasoning` if the prompt ends inside an open <think>. `token` is None only if a choice
-    ended without a further token. `model` is the revision that answers, if the name that was asked for stands for
-    several.
+    `num_prompt_tokens`, and `in_reasoning` if the prompt ends within the model's reasoning. `token` is None only if a
+    choice ended without a further token. `model` is the revision that answers, if the name that was asked for stands
+    for several.
     """
 
     index: int
@@ -218,7 +218,7 @@ class SamplingDefaults:
 @dataclass(frozen=True, slots=True)
 class Model:
     """A served model and its limits. `ready` means that it has workers. `has_reasoning` means that its chat template
-    supports reasoning between <think> and </think>. `max_concurrent_requests` is 0 if the router does not report it.
+    supports reasoning. `max_concurrent_requests` is 0 if the router does not report it.
     `adapters` are the names of its LoRA adapters. `sampling_defaults` is empty if the router does not report it.
     """
 

@@ -19,7 +19,7 @@ from engine.models.rope import Rotation, rotate
 
 
 class LatentHeads:
-    """What latent attention does between the layer's first projection and the attention backend, and behind that."""
+    """The products of latent attention between a layer's first projection and the attention backend, and behind it."""
 
     def __init__(
         self,

@@ -32,7 +32,7 @@ def in_harmony(arguments: GenerateArguments, tool_use: ToolUse | None) -> Genera
 
 
 def _answer(arguments: GenerateArguments) -> str | None:
-    """What the final message may be, in Lark's notation; None for any text."""
+    """The structure of the final message, in Lark's notation; None for any text."""
     if arguments.get("grammar") is not None:
         raise InvalidRequest("this model answers in harmony, which a grammar does not fit: use json_schema or regex")
     if (choice := arguments.get("choice")) is not None:

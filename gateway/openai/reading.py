@@ -7,7 +7,6 @@ token events ─▶ Deltas (reasoning, text, calls) ─▶ chunks of chat comple
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import Enum, auto
 from typing import Literal, Protocol
 from uuid import uuid4
 
@@ -16,6 +15,7 @@ from gateway.openai.call_reader import CallArguments, Piece, Text, Thought
 from gateway.openai.harmony import HarmonyFormat, HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.parameters import chat_arguments
+from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
@@ -40,8 +40,9 @@ class Reading:
             return CallDeltas(parser, HarmonyFormat.num_id_chars, is_parallel=is_parallel)
         if self.reasoning_parser == "none":
             return make_deltas(self.tool_use)
-        begins_within = in_reasoning or self.reasoning_parser == "deepseek_r1"
-        return make_deltas(self.tool_use, ReasoningReader(begins_within=begins_within))
+        style = REASONING_FORMATS[self.reasoning_parser]
+        reader = ReasoningReader(style, begins_within=in_reasoning or style.begins_within)
+        return make_deltas(self.tool_use, reader)
 
 
 async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
@@ -61,7 +62,10 @@ def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Readin
         return in_harmony(arguments, tool_use), Reading(tool_use, parser, is_harmony=True)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
-    return arguments, Reading(tool_use, _reasoning_parser(exchange, body, tool_use))
+    parser = _reasoning_parser(exchange, body, tool_use)
+    if parser != "none" and REASONING_FORMATS[parser].has_control_marks and body.skip_special_tokens is None:
+        arguments |= GenerateArguments(skip_special_tokens=False, include_eos=False)
+    return arguments, Reading(tool_use, parser)
 
 
 def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:
@@ -157,86 +161,6 @@ class BlockReader:
             yield BlockEnded(self.blocks[-1])
         self.blocks.append(block)
         yield BlockBegun(block)
-
-
-_OPEN, _CLOSE = "<think>", "</think>"
-
-
-class _State(Enum):
-    START = auto()
-    REASONING = auto()
-    ANSWER = auto()
-
-
-class ReasoningReader:
-    """Splits reasoning between <think> and </think> from one streamed answer: Qwen3, QwQ, DeepSeek-R1 and relatives.
-
-        START ──<think>──▶ REASONING ──</think>──▶ ANSWER
-          └──anything else──▶ ANSWER; REASONING if `begins_within`
-    `begins_within`: the chat template itself writes <think>. Only the first <think> is a mark. White space around
-    reasoning is dropped.
-    """
-
-    def __init__(self, *, begins_within: bool = False) -> None:
-        self._begins_within = begins_within
-        self._state = _State.START
-        self._buffer = ""
-        self._is_blank = True  # nothing of the current state's text has been emitted yet
-
-    def push(self, text: str) -> tuple[str, str]:
-        """Return what the text adds to the reasoning and to the answer. Text that may begin a marker is held back."""
-        self._buffer += text
-        if self._state is _State.START:
-            self._read_start()
-        reasoning = self._read_reasoning() if self._state is _State.REASONING else ""
-        return reasoning, self._read_answer() if self._state is _State.ANSWER else ""
-
-    def finish(self) -> tuple[str, str]:
-        """Return the reasoning and the answer that are still held back."""
-        remaining, self._buffer = self._buffer, ""
-        if self._state is _State.REASONING:
-            return remaining.rstrip(), ""
-        if self._state is _State.START:
-            return (remaining.strip(), "") if self._begins_within else ("", remaining)
-        return "", ""
-
-    def _read_start(self) -> None:
-        """Leave START, without its mark, once the text shows whether it begins with <think>."""
-        first = self._buffer.lstrip()
-        if first.startswith(_OPEN):
-            self._state, self._buffer = _State.REASONING, first.removeprefix(_OPEN)
-        elif _OPEN.startswith(first):
-            return  # empty, or a possible prefix of <think>
-        elif self._begins_within:
-            self._state = _State.REASONING
-        else:
-            # Without reasoning, leading white space belongs to the answer.
-            self._state, self._is_blank = _State.ANSWER, False
-
-    def _read_reasoning(self) -> str:
-        if self._is_blank:
-            self._buffer = self._buffer.lstrip()
-        text, mark, remaining = self._buffer.partition(_CLOSE)
-        if mark:
-            self._state, self._buffer, self._is_blank = _State.ANSWER, remaining, True
-            return text.rstrip()
-        text = text[: len(text) - _num_held(text)]
-        self._buffer = self._buffer[len(text) :]
-        self._is_blank = self._is_blank and not text
-        return text
-
-    def _read_answer(self) -> str:
-        text = self._buffer.lstrip() if self._is_blank else self._buffer
-        self._buffer = ""
-        self._is_blank = self._is_blank and not text
-        return text
-
-
-def _num_held(text: str) -> int:
-    """Count the characters at the end that may belong to </think>, or to the white space before it."""
-    mark = next((size for size in range(min(len(_CLOSE) - 1, len(text)), 0, -1) if text.endswith(_CLOSE[:size])), 0)
-    before = text[: len(text) - mark]
-    return mark + len(before) - len(before.rstrip())
 
 
 class Deltas(Protocol):

@@ -1,4 +1,4 @@
-"""Streaming parser for tool calls between tags: those of Qwen3-Coder, GLM-4.5 and DeepSeek.
+"""Streaming parser for tool calls between tags, and for calls written as in Python (tagged_formats.py).
 
     text ─▶ TEXT ──start──▶ HEAD ──name──▶ BETWEEN ◀──▶ VALUE ──end──▶ AFTER ─▶ HEAD or TEXT
                              └──name──▶ JSON ──}──▶ AFTER
@@ -12,12 +12,12 @@ parameters of a call is dropped.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
-from types import MappingProxyType
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
+from gateway.openai.python_values import PythonValue
+from gateway.openai.tagged_formats import TaggedFormat
 from gateway.schema import Json
 
 _MAX_HEAD_CHARS = 128  # no head is longer, without its name; text that is no call is held back for as long
@@ -28,70 +28,6 @@ TEXT_ONLY = frozenset({"string"})
 _LITERALS = {"true": "true", "false": "false", "none": "null", "null": "null"}
 _MAX_SCHEMAS = 256
 """A parameter whose type takes more schemas to find may have any: clients write schemas, and may refer in circles."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaggedFormat:
-    """The format in which a family of models writes calls.
-
-    `starts`: marks before the first call, and before others. `heads`: regular expressions of what may be between that
-    mark and the function's name. `behind_name`: one of what is between the name and the arguments. `parameter`: one
-    from BETWEEN to a value, whose group is the parameter's name; "" if the arguments are a JSON object. `value_ends`:
-    marks behind a value; the first of them belongs to the value. `has_lines`: a line break around a value is not part
-    of it. `call_ends`: marks that end the parameters. `closings`: marks that may follow, and the last of them ends the
-    calls.
-    """
-
-    starts: tuple[str, ...]
-    heads: tuple[str, ...]
-    behind_name: str
-    parameter: str = ""
-    value_ends: tuple[str, ...] = ()
-    has_lines: bool = False
-    call_ends: tuple[str, ...] = ()
-    closings: tuple[str, ...] = ()
-
-    has_control_marks: ClassVar[bool] = True
-    arguments_key: ClassVar[str] = "arguments"
-    num_id_chars: ClassVar[int] = 24
-
-
-_DEEPSEEK = TaggedFormat(
-    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
-    # Before V3.1: function<sep>NAME, then the arguments in a block of code. Since then: NAME<sep>, then the arguments.
-    (
-        r"\s{0,8}(?:<｜tool▁call▁begin｜>)?\s{0,8}function<｜tool▁sep｜>",
-        r"\s{0,8}(?:<｜tool▁call▁begin｜>)?\s{0,8}",
-    ),
-    r"(?:<｜tool▁sep｜>)?\s{0,8}(?:```json)?\s{0,8}(?={)",
-    closings=("```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
-)
-TAGGED_FORMATS: Mapping[str, TaggedFormat] = MappingProxyType(
-    {
-        "qwen3_coder": TaggedFormat(
-            ("<tool_call>", "<function="),
-            (r"\s{0,8}<function=", r"\s{0,8}"),
-            r">",
-            r"<parameter=([^<>]{1,256})>",
-            ("</parameter>", "<parameter=", "</function>", "</tool_call>"),
-            has_lines=True,
-            call_ends=("</function>", "</tool_call>"),
-            closings=("</tool_call>",),
-        ),
-        "glm45": TaggedFormat(
-            ("<tool_call>",),
-            (r"\s{0,8}",),
-            r"\s{0,8}(?=<arg_key>|</tool_call>)",
-            r"<arg_key>([^<>]{1,256})</arg_key>\s{0,64}<arg_value>",
-            ("</arg_value>", "</tool_call>"),
-            call_ends=("</tool_call>",),
-            closings=("</tool_call>",),
-        ),
-        "deepseek_v3": _DEEPSEEK,
-        "deepseek_v31": _DEEPSEEK,
-    }
-)
-"""Keys are the names of vLLM's parsers."""
 
 
 class _State(Enum):
@@ -109,7 +45,8 @@ class TaggedCallParser:
     def __init__(self, style: TaggedFormat, parameters: Mapping[str, Json]) -> None:
         self._style = style
         self._parameters = parameters
-        self._state = _State.TEXT
+        self._state = _State.HEAD if style.bare else _State.TEXT
+        self._next_start = style.starts[-1] if style.next_start is None else style.next_start
         self._buffer = ""
         self._raw = ""  # the mark before a head, with white space before it
         self._names = sorted(parameters, key=len, reverse=True)
@@ -120,7 +57,7 @@ class TaggedCallParser:
         self._item = re.compile(f"{style.parameter}|{ends}")
         self._name = ""
         self._num_parameters = 0
-        self._value = _Value(style, TEXT_ONLY)
+        self._value: _Value | PythonValue = _Value(style, TEXT_ONLY)
         self._reader = CallReader(0, ())
         self.num_calls = 0
         """Number of calls that have begun."""
@@ -173,9 +110,9 @@ class TaggedCallParser:
             yield Text(text)
 
     def _read_head(self) -> Iterator[Piece]:
-        name, num_chars = self._find_name()
+        name, num_chars = self._find_name() if self._may_be_call() else ("", 0)
         if not name:
-            if len(self._buffer) >= self._max_head_chars:
+            if len(self._buffer) >= self._max_head_chars or not self._may_be_call():
                 yield from self._give_up()
             return
         self._name, self._num_parameters, self._raw = name, 0, ""
@@ -187,6 +124,11 @@ class TaggedCallParser:
             yield CallBegun(self.num_calls, self._name)
             self._state = _State.BETWEEN
         self.num_calls += 1
+
+    def _may_be_call(self) -> bool:
+        """False for a text that begins without a mark and not as calls do."""
+        has_mark = bool(self._raw) or self.num_calls > 0
+        return has_mark or not self._buffer.strip() or self._buffer.lstrip().startswith(self._style.bare)
 
     def _find_name(self) -> tuple[str, int]:
         """Return the function's name and the length of the head, or "" and 0. Names are compared and not compiled into
@@ -220,7 +162,8 @@ class TaggedCallParser:
         key = item.group(1).strip()
         yield self._arguments(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_parameters += 1
-        self._value = _Value(self._style, parameter_types(self._parameters[self._name], key))
+        types = parameter_types(self._parameters[self._name], key)
+        self._value = _Value(self._style, types) if self._style.value_ends else PythonValue()
         self._state = _State.VALUE
 
     def _read_value(self) -> Iterator[Piece]:
@@ -251,14 +194,14 @@ class TaggedCallParser:
         if closing:
             self._buffer = text[len(closing) :]
             self._state = _State.TEXT if closing == self._style.closings[-1] else _State.AFTER
-        elif text.startswith(self._style.starts[-1]):
+        elif text.startswith(self._next_start) and (self._next_start or not self._may_go_on(text)):
             self._buffer, self._state = text, _State.HEAD
         elif not self._may_go_on(text):
             self._state = _State.TEXT
 
     def _may_go_on(self, text: str) -> bool:
         """True if more text may make it a mark."""
-        return any(mark.startswith(text) for mark in (*self._style.closings, self._style.starts[-1]))
+        return any(mark.startswith(text) for mark in (*self._style.closings, self._next_start))
 
     def _close_call(self, text: str) -> Iterator[Piece]:
         """Return the rest of the arguments of a call without its last marks. `text`: the rest of the last value."""

@@ -10,7 +10,8 @@ from pydantic import Field
 
 from gateway.openai.harmony import HARMONY_FORMATS, HarmonyFormat, HarmonyParser
 from gateway.openai.requests import ChatBody
-from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, TaggedFormat
+from gateway.openai.tagged_calls import TaggedCallParser
+from gateway.openai.tagged_formats import TAGGED_FORMATS, TaggedFormat
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
 from gateway.schema import Body, Json, Name, check
 from tandem import GenerateArguments, InvalidRequest

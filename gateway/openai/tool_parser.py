@@ -53,6 +53,7 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = MappingProxyType(
         "mistral": ToolFormat("[TOOL_CALLS]", bare=True, named=True, has_control_marks=True, num_id_chars=9),
         "phi4_mini_json": ToolFormat("functools", bare=True, around=("functools[", ", ", "]")),
         "granite": ToolFormat("<|tool_call|>", bare=True),
+        "hunyuan_a13b": ToolFormat("<tool_calls>", "</tool_calls>", around=("<tool_calls>[", ", ", "]</tool_calls>")),
     }
 )
 """Keys are the names of vLLM's parsers."""

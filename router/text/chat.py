@@ -10,12 +10,11 @@ or filling the memory, so the process has limits on both.
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
@@ -29,7 +28,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from checkpoint.config_json import read_json
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
-from router.text import template_turns
+from router.text import template_marks, template_turns
 
 MAX_RENDER_S = 1.0
 # Not needed to render a conversation, and meant for long outputs.
@@ -39,31 +38,14 @@ _DEFAULT, _WITH_TOOLS = "default", "tool_use"
 MAX_CHARS = 8 << 20
 # Errors that a template's code can raise, besides Jinja's own.
 _TEMPLATE_FAULTS = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError)
-# Llama 3.2's small models have templates without a mark in front of calls.
-_LLAMA_32 = ('"parameters": ', "ipython")
-# Recognised by strings in the templates of each format's models. The first that fits counts.
-_TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
-    {
-        "qwen3_coder": lambda source: "<tool_call>" in source and "<function=" in source,
-        "glm45": lambda source: "<tool_call>" in source and "<arg_key>" in source,
-        "hermes": lambda source: "<tool_call>" in source,
-        "deepseek_v3": lambda source: "<｜tool▁call▁begin｜>" in source,
-        "mistral": lambda source: "[TOOL_CALLS]" in source,
-        "llama3_json": lambda source: "<|python_tag|>" in source or all(mark in source for mark in _LLAMA_32),
-        "phi4_mini_json": lambda source: _TOOLS_IN_SYSTEM in source,
-        "granite": lambda source: "<|tool_call|>" in source,
-        "openai": lambda source: "<|channel|>" in source and "<|message|>" in source,
-    }
-)
-# Phi-4-mini's template takes tools as JSON text in the system message.
-_TOOLS_IN_SYSTEM = "'<|tool|>' + message['tools']"
 # DeepSeek's templates join a call's arguments with other texts.
 _TEXT_ARGUMENTS = re.compile(r"\['arguments'\]\s*\+")
 # Mistral's templates refuse ids of calls that are not of this length.
 _ID_LENGTH = re.compile(r"id\s*\|\s*length\s*!=\s*(\d{1,2})\b")
 # DeepSeek's templates up to R1 show calls, or these alone, only if the content is none, not if it is empty.
 _NO_CONTENT = re.compile(r"message(?:\.content|\['content'\]) is (?:not )?none")
-_REASONING, _REASONING_END = "<think>", "</think>"
+# Names under which templates may take the reasoning of earlier turns, beside `reasoning_content`.
+_REASONING_NAMES = re.compile(r"message\.(?:tool_plan|thinking)\b")
 # Appended to the message that is to be continued, to find its end in the rendered text. Its trailing space disappears
 # if the template trims messages.
 _END_OF_MESSAGE = "END_OF_THE_MESSAGE_TO_CONTINUE "
@@ -198,10 +180,10 @@ class ChatTemplate:
         self.source = source
         self.tool_source = tool_source
         self.special_tokens = dict(special_tokens)
-        self.tool_call_format = next((name for name, marks in _TOOL_CALLS.items() if marks(tool_source or source)), "")
-        """The model's format of tool calls: a key of _TOOL_CALLS, or "" if unknown."""
-        self.has_reasoning = _REASONING_END in source
-        """True if the model reasons between <think> and </think> before it answers."""
+        self.tool_call_format = template_marks.tool_call_format(tool_source or source)
+        """The model's format of tool calls: a key of template_marks.TOOL_CALLS, or "" if unknown."""
+        self.has_reasoning = template_marks.has_reasoning(source)
+        """True if the model reasons between <think> and </think>, or other marks, before it answers."""
         self._sandbox = _environment()
         try:
             for text in (source, tool_source or ""):
@@ -277,8 +259,7 @@ class ChatTemplate:
         """
         if not self.has_reasoning:
             return False
-        continued = messages[-1].content if how.continues_final else ""
-        return text.rstrip().endswith(_REASONING) or continued.rfind(_REASONING) > continued.rfind(_REASONING_END)
+        return template_marks.ends_in_reasoning(text, messages[-1].content if how.continues_final else "")
 
     def _values(self, messages: Sequence[ChatMessage], tools_json: str, how: Rendering) -> dict[str, object]:
         """Return the variables of the template. Raises InvalidRequest."""
@@ -291,11 +272,15 @@ class ChatTemplate:
             turns = [template_turns.with_text_arguments(turn) for turn in turns]
         if length := _ID_LENGTH.search(source):
             turns = [template_turns.with_ids_of_length(turn, int(length[1])) for turn in turns]
+        if self.tool_call_format == "kimi_k2":
+            turns = template_turns.with_numbered_ids(turns)
         if _NO_CONTENT.search(source):
             turns = [turn | {"content": turn["content"] or None} if turn.get("tool_calls") else turn for turn in turns]
         if self.tool_call_format == "openai":
             turns = [template_turns.with_thinking(turn) for turn in turns]
-        if tools and _TOOLS_IN_SYSTEM in source:
+        elif _REASONING_NAMES.search(source):
+            turns = [template_turns.with_reasoning(turn) for turn in turns]
+        if tools and template_marks.TOOLS_IN_SYSTEM in source:
             turns = template_turns.with_tools_in_system(turns, tools)
         if self._takes_parts[bool(tools)]:
             turns = [turn | {"content": template_turns.as_parts(turn["content"])} for turn in turns]

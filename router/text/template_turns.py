@@ -52,6 +52,38 @@ def with_ids_of_length(turn: dict[str, object], length: int) -> dict[str, object
     return fit(turn, "tool_call_id")
 
 
+def with_numbered_ids(turns: list[dict[str, object]]) -> list[dict[str, object]]:
+    """Give calls, and their results, the ids `functions.NAME:NUMBER`, numbered through the conversation: the template
+    of Kimi K2 shows a call's function by its id only.
+    """
+    ids: dict[object, str] = {}
+    count = 0
+    numbered: list[dict[str, object]] = []
+    for turn in turns:
+        calls = turn.get("tool_calls")
+        if isinstance(calls, list):
+            turn = turn | {"tool_calls": [_numbered(call, ids, number) for number, call in enumerate(calls, count)]}
+            count += len(calls)
+        id_ = turn.get("tool_call_id")
+        numbered.append(turn | {"tool_call_id": ids[id_]} if isinstance(id_, str) and id_ in ids else turn)
+    return numbered
+
+
+def _numbered(call: object, ids: dict[object, str], number: int) -> object:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        return call
+    new = f"functions.{function.get('name')}:{number}"
+    ids[call.get("id") if isinstance(call.get("id"), str) else new] = new
+    return call | {"id": new}
+
+
+def with_reasoning(turn: dict[str, object]) -> dict[str, object]:
+    """Show the turn's reasoning also under the names that templates of Command R7B and LFM2.5 have for it."""
+    reasoning = turn.get("reasoning_content")
+    return {"tool_plan": reasoning, "thinking": reasoning} | turn if isinstance(reasoning, str) else turn
+
+
 def with_thinking(turn: dict[str, object]) -> dict[str, object]:
     """Call the turn's reasoning `thinking`. A turn with calls has that or a content: gpt-oss's template takes one."""
     thinking = turn.get("reasoning_content") or turn.get("thinking")

@@ -334,7 +334,7 @@ def randomise(model: Any) -> None:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
         else:
             # gpt-oss clamps gates and ups at 7.
-            large = model.config.model_type == "gpt_oss" and name.endswith(("sinks", "gate_up_proj"))
+            large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))
             parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else 0.15)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):

@@ -26,9 +26,10 @@ from engine.kernels.cpu import activations, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.machine import PANEL
 from engine.load_runner import load_model_runner
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, why_not_compiled
-from engine.models.linear import ACTIVATIONS
+from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU
 from engine.models.read_config import load_config
 from engine.models.xielu import xielu
 from engine.resolve import kv_layout, resolve
@@ -48,7 +49,7 @@ def double(x: int) -> int:
     ("changes", "layout_changes", "reason"),
     [
         ({"block": "post"}, {}, "block post"),
-        ({"activation": "relu2"}, {}, "activation relu2"),
+        ({"activation": "quick_gelu"}, {}, "activation quick_gelu"),
         ({"embed_size": 32}, {}, "embed_size 32"),
         ({"hidden_size": 72}, {}, "hidden_size 72, not a multiple of 16"),
         ({"intermediate_size": 100}, {}, "intermediate_size 100, not a multiple of 16"),
@@ -80,7 +81,7 @@ def test_what_is_left_to_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: 
         reasons[family] = why_not_compiled(config, kv_layout(config, settings(checkpoint(family))))
     eager = {family: reason for family, reason in reasons.items() if reason is not None}
     assert set(eager) == {"opt-350m", "opt-no-final-norm", "flex-olmo"}
-    assert (eager["opt-350m"], eager["flex-olmo"]) == ("embed_size 48", "experts in a block behind with silu")
+    assert (eager["opt-350m"], eager["flex-olmo"]) == ("embed_size 48", "experts in a block behind")
     mixtral = load_config(checkpoint("mixtral"))
     layout = kv_layout(mixtral, settings(checkpoint("mixtral")))
     assert why_not_compiled(mixtral, layout, num_ranks=2) == "experts over several ranks"
@@ -89,13 +90,19 @@ def test_what_is_left_to_the_eager_decoder(checkpoint: Checkpoint, monkeypatch: 
 def test_kernels_compute_the_same_activations() -> None:
     assert set(KERNEL_ACTIVATIONS) <= set(ACTIVATIONS)
     x = torch.cat((torch.linspace(-60, 60, 100_000), torch.tensor([-1e30, -0.0, 1e-30, 1e30])))
+    x = x[None, : len(x) // PANEL * PANEL]
     initial = inspect.signature(xielu).parameters
     parameters = np.array([initial[name].default for name in ("alpha_p", "alpha_n", "beta", "eps")], np.float32)
-    for name, number in KERNEL_ACTIVATIONS.items():
-        ours = x[None, : len(x) // 16 * 16].clone()
-        expected = ACTIVATIONS[name](ours)
-        entry(activations.activate_rows)(ours.numpy(), number, parameters, Range(0, 1))
-        torch.testing.assert_close(ours, expected, atol=2e-6, rtol=2e-6, msg=name)
+    for name in KERNEL_ACTIVATIONS.keys() - {CLAMPED_SWIGLU}:
+        ours = x.clone()
+        entry(activations.activate_rows)(ours.numpy(), KERNEL_ACTIVATIONS[name], parameters, Range(0, 1))
+        torch.testing.assert_close(ours, ACTIVATIONS[name](x), atol=2e-6, rtol=2e-6, msg=name)
+    ups = x.flip(-1) / 3
+    panels, clamped = torch.stack((x.view(-1, PANEL), ups.view(-1, PANEL)), 1).view(1, -1), torch.empty_like(x)
+    number = KERNEL_ACTIVATIONS[CLAMPED_SWIGLU]
+    entry(activations.gate_rows)(panels.numpy(), clamped.numpy(), number, Range(0, 1))
+    expected = ACTIVATIONS[CLAMPED_SWIGLU](torch.cat((x, ups), 1))
+    torch.testing.assert_close(clamped, expected, atol=2e-6, rtol=2e-6)
 
 
 def test_parts_of_compiled_functions_are_not_called_from_python() -> None:

@@ -1,4 +1,4 @@
-"""What happens to queries, keys and values of a token between their product and rotary positions: limits, and norms."""
+"""Limits and norms of a token's queries, keys and values, between their product and rotary positions."""
 
 from typing import NamedTuple
 

@@ -196,8 +196,8 @@ def adjust_scores(
 
 @jit
 def sink_weight(head: int, peak: np.float32, memory: AttentionMemory) -> np.float32:
-    """What the sink of a query head adds to a sum of softmax weights, 0 without sinks. `peak`: the score, in powers of
-    two, whose weight is 1.
+    """The weight that the sink of a query head adds to a sum of softmax weights, 0 without sinks. `peak`: the score, in
+    powers of two, whose weight is 1.
     """
     if not memory.sinks:
         return _NONE

@@ -1,4 +1,4 @@
-"""What several families share: rotary positions that config.json leaves out, windows of some layers, and other rotary
+"""Shared by several families: rotary positions that config.json leaves out, windows of some layers, and other rotary
 positions in these.
 """
 

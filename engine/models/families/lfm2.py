@@ -65,7 +65,7 @@ def recurrent_layers(types: tuple[str, ...], recurrent: str) -> tuple[bool, ...]
 
 
 def _inner_size(raw: RawConfig) -> int:
-    """What config.json states may be the width before a reduction to two thirds, in multiples of a unit."""
+    """Width of the MLP. config.json may state it before it is reduced to two thirds, in multiples of a unit."""
     width = integer(raw, "block_ff_dim", "intermediate_size")
     if not flag(raw, "block_auto_adjust_ff_dim", default=True):
         return width

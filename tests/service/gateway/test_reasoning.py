@@ -62,11 +62,16 @@ async def test_reasoning_is_separate_from_the_answer(repaired: Repaired) -> None
         (thinking(story="Two.</think>5"), {}, (None, "Two.</think>5")),
         (thinking(story="Two.</think>5"), {"reasoning_parser": "deepseek_r1"}, ("Two.", "5")),
         (thinking(story="Two.</think>5", in_reasoning=True), {}, ("Two.", "5")),
+        (thinking(story="[THINK]Two.[/THINK]5", tool_call_format="mistral"), {}, ("Two.", "5")),
+        (thinking(story="[THINK]Two.[/THINK]5"), {"reasoning_parser": "mistral"}, ("Two.", "5")),
     ],
 )
 async def test_where_reasoning_begins(script: Script, settings: dict[str, str], expected: Any) -> None:
     async with running_gateway(script, **settings) as gateway:
         assert await parts(gateway) == expected
+        output = gateway.script.requests[-1].output
+    are_control_tokens = "[THINK]" in script.story
+    assert output.HasField("skip_special_tokens") == output.HasField("include_eos") == are_control_tokens
 
 
 async def test_tool_calls_follow_reasoning() -> None:

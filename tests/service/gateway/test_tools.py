@@ -209,6 +209,9 @@ TAGGED = {
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>count\n```json\n"
     '{"city": "Zürich", "days": 3}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
 }
+TAGGED["cohere_command3"] = (
+    '<|START_ACTION|>[{"tool_call_id": "0", "tool_name": "count", "parameters": {"city": "Zürich", "days": 3}}]'
+)
 COUNT: Any = [
     {
         "type": "function",

@@ -34,6 +34,7 @@ WRITTEN = {
     "hermes": lambda calls: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls),
     "llama3_json": lambda calls: "; ".join(calls).replace("arguments", "parameters"),
     "phi4_mini_json": lambda calls: f"functools[{', '.join(calls)}]",
+    "hunyuan_a13b": lambda calls: f"<tool_calls>[{', '.join(calls)}]</tool_calls>",
 }
 ADD, NOW = '{"name": "add", "arguments": {"a": 1}}', '{"name": "now", "arguments": {}}'
 ANSWERS = ['{"name":"Ann"}', '{"name": "100 %json {", "friend": true}']

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gateway.anthropic.messages import MessageEvents
 from gateway.anthropic.requests import MessagesBody, chat_of
-from gateway.openai.reading import Reading, ReasoningReader, build_message, make_deltas
+from gateway.openai.reading import Reading, build_message, make_deltas
+from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.responses.requests import ResponsesBody
 from gateway.openai.responses.requests import chat_of as chat_of_response
@@ -128,8 +129,8 @@ def test_items_of_one_turn_are_one_message() -> None:
     assert [each["id"] for each in turn.tool_calls or ()] == ["1", "2"]
 
 
-def read(begins_within: bool, pieces: list[str]) -> tuple[str | None, str | None]:
-    deltas = make_deltas(None, ReasoningReader(begins_within=begins_within))
+def read(begins_within: bool, pieces: list[str], name: str = "qwen3") -> tuple[str | None, str | None]:
+    deltas = make_deltas(None, ReasoningReader(REASONING_FORMATS[name], begins_within=begins_within))
     parts = [delta for piece in pieces for delta in deltas.push(piece)]
     message = build_message([*parts, *deltas.finish(FinishReason.LENGTH)])
     return message.get("reasoning_content"), message["content"]
@@ -139,6 +140,41 @@ def read(begins_within: bool, pieces: list[str]) -> tuple[str | None, str | None
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 1000])
 def test_reasoning(begins_within: bool, text: str, expected: tuple[str | None, str | None], size: int) -> None:
     assert read(begins_within, [text[at : at + size] for at in range(0, len(text), size)]) == expected
+
+
+MARKED = [
+    ("mistral", "[THINK]Let me see.[/THINK]5", ("Let me see.", "5")),
+    ("mistral", "<think>x[/THINK]</think>5", ("x[/THINK]", "5")),
+    ("mistral", "It is [5].", (None, "It is [5].")),
+    (
+        "seed_oss",
+        "<seed:think>\n<seed:cot_budget_reflect>I have used 9 tokens.</seed:cot_budget_reflect>\nx\n</seed:think>5",
+        ("<seed:cot_budget_reflect>I have used 9 tokens.</seed:cot_budget_reflect>\nx", "5"),
+    ),
+    (
+        "cohere_command3",
+        "<|START_THINKING|>x<|END_THINKING|><|START_RESPONSE|>5 < 6 <|END_RESPONSE|>",
+        ("x", "5 < 6"),
+    ),
+    ("cohere_command4", "<|START_TEXT|>5<|END_TEXT|>", (None, "5")),
+    ("cohere_command3", "<|START_THINKING|>x<|END_THINKING|><|START_ACTION|>[", ("x", "<|START_ACTION|>[")),
+    (
+        "hunyuan_a13b",
+        "<think>\nx\n</think>\n<answer>\n5\n\n6 </answer> </an\n</answer>\n",
+        ("x", "5\n\n6 </answer> </an"),
+    ),
+    ("hunyuan_a13b", " Hi <answer>", (None, " Hi <answer>")),
+    ("kimi_k2", "<think>x\n<|tool_calls_section_begin|>", ("x", "<|tool_calls_section_begin|>")),
+    ("minimax_m2", "<think>x</think>\n\n5", ("x", "5")),
+    ("apertus", "<|inner_prefix|>x<|inner_suffix|>5", ("x", "5")),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), MARKED)
+def test_reasoning_between_other_marks(name: str, text: str, expected: tuple[str | None, str | None]) -> None:
+    for size in (1, 2, 3, 7, 1000):
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        assert read(False, pieces, name) == expected
 
 
 def split(begins_within: bool, text: str) -> tuple[str | None, str | None]:

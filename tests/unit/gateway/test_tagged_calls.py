@@ -1,4 +1,4 @@
-"""Calls between tags, as Qwen3-Coder, GLM-4.5 and DeepSeek write them, however their text is cut into pieces."""
+"""Calls between tags, and calls as in Python, as models write them, however their text is cut into pieces."""
 
 import json
 import sys
@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 
 from gateway.openai.call_reader import CallBegun
 from gateway.openai.reading import CallDeltas, build_message
-from gateway.openai.tagged_calls import TAGGED_FORMATS, TaggedCallParser, as_json, parameter_types
+from gateway.openai.reasoning import REASONING_FORMATS
+from gateway.openai.tagged_calls import TaggedCallParser, as_json, parameter_types
+from gateway.openai.tagged_formats import TAGGED_FORMATS
 from gateway.openai.tool_choice import CALL_FORMATS
-from gateway.settings import TOOL_CALL_PARSERS
+from gateway.settings import REASONING_PARSERS, TOOL_CALL_PARSERS
 from tandem import FinishReason
 from tests.unit.gateway.test_tool_calls import num_lines_run
 
@@ -105,6 +107,34 @@ def deepseek_v31(name: str, arguments: object) -> str:
     return f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{text}<｜tool▁call▁end｜>"
 
 
+def kimi(name: str, arguments: object, number: int = 0) -> str:
+    text = json.dumps(arguments, ensure_ascii=False)
+    return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
+
+
+def cohere(*calls: tuple[str, Any]) -> str:
+    members = ({"tool_call_id": str(n), "tool_name": f, "parameters": a} for n, (f, a) in enumerate(calls))
+    listed = ",\n".join(f"    {json.dumps(call, ensure_ascii=False)}" for call in members)
+    return f"<|START_ACTION|>[\n{listed}\n]<|END_ACTION|>"
+
+
+SECTION, SECTION_END = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
+MINIMAX_DALLAS = """<invoke name="weather">
+<parameter name="city">Dallas</parameter>
+<parameter name="unit">celsius</parameter>
+</invoke>"""
+MINIMAX_SQUARE = """<invoke name="area">
+<parameter name="shape">square</parameter>
+<parameter name="dimensions">{"width": 10, "height": [2, 3]}</parameter>
+<parameter name="precision">2</parameter>
+</invoke>"""
+MINIMAX, MINIMAX_END = "<minimax:tool_call>\n", "\n</minimax:tool_call>"
+PY_DALLAS = """weather(city="Dallas", unit='celsius')"""
+PY_SQUARE = "area(shape='square', dimensions={'width': 10, 'height': [2, 3]}, precision=2)"
+LFM, LFM_END = "<|tool_call_start|>", "<|tool_call_end|>"
+OLMO, OLMO_END = "<function_calls>", "</function_calls>"
+QUOTED = {"shape": 'a), "b" = [c\n\\d', "exact": True, "scale": None, "tags": ["é", "x,y"], "precision": -2}
+
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 V3, V31 = deepseek_v3(*DALLAS), deepseek_v31(*DALLAS)
 
@@ -143,6 +173,46 @@ CASES: list[tuple[str, str, Found]] = [
     ("deepseek_v31", f"{BEGIN}{V31}{deepseek_v31('area', SQUARE)}{END}", (None, [DALLAS, ("area", SQUARE)])),
     ("deepseek_v31", f"{BEGIN}{deepseek_v31('now', {})}{END}Done.", ("Done.", [("now", {})])),
     ("deepseek_v31", V31.replace("weather", "nobody"), (V31.replace("weather", "nobody"), [])),
+    ("kimi_k2", f"{SECTION}{kimi(*DALLAS)}{SECTION_END}", (None, [DALLAS])),
+    (
+        "kimi_k2",
+        f"I look.{SECTION}{kimi('now', {}, 3)}\n{kimi('area', {'tags': []}, 12)}{SECTION_END} Done.",
+        ("I look. Done.", [("now", {}), ("area", {"tags": []})]),
+    ),
+    ("kimi_k2", f"{SECTION}{kimi('nobody', {})}", (f"{SECTION}{kimi('nobody', {})}", [])),
+    ("seed_oss", QWEN_DALLAS.replace("tool_call>", "seed:tool_call>"), (None, [DALLAS])),
+    ("minimax_m2", f"{MINIMAX}{MINIMAX_DALLAS}{MINIMAX_END}", (None, [DALLAS])),
+    (
+        "minimax_m2",
+        f"I look.\n{MINIMAX}{MINIMAX_DALLAS}\n{MINIMAX_SQUARE}{MINIMAX_END}",
+        ("I look.", [DALLAS, ("area", SQUARE)]),
+    ),
+    ("minimax_m2", "<invoke name='now'></invoke> Done.", (" Done.", [("now", {})])),
+    ("cohere_command3", cohere(DALLAS), (None, [DALLAS])),
+    ("cohere_command4", f"I look.{cohere(('now', {}), ORLANDO)}", ("I look.", [("now", {}), ORLANDO])),
+    ("cohere_command3", cohere(("nobody", {})), (cohere(("nobody", {})), [])),
+    ("apertus", f'<|tools_prefix|>[{{"weather": {json.dumps(DALLAS[1])}}}]<|tools_suffix|>', (None, [DALLAS])),
+    ("apertus", 'So: <|tools_prefix|>[{"now": {}}, {"now": {}}]<|tools_suffix|>', ("So:", [("now", {})] * 2)),
+    ("lfm2", f"{LFM}[{PY_DALLAS}]{LFM_END}", (None, [DALLAS])),
+    ("lfm2", f"I look.{LFM}[{PY_DALLAS}, now()]{LFM_END}Done.", ("I look.Done.", [DALLAS, ("now", {})])),
+    ("lfm2", f"{LFM}[nobody(a=1)]{LFM_END}", (f"{LFM}[nobody(a=1)]{LFM_END}", [])),
+    ("olmo3", f"{OLMO}{PY_DALLAS}\n{PY_SQUARE}{OLMO_END}", (None, [DALLAS, ("area", SQUARE)])),
+    ("olmo3", f"{OLMO}area(exact=true, scale=null){OLMO_END}", (None, [("area", {"exact": True, "scale": None})])),
+    ("pythonic", f"[{PY_DALLAS}, {PY_SQUARE}]", (None, [DALLAS, ("area", SQUARE)])),
+    ("pythonic", f"[1] says {PY_DALLAS}", (f"[1] says {PY_DALLAS}", [])),
+    ("llama4_pythonic", f"I look.<|python_start|>[{PY_DALLAS}]<|python_end|>", ("I look.", [DALLAS])),
+    ("llama4_pythonic", f"{PY_DALLAS}", (f"{PY_DALLAS}", [])),
+    ("pythonic", "[now(1), now(print())]", ("[now(1), now(print())]", [])),
+    (
+        "pythonic",
+        f"[area({', '.join(f'{key}={value!r}' for key, value in QUOTED.items())})]",
+        (None, [("area", QUOTED)]),
+    ),
+    (
+        "pythonic",
+        "[area(shape='a\nb\\d', tags=print(1))]",
+        (None, [("area", {"shape": "a\nb\\d", "tags": "print(1)"})]),
+    ),
 ]
 
 
@@ -170,6 +240,15 @@ def test_a_text_that_is_cut_off_has_the_calls_so_far(name: str, text: str, expec
 NOW = deepseek_v31("now", {})
 NESTED = {"shape": "square", "dimensions": {"width": 10}}
 SLIPS: list[tuple[str, str, Found]] = [
+    ("pythonic", r"""[weather(city='C:\Users\new\d "x"')]""", (None, [("weather", {"city": 'C:\\Users\new\\d "x"'})])),
+    ("pythonic", """[weather(city="print("hi")\n\\n")]""", (None, [("weather", {"city": 'print("hi")\n\\n'})])),
+    (
+        "lfm2",
+        "<|tool_call_start|>[weather(city='it's x, y', unit='a')]",
+        (None, [("weather", {"city": "it's x, y", "unit": "a"})]),
+    ),
+    ("pythonic", "[area(precision=1e999, scale=2.5)]", (None, [("area", {"precision": "1e999", "scale": 2.5})])),
+    ("pythonic", r"[area(tags=('\ud83d\ude00', '\x41'))]", (None, [("area", {"tags": ["😀", "A"]})])),
     ("qwen3_coder", "<tool_call>\n<function=now>\n", (None, [("now", {})])),
     ("qwen3_coder", QWEN_DALLAS.removesuffix("</function>\n</tool_call>"), (None, [DALLAS])),
     ("qwen3_coder", QWEN_DALLAS.removesuffix("</parameter>\n</function>\n</tool_call>"), (None, [DALLAS])),
@@ -177,6 +256,17 @@ SLIPS: list[tuple[str, str, Found]] = [
     ("qwen3_coder", "<function=area>\n<parameter=precision>\n2\n", (None, [("area", {"precision": 2})])),
     ("qwen3_coder", "<function=area>\n<parameter=shape>\n", (None, [("area", {"shape": ""})])),
     ("glm45", "<tool_call>now<arg_key>", (None, [("now", {})])),
+    ("kimi_k2", f"{SECTION}{kimi(*DALLAS)}".removesuffix("}<|tool_call_end|>"), (None, [DALLAS])),
+    ("minimax_m2", f"{MINIMAX}{MINIMAX_DALLAS}".removesuffix("</parameter>\n</invoke>"), (None, [DALLAS])),
+    ("cohere_command3", cohere(DALLAS).partition("}")[0], (None, [DALLAS])),
+    ("lfm2", f"{LFM}[{PY_DALLAS[:-2]}", (None, [DALLAS])),
+    (
+        "lfm2",
+        f"{LFM}[{PY_SQUARE.partition(']')[0]}",
+        (None, [("area", {key: SQUARE[key] for key in list(SQUARE)[:2]})]),
+    ),
+    ("lfm2", f"{LFM}[{PY_DALLAS[:-1]}]{LFM_END}So.", ("So.", [DALLAS])),
+    ("lfm2", f"{LFM}[area(precision=", (None, [("area", {"precision": ""})])),
     ("glm45", GLM_DALLAS.removesuffix("\n</tool_call>"), (None, [DALLAS])),
     ("glm45", GLM_ORLANDO.removesuffix("</arg_value></tool_call>"), (None, [ORLANDO])),
     ("deepseek_v31", V31.removesuffix("}<｜tool▁call▁end｜>"), (None, [DALLAS])),
@@ -377,6 +467,7 @@ def test_a_function_may_be_named_function(style: str, text: str) -> None:
 
 def test_every_format_may_be_chosen() -> None:
     assert set(TOOL_CALL_PARSERS) == {"auto", "none", *CALL_FORMATS}
+    assert set(REASONING_PARSERS) == {"auto", "none", *REASONING_FORMATS}
 
 
 @pytest.mark.parametrize("name", sorted(TAGGED_FORMATS))

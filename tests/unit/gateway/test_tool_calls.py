@@ -100,6 +100,7 @@ CASES: list[tuple[str, str, Found]] = [
     ("phi4_mini_json", "import functools\nx = [1]", ("import functools\nx = [1]", [])),
     ("granite", f"<|tool_call|>[{ADD}, {LOOK}]", (None, [SUM, LOOKED])),
     ("granite", f"[{ADD}]", (None, [SUM])),
+    ("hunyuan_a13b", f"I see.\n<tool_calls>[{ADD}, {LOOK}]</tool_calls>", ("I see.", [SUM, LOOKED])),
 ]  # fmt: skip
 
 

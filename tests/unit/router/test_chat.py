@@ -208,6 +208,14 @@ PHI = (
         ),
         (PHI, "phi4_mini_json"),
         ("{{ '<|tool_call|>' }}", "granite"),
+        ("{{ '<|tool_calls_section_begin|>' }}", "kimi_k2"),
+        ("{%- set begin = '<minimax:tool_call>' -%}", "minimax_m2"),
+        ("{%- set begin = '<seed:tool_call>' -%}{{ '<function=' }}", "seed_oss"),
+        ("{{ '<|START_ACTION|>[' }}", "cohere_command3"),
+        ("{{ '<|tools_prefix|>[' }}", "apertus"),
+        ("{{ '<function_calls>' }}", "olmo3"),
+        ("{{ '<tool_calls>[' }}", "hunyuan_a13b"),
+        ('{%- set prompt = prompt + "List of tools: [" -%}', "lfm2"),
         ("{{ '<|start|>assistant<|channel|>final<|message|>' }}", "openai"),
         ("{{ messages }}", ""),
     ],
@@ -232,6 +240,12 @@ def test_a_template_that_calls_reasoning_thinking() -> None:
     ]
 
 
+def test_a_template_that_calls_reasoning_a_plan() -> None:
+    turns = [ChatMessage("assistant", "", '{"reasoning_content": "Hm."}'), ChatMessage("assistant", "5")]
+    template = ChatTemplate("{% for message in messages %}[{{message.tool_plan}}]{% endfor %}", {})
+    assert template.render(turns) == "[Hm.][]"
+
+
 def test_a_template_that_takes_tools_in_the_system_message() -> None:
     template, tools = ChatTemplate(PHI, {}), '[{"type": "function", "function": {"name": "für"}}]'
     user = ChatMessage("user", "hi")
@@ -250,6 +264,26 @@ def test_a_template_that_joins_arguments_with_text() -> None:
     assert ChatTemplate(joins, {}).render([turn]) == '{"a": "für"}.'
     writes = "{{ messages[0].tool_calls[0]['function']['arguments'] | tojson }}"
     assert ChatTemplate(writes, {}).render([turn]) == '{"a": "für"}'
+
+
+def test_a_template_that_names_functions_by_ids() -> None:
+    """Kimi K2's: the numbers go on through the conversation, and clients have ids of their own."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or () %}<|tool_calls_section_begin|>{{ c['id'] }}{% endfor %}"
+        "[{{ m.tool_call_id }}]{% endfor %}"
+    )
+
+    def turns(*ids: str) -> list[ChatMessage]:
+        calls = [{"id": id_, "function": {"name": f"f{id_}", "arguments": {}}} for id_ in ids]
+        results = [ChatMessage("tool", "1", json.dumps({"tool_call_id": id_})) for id_ in ids]
+        return [ChatMessage("assistant", "", json.dumps({"tool_calls": calls})), *results]
+
+    shown = ChatTemplate(source, {}).render(
+        [*turns("a", "b"), *turns("a"), ChatMessage("tool", "1", '{"tool_call_id": "x"}')]
+    )
+    assert shown.replace("<|tool_calls_section_begin|>", " ") == (
+        " functions.fa:0 functions.fb:1[][functions.fa:0][functions.fb:1] functions.fa:2[][functions.fa:2][x]"
+    )
 
 
 R1 = (
@@ -360,6 +394,10 @@ def test_what_cannot_be_continued_is_refused() -> None:
         (SWITCH, [*HI, ChatMessage("assistant", "<think>\nLet me")], True, True),
         (SWITCH, [*HI, ChatMessage("assistant", "<think>\nx</think>\nIt")], True, False),
         ("{{ messages[0].content }}<think>", HI, False, False),
+        ("{{ messages[0].content }}{{ '<|im_start|>assistant\\n<think>' }}", HI, False, True),
+        ("{{ messages[0].content }}<|END_THINKING|>x<|START_THINKING|>", HI, False, True),
+        ("{{ '</seed:think>' }}{{ messages[0].content }}<seed:think><seed:cot_budget_reflect>\n", HI, False, True),
+        ("{{ '[/THINK]' }}{{ messages[1].content }}", [*HI, ChatMessage("assistant", "[THINK]Let me")], True, True),
     ],
 )
 def test_whether_a_prompt_ends_within_reasoning(

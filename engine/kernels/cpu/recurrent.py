@@ -5,13 +5,12 @@ that share a key head. Each reads and writes numbers of its own, so results depe
 number of threads.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from engine.kernels.cpu.activations import activate
-from engine.kernels.cpu.arguments import SILU, Bools, Floats, Int64s, Part
+from engine.kernels.cpu.arguments import SILU, Convolution, Delta, Floats, Part, States
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.machine import LANES
 from engine.kernels.cpu.vectors import address
@@ -21,43 +20,19 @@ _MAX_EXPONENT = np.float32(80.0)
 _LENGTH_EPS = np.float32(1e-6)
 
 
-class States(NamedTuple):
-    """The states of a layer: flat numbers, in rows of the cache."""
+class _HeadToken(NamedTuple):
+    """What the rule takes of a token, for one head."""
 
-    rows: Floats  # [rows of the cache, width]
-    tables: Int64s  # [num_seqs, blocks of a state]
-    block: Int64s  # [rows of a state]: the block of a row, a column of `tables`
-    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
-    in_piece: int  # rows from there to the same one of the next block
-    is_kept: Bools  # [num_seqs]: the token changes the state
-
-
-StepKernel: TypeAlias = Callable[[States, Floats, Floats, Part], None]
-"""Computes one thread's part of a layer: states, rows [num_seqs, projected], results [num_seqs, result_width]."""
-
-
-class Convolution(NamedTuple):
-    """See CausalConv. Its state, [kernel - 1, channels], is at the beginning of the layer's."""
-
-    taps: Floats  # [kernel, channels]
-    bias: Floats  # [channels]
-
-
-class Delta(NamedTuple):
-    """See GatedDelta. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
-
-    conv: Convolution
-    rate: Floats  # [num_heads]
-    rate_bias: Floats  # [num_heads]
-    norm: Floats  # [value_dim]
-    eps: np.float32
-    num_key_heads: int
-    key_dim: int
+    q: Floats  # of length key_dim ** -0.5
+    k: Floats  # of length 1
+    v: Floats
+    decay: np.float32
+    strength: np.float32
 
 
 @entry
 def step_conv(conv: Convolution, states: States, rows: Floats, out: Floats, part: Part) -> None:
-    """A StepKernel that computes ShortConv."""
+    """Compute one thread's part of ShortConv. rows: [num_seqs, 3 * channels]; out: [num_seqs, channels]."""
     channels = conv.taps.shape[1]
     for seq in range(len(rows) * part.number // part.num_parts, len(rows) * (part.number + 1) // part.num_parts):
         inputs = rows[seq, :channels] * rows[seq, 2 * channels :]
@@ -68,7 +43,7 @@ def step_conv(conv: Convolution, states: States, rows: Floats, out: Floats, part
 
 @entry
 def step_delta(delta: Delta, states: States, rows: Floats, out: Floats, part: Part) -> None:
-    """A StepKernel that computes GatedDelta."""
+    """Compute one thread's part of GatedDelta. rows: [num_seqs, projected]; out: [num_seqs, heads * value_dim]."""
     num_units = len(rows) * delta.num_key_heads
     for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
         seq = unit // delta.num_key_heads
@@ -95,7 +70,8 @@ def _step_heads(delta: Delta, states: States, seq: int, key_head: int, row: Floa
         strength = _ONE / (_ONE + np.exp(min(-numbers[head], _MAX_EXPONENT)))
         decay = np.exp(delta.rate[head] * _softplus(numbers[num_heads + head] + delta.rate_bias[head]))
         matrix = (len(delta.conv.taps) - 1) * channels + head * key_dim * value_dim
-        _step_head(states, seq, matrix, q[:key_dim], k[:key_dim], v[:value_dim], decay, strength, out[first:end])
+        token = _HeadToken(q[:key_dim], k[:key_dim], v[:value_dim], decay, strength)
+        _step_head(states, seq, matrix, token, out[first:end])
         gate[:value_dim] = row[channels + first : channels + end]
         activate(address(gate), len(gate) // LANES, SILU)
         factor = _ONE / np.sqrt(_squares(out[first:end]) / np.float32(value_dim) + delta.eps)
@@ -104,20 +80,11 @@ def _step_heads(delta: Delta, states: States, seq: int, key_head: int, row: Floa
 
 
 @jit
-def _step_head(
-    states: States,
-    seq: int,
-    first: int,
-    q: Floats,
-    k: Floats,
-    v: Floats,
-    decay: np.float32,
-    strength: np.float32,
-    out: Floats,
-) -> None:
+def _step_head(states: States, seq: int, first: int, token: _HeadToken, out: Floats) -> None:
     """One head's matrix, which begins at number `first` of the state: read once for its products with key and query,
     and once more to be updated.
     """
+    q, k, v, decay, strength = token
     num_values, product = len(v), np.float32(0.0)
     change = np.zeros(num_values, np.float32)
     out[:] = np.float32(0.0)

@@ -8,14 +8,12 @@ Chunks of prompts do so for many tokens at once: the changes of S within a chunk
 of the paper), whose matrix depends on keys only.
 """
 
-from functools import cached_property, partial
-
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.recurrent import Delta, StepKernel, step_delta
+from engine.kernels.cpu.arguments import Delta
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.short_conv import CausalConv
@@ -36,10 +34,9 @@ class GatedDelta:
         self._rate_bias = parameters.take(f"{prefix}decay_bias").to(torch.float32)
         self._norm = parameters.take(f"{prefix}recurrent_norm").to(torch.float32)
 
-    @cached_property
-    def kernel(self) -> StepKernel:
+    def for_kernels(self) -> Delta:
         facts = self._facts
-        delta = Delta(
+        return Delta(
             self._conv.for_kernels(),
             rate=self._rate.numpy(),
             rate_bias=self._rate_bias.numpy(),
@@ -48,7 +45,6 @@ class GatedDelta:
             num_key_heads=facts.num_key_heads,
             key_dim=facts.key_dim,
         )
-        return partial(step_delta, delta)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         facts = self._facts

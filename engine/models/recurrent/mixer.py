@@ -4,15 +4,16 @@ Single tokens are computed together, a step each. A chunk of a prompt is compute
 to rounding, and those of a sequence depend on no other.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernels.cpu.arguments import Part
-from engine.kernels.cpu.recurrent import StepKernel
+from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, States
+from engine.kernels.cpu.recurrent import step_conv, step_delta
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
@@ -20,18 +21,19 @@ from engine.models.recurrent.delta import GatedDelta
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
 
+_Kernel = Callable[[Any, States, Floats, Floats, Part], None]
+"""step_conv, step_delta: computes one thread's part of a step."""
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
 
 
 class Recurrence(Protocol):
     """Plug point: ShortConv, GatedDelta. Rows are what the layer's first projection gives for a token; results and
-    states are fp32. `step` and `kernel` compute the same.
+    states are fp32.
     """
 
-    @property
-    def kernel(self) -> StepKernel:
-        """For CPUs that have it."""
+    def for_kernels(self) -> Convolution | Delta:
+        """The parameters as the kernels of CPUs take them, which compute what `step` does."""
         ...
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
@@ -50,8 +52,9 @@ class Recurrence(Protocol):
 class RecurrentMixer:
     """One layer's recurrence over the states of sequences."""
 
-    def __init__(self, recurrence: Recurrence, facts: RecurrentConfig) -> None:
+    def __init__(self, recurrence: Recurrence, kernel: _Kernel, facts: RecurrentConfig) -> None:
         self._recurrence = recurrence
+        self._kernel = kernel
         self._projected, self._width = facts.projected, facts.result_width
 
     def __call__(self, rows: Tensor, states: LayerStates, metadata: ForwardMetadata) -> Tensor:
@@ -109,9 +112,13 @@ class RecurrentMixer:
             if kept:
                 states.of(row, row + 1).write(current[row : row + 1])
 
+    @cached_property
+    def _kernel_of_layer(self) -> Callable[[States, Floats, Floats, Part], None]:
+        return partial(self._kernel, self._recurrence.for_kernels())
+
     def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, is_kept: Sequence[bool]) -> None:
         assert states.threads is not None
-        kernel, where = self._recurrence.kernel, states.in_place(is_kept)
+        kernel, where = self._kernel_of_layer, states.in_place(is_kept)
         inputs, results = rows.to(torch.float32).contiguous().numpy(), out.numpy()
         if len(rows) * states.numbers < _SHARED_NUMBERS:
             kernel(where, inputs, results, Part(0, 1))
@@ -126,5 +133,5 @@ def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: 
     if facts is None or not facts.layers[layer]:
         return None
     if facts.kind == "conv":
-        return RecurrentMixer(ShortConv(parameters, prefix, facts), facts)
-    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), facts)
+        return RecurrentMixer(ShortConv(parameters, prefix, facts), step_conv, facts)
+    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), step_delta, facts)

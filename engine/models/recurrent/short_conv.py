@@ -1,11 +1,9 @@
 """Causal convolutions of each channel over the last tokens, and the layer that is little more than one (LFM2, 2025)."""
 
-from functools import cached_property, partial
-
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.recurrent import Convolution, StepKernel, step_conv
+from engine.kernels.cpu.arguments import Convolution
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 
@@ -55,9 +53,8 @@ class ShortConv:
         self._conv = CausalConv(parameters, prefix, facts)
         self._shape = (facts.kernel - 1, facts.channels)
 
-    @cached_property
-    def kernel(self) -> StepKernel:
-        return partial(step_conv, self._conv.for_kernels())
+    def for_kernels(self) -> Convolution:
+        return self._conv.for_kernels()
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.recurrent import States
+from engine.kernels.cpu.arguments import States
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows

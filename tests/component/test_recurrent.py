@@ -36,10 +36,10 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> No
         assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)
 
 
-@pytest.mark.parametrize("attention", ["auto", "torch"])
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, attention: str) -> None:
-    """States as KV, and KV as states, may be NaN."""
-    model_dir = checkpoint("lfm2")
+@pytest.mark.parametrize(("family", "attention"), [("lfm2", "auto"), ("lfm2", "torch"), ("qwen3.5", "torch")])
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, attention: str) -> None:
+    """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
+    model_dir = checkpoint(family)
     runner = load_model_runner(settings(model_dir, attention=attention))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)

@@ -187,6 +187,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias True"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),

@@ -112,6 +112,9 @@ def test_a_scaling_beside_rope_parameters_goes_first(read: Any) -> None:
     gemma3 = read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested, rope_scaling=linear)
     assert (gemma3.rope.kind, gemma3.rope.factor, gemma3.rope.theta) == ("linear", 8.0, 1e6)
     assert (gemma3.window_rope.kind, gemma3.window_rope.theta) == ("default", 1e4)
+    assert gemma3.shareable_prefixes
+    nested["sliding_attention"] |= {"rope_type": "dynamic", "factor": 2.0}
+    assert not read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested).shareable_prefixes
 
 
 @pytest.mark.parametrize(

@@ -294,7 +294,8 @@ class ModelConfig:
     @property
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
-        return self.recurrent is None and (self.positions != "rotary" or not self.rope.depends_on_prompt_length)
+        ropes = (self.rope, self.window_rope) if self.positions == "rotary" else ()
+        return self.recurrent is None and not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
         """True if the layer has a recurrent state, and no KV."""
@@ -340,8 +341,7 @@ _DEFAULT_POSITIONS = 2048
 
 def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
     """The window in tokens; null is none."""
-    is_null = raw.get("sliding_window", default) is None
-    return None if is_null else integer(raw, "sliding_window", default=default)
+    return None if raw.get("sliding_window", default) is None else integer(raw, "sliding_window", default=default)
 
 
 def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:

@@ -22,6 +22,7 @@ from engine.mapped_files import open_mapped, read_part
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.stored_parameters import open_stored, stored_name
+from mesh.domain.errors import ConfigurationError
 from tests.made_once import made_once
 
 GROUP = 16
@@ -223,7 +224,11 @@ def places(model_dir: Path) -> dict[str, StoredTensor]:
 
 
 def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
-    """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`."""
+    """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
+    ConfigurationError for experts that no such format stores.
+    """
+    if load_decoder_config(model_dir).tensors.stacked_experts:
+        raise ConfigurationError("its experts are in one tensor, which only MXFP4 quantises")
     description = (FORMS | INT4_FORMS)[form]
     for folder in (out, twin_of(out)):
         shutil.copytree(model_dir, folder)

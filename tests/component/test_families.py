@@ -112,6 +112,9 @@ def test_a_scaling_beside_rope_parameters_goes_first(read: Any) -> None:
     gemma3 = read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested, rope_scaling=linear)
     assert (gemma3.rope.kind, gemma3.rope.factor, gemma3.rope.theta) == ("linear", 8.0, 1e6)
     assert (gemma3.window_rope.kind, gemma3.window_rope.theta) == ("default", 1e4)
+    assert gemma3.shareable_prefixes
+    nested["sliding_attention"] |= {"rope_type": "dynamic", "factor": 2.0}
+    assert not read("Gemma3ForCausalLM", **SIZES, rope_parameters=nested).shareable_prefixes
 
 
 @pytest.mark.parametrize(
@@ -187,6 +190,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("Cohere2ForCausalLM", {"use_qk_norm": True}, "use_qk_norm True"),
         ("ApertusForCausalLM", {"qk_norm": False}, "qk_norm False"),
         ("DeepseekV2ForCausalLM", {"norm_topk_prob": True}, "norm_topk_prob True"),
+        ("DeepseekV2ForCausalLM", {"mlp_bias": True}, "mlp_bias True"),
+        ("Ernie4_5_MoeForCausalLM", {"use_bias": True}, "use_bias True"),
         ("DeepseekForCausalLM", {"scoring_func": "sigmoid"}, "scoring_func 'sigmoid'"),
         ("GPTNeoXForCausalLM", {"rotary_pct": 0.2}, "of which 3 are rotated"),
         ("OlmoeForCausalLM", {"clip_qkv": 8.0}, "clip_qkv is not supported"),

@@ -37,7 +37,13 @@ from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
 from tests.component.driving import Driver
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity
-from tests.component.quantized import describe, load_tensors, quantized_modules, write_counted_checkpoint
+from tests.component.quantized import (
+    describe,
+    load_tensors,
+    quantize_checkpoint,
+    quantized_modules,
+    write_counted_checkpoint,
+)
 from tests.fakes.requests import make_request
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
@@ -378,9 +384,11 @@ def test_wrong_wishes_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
-def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path]) -> None:
+def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"GptOssForCausalLM cannot be quantised.*all experts"):
         open_float_checkpoint(checkpoint("gpt-oss"))
+    with pytest.raises(ConfigurationError, match="only MXFP4 quantises"):  # as tests/parity.py names it
+        quantize_checkpoint(checkpoint("gpt-oss"), tmp_path / "awq", "awq")
 
 
 def test_encoder_decoder_models_are_refused(tmp_path: Path) -> None:

@@ -39,13 +39,12 @@ _GLM = _HEADS | {
 
 def deepseek_v2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """DeepSeek V2, V2-Lite and Coder V2. Groups of experts are as good as their best one."""
-    refuse(raw, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True)
+    refuse(raw, scoring_func="sigmoid", topk_method="noaux_tc", norm_topk_prob=True, mlp_bias=True)
     raw = {**_V2, **raw}
     experts = replace(_experts(plain, raw), group_best=1)
     if text(raw, "topk_method", default="greedy") == "greedy":
         experts = replace(experts, num_groups=1, top_groups=1)
-    mlp_bias = flag(raw, "mlp_bias", default=False)
-    return replace(_latent(plain, raw, interleaved=True), mlp_bias=mlp_bias, experts=experts)
+    return replace(_latent(plain, raw, interleaved=True), experts=experts)
 
 
 def deepseek_v3(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

@@ -114,6 +114,7 @@ def minimax_m2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 def ernie4_5_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """ERNIE 4.5 21B-A3B and 300B-A47B."""
+    refuse(raw, use_bias=True)
     inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_interval", default=1)
     first, last = integer(raw, "moe_layer_start_index", default=1, least=0), plain.num_layers - 1
     if raw.get("moe_layer_end_index") not in (None, -1):

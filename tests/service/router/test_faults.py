@@ -104,7 +104,7 @@ async def test_a_prefill_that_breaks_after_the_handover_does_no_harm(make_mesh: 
     mesh = await make_mesh()
     prefill = await mesh.prefill()
     await mesh.decode()
-    prefill.scripts = [PrefillScript(first_token_after=1, fail_after_commit=errors.WorkerLost("gone"))]
+    prefill.scripts = [PrefillScript(first_token_after=3, fail_after_commit=errors.WorkerLost("gone"))]
     await assert_exact(mesh, num_attempts=1)
 
 

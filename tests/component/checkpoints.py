@@ -333,9 +333,10 @@ def randomise(model: Any) -> None:
         if "norm" in name:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
         else:
-            # gpt-oss clamps gates and ups at 7.
+            # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))
-            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else 0.15)
+            usual = 0.08 if "linear_attn" in name else 0.15
+            parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else usual)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)

@@ -24,7 +24,7 @@ from tests.fakes.requests import make_request
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("length", [1, 33])
+@pytest.mark.parametrize("length", [1, 33, 66])  # 66: a chunk of the delta rule, and a part of one
 def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> None:
     runner, request = load_model_runner(settings(checkpoint("qwen3.5"))), choices(length, seed=4)
     first = SequenceState(request)

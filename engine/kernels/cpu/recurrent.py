@@ -21,7 +21,7 @@ _LENGTH_EPS = np.float32(1e-6)
 
 
 class _HeadToken(NamedTuple):
-    """What the rule takes of a token, for one head."""
+    """A token, as the rule sees it in one head."""
 
     q: Floats  # of length key_dim ** -0.5
     k: Floats  # of length 1

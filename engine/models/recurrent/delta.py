@@ -55,7 +55,7 @@ class GatedDelta:
         change = (v - (matrices * k[..., None]).sum(2)) * strength[..., None]
         matrices.addcmul_(k[..., None], change[:, :, None])
         out = (matrices * q[..., None]).sum(2)
-        return self._gated(out, gate).view(-1, facts.value_width)
+        return self._gated(out, gate).reshape(-1, facts.value_width)
 
     def scan(self, rows: Tensor, state: Tensor) -> Tensor:
         facts = self._facts
@@ -63,7 +63,7 @@ class GatedDelta:
         mixed, gate, strength, decay = self._parts(rows)
         q, k, v = (heads.transpose(0, 1) for heads in self._heads(self._conv.scan(mixed, conv_states[0])))
         out = _scan(q, k, v, strength.T, decay.T, matrices[0])
-        return self._gated(out.transpose(0, 1), gate).view(-1, facts.value_width)
+        return self._gated(out.transpose(0, 1), gate).reshape(-1, facts.value_width)
 
     def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """Views: the convolution's states [num_seqs, kernel - 1, channels], the matrices [num_seqs, heads, key_dim,

@@ -23,13 +23,21 @@ Checkpoint = Callable[[str], Path]
 
 
 def run(
-    runner: ModelRunner, asked: list[SequenceState], speculator: Speculator | None = None
+    runner: ModelRunner,
+    asked: list[SequenceState],
+    speculator: Speculator | None = None,
+    max_batch_tokens: int = 64,
 ) -> tuple[dict[str, list[SampledToken]], int]:
     """Tokens by request, and the number of prompt tokens computed."""
     pool = BlockPool(runner.kv_cache.num_blocks)
     layout = runner.kv_cache.layout
     config = SchedulerConfig(
-        layout.block_size, 64, 16, max_model_len=512, prefix_caching=False, state_blocks=layout.state_blocks
+        layout.block_size,
+        max_batch_tokens,
+        16,
+        max_model_len=512,
+        prefix_caching=False,
+        state_blocks=layout.state_blocks,
     )
     scheduler = Scheduler(config, pool)
     engine = Engine(scheduler, runner, speculator=speculator)

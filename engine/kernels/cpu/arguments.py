@@ -83,6 +83,7 @@ class HeadShape(NamedTuple):
     row_bytes: int  # bytes of one head of one token in the cache, keys or values
     block_size: int
     num_slots: int
+    num_planes: int  # arrays of a layer's cache: keys and values, or rows that are both
     scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
     softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
@@ -129,7 +130,7 @@ class AttentionScratch(NamedTuple):
     factors: Floats
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries as KV in int8 is multiplied with them; see decode_vectors.prepare_queries
+    limbs: Bytes  # queries as KV is multiplied with them: see decode_vectors.prepare_queries, shared_rows.attend_shared
 
 
 class Splits(NamedTuple):

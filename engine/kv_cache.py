@@ -118,7 +118,8 @@ class KVCache:
         return _nothing if self._copies is None else self._copies.pin(memory)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
-        """Copy `span` of these blocks to `out`, C order [layers, planes, len(block_ids), units, heads, bytes of a unit].
+        """Copy `span` of these blocks to `out`, in C order [layers, planes, len(block_ids), units, heads, bytes of a
+        unit].
 
         Raises ValueError if `out` has the wrong size or is read-only, IndexError for a block, layer or head that is not
         in this cache.

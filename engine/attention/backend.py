@@ -206,9 +206,9 @@ class AttentionBackend(Protocol):
         """Write keys and values to their slots, then attend causally -> [num_tokens, num_heads, head_dim].
 
         queries: [num_tokens, num_heads, head_dim]. keys, values: [num_tokens, num_kv_heads, head_dim], not necessarily
-        contiguous. layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], written in place; [1, ..] if keys
-        are values (see KVLayout), which are then equal here. With a window, a query sees the last `window` positions, including its own. sinks: fp32 [num_heads] of a shape that has them. The
-        caller owns the result.
+        contiguous. layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], written in place; [1, ...] if keys
+        are values (see KVLayout). With a window, a query sees the last `window` positions, including its own. sinks:
+        fp32 [num_heads] of a shape that has them. The caller owns the result.
         """
         ...
 

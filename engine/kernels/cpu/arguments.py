@@ -29,6 +29,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+HIDDEN = -1e30
+"""The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
 
 class Part(NamedTuple):

@@ -10,12 +10,22 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, LayerKV, Matrix, Part, Range
+from engine.kernels.cpu.arguments import (
+    HIDDEN,
+    Address,
+    AttentionMemory,
+    Element,
+    HeadShape,
+    LayerKV,
+    Matrix,
+    Part,
+    Range,
+)
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode_vectors import CacheRows, add_values, prepare_queries, score_keys
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
-from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers, sink_weight
+from engine.kernels.cpu.scores import adjust_scores, highest_score, powers, sink_weight
 from engine.kernels.cpu.shared_rows import attend_shared, sums_of
 from engine.kernels.cpu.vectors import (
     fill_row,

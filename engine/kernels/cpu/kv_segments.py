@@ -4,8 +4,8 @@ fp32 and fp16 segments are rows, [16 tokens][heads][head_dim]; fp16 is kept as u
 int8 segments are grouped by head and laid out as VNNI multiplies them: GROUP bytes of one sum in each lane. A head has
 16 vectors of bytes for each 16 of head_dim, then the tokens' 16 scales in fp32. Keys: [head_dim / 4][16 tokens]
 [4 dims]; the lane of a token sums its dot product. Values: [4][head_dim][4 tokens]; the lane of a dim sums its weighted
-sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token. Rows that are
-keys and values at once lie as values.
+sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token. Rows that
+are keys and values at once lie as values.
 
 `element` is any element of the cache; its dtype selects the layout at compile time: compiled code calls the functions
 without a body, and `select_by_dtype` replaces them. Arguments of vector loops are as in `vectors.py`; `segment` is an

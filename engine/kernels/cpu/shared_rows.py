@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, HeadShape, LayerKV, Matrix, Range
+from engine.kernels.cpu.arguments import HIDDEN, Address, AttentionMemory, HeadShape, LayerKV, Matrix, Range
 from engine.kernels.cpu.compiler import (
     FLOAT,
     FLOATS,
@@ -43,7 +43,6 @@ from engine.kernels.cpu.machine import (
     VECTOR_BYTES,
     knows_avx512,
 )
-from engine.kernels.cpu.scores import HIDDEN
 from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import fill_row, prefetch, read_int64, scale_row
 

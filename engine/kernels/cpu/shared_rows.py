@@ -48,6 +48,8 @@ from engine.kernels.cpu.vectors import fill_row, prefetch, read_int64, scale_row
 
 _HIDDEN, _ONE, _NONE = np.float32(HIDDEN), np.float32(1.0), np.float32(0.0)
 _INTP = types.intp
+_KEYS_AT_ONCE = 8
+"""Keys of a product of scores: LLVM has registers for so many sums, see tiles.py."""
 
 
 class _Tile(NamedTuple):
@@ -116,8 +118,12 @@ def _score(slots: Address, keys: Range, shape: HeadShape, memory: AttentionMemor
         read_values(head_of(segment, 0, shape, kv.element), shape, rows.address, kv.element)
         for panel in range(num_panels):
             queries = Matrix(memory.limbs + panel * dim * VECTOR_BYTES, 0)
-            out = Matrix(memory.scores + key * step + panel * VECTOR_BYTES, step)
-            multiply_tile(TileProduct(rows, queries, out), dim, KEYS, 1, _ONE)
+            out = memory.scores + key * step + panel * VECTOR_BYTES
+            for row in range(0, KEYS, _KEYS_AT_ONCE):
+                some_rows = Matrix(rows.address + row * rows.step, rows.step)
+                multiply_tile(
+                    TileProduct(some_rows, queries, Matrix(out + row * step, step)), dim, _KEYS_AT_ONCE, 1, _ONE
+                )
 
 
 @jit

@@ -18,8 +18,9 @@ from transformers import AutoTokenizer
 
 from checkpoint.model_files import BYTE_LEVEL, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
+from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.fakes.tokenizers import TEXT, write_glm4, write_gpt2, write_llama, write_t5
+from tests.fakes.tokenizers import TEKKEN_WORDS, TEXT, write_glm4, write_gpt2, write_llama, write_t5, write_tekken
 
 TEXTS = [
     "Hello world",
@@ -209,18 +210,19 @@ _GLM4_WORDS = "|".join(
 )
 
 
+def awkward_texts() -> list[str]:
+    rng = random.Random(3)
+    words = "".join(TEXT).split(" ")
+    mixed = ("".join(rng.choice([" ", "", "\n", "'s"]) + rng.choice(words) for _ in range(30)) for _ in range(20))
+    return [*TEXTS, *mixed]
+
+
 def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
     tokens = write_glm4(tmp_path)
     special = {token: len(tokens) + i for i, token in enumerate(("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>"))}
     theirs = tiktoken.Encoding("glm4", pat_str=_GLM4_WORDS, mergeable_ranks=tokens, special_tokens=special)
     ours = load(tmp_path)
-    rng = random.Random(3)
-    words = "".join(TEXT).split(" ")
-    texts = [
-        *TEXTS,
-        *("".join(rng.choice([" ", "", "\n", "'s"]) + rng.choice(words) for _ in range(30)) for _ in range(20)),
-    ]
-    for text in texts:
+    for text in awkward_texts():
         ids = theirs.encode(text, allowed_special=set(special))
         assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.encode(text, add_special_tokens=True) == [special["[gMASK]"], special["<sop>"], *ids], text
@@ -243,6 +245,45 @@ def test_a_broken_vocabulary_of_tiktoken_is_named(tmp_path: Path) -> None:
         path.write_text(path.read_text() + f"{line}\n")
         with pytest.raises(ConfigurationError, match=r"tokenizer\.model is broken: a line is not a token in base 64"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("special", [None, ["<unk>", "<s>", "</s>", "[THINK]"]], ids=["unlisted", "listed"])
+def test_mistral_has_special_tokens_in_front_of_tiktokens(tmp_path: Path, special: list[str] | None) -> None:
+    """As mistral-common has, which cuts and merges by tiktoken."""
+    ranks = write_tekken(tmp_path, special)
+    theirs = tiktoken.Encoding("tekken", pat_str=TEKKEN_WORDS, mergeable_ranks=ranks, special_tokens={})
+    ours = load(tmp_path)
+    for text in awkward_texts():
+        if "<s>" in text:
+            continue
+        ids = [50 + rank for rank in theirs.encode(text)]
+        assert ours.encode(text, add_special_tokens=True) == [1, *ids], text
+        assert "".join(piece.text for piece in ours.pieces(ids)) == ours.decode(ids) == text
+    chat = ours.encode(f"{special[3] if special else '[INST]'}</s><SPECIAL_49>", add_special_tokens=False)
+    assert chat == [3, 2, 49]
+    assert (ours.eos_token_ids, len(ours.special_ids)) == ({2}, 50)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render([ChatMessage("user", "Hi")]) == "<s>[INST]Hi[/INST]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": {}}, "KeyError: 'default_num_special_tokens'"),
+        ({"vocab": []}, "it does not have 400 tokens in a row"),
+        ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "Error: "),
+        ({"special_tokens": [{"rank": 1, "token_str": "<s>"}]}, "ranks of special tokens are not 0, 1, 2"),
+        ({"special_tokens": [{"rank": i, "token_str": "<s>"} for i in (0, 1)]}, "special tokens must be 50 different"),
+    ],
+)
+def test_a_broken_vocabulary_of_mistral_is_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    write_tekken(tmp_path)
+    path = tmp_path / "tekken.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigurationError, match=rf"tekken\.json is broken: .*{message}"):
+        load(tmp_path)
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -19,6 +19,13 @@ LLAMA3_WORDS = (
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]", r"\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]"
+KIMI_WORDS = (
+    r"[\p{Han}]+"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]*[{_LOWER}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    rf"|[^\r\n\p{{L}}\p{{N}}]?[{_UPPER}]+[{_LOWER}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 # Special tokens of a tekken.json that lists none, as before version 11 (mistral-common, tokens/tokenizers/tekken.py).
 _TEKKEN_SPECIAL = (
@@ -40,13 +47,15 @@ def of_bytes(model: BPE, words: str, *, add_prefix_space: bool = False) -> Token
 
 
 def read_tiktoken(path: Path, words: str) -> Tokenizer:
-    """Read a vocabulary whose lines are a token in base 64 and its id. Raises ConfigurationError."""
+    """Read a vocabulary whose lines are a token in base 64 and its rank. The id of a token is the number of different
+    ones before it. Raises ConfigurationError.
+    """
     try:
         lines = (line.split() for line in path.read_bytes().splitlines() if line)
-        tokens = {int(id_): base64.b64decode(token, validate=True) for token, id_ in lines}
+        ranked = sorted((int(rank), base64.b64decode(token, validate=True)) for token, rank in lines)
     except (ValueError, binascii.Error) as error:
         raise ConfigurationError(f"{path} is broken: a line is not a token in base 64 and its id") from error
-    return of_bytes(_ranked([tokens[id_] for id_ in sorted(tokens)], sorted(tokens)), words)
+    return of_bytes(_ranked([*dict.fromkeys(token for _, token in ranked)]), words)
 
 
 def read_tekken(path: Path) -> Tokenizer:
@@ -65,7 +74,7 @@ def read_tekken(path: Path) -> Tokenizer:
         raise ConfigurationError(f"{path} is broken: {type(error).__name__}: {error}") from error
     if len(tokens) + num_special != vocab_size or [entry.get("rank") for entry in entries] != [*range(len(tokens))]:
         raise ConfigurationError(f"{path} is broken: it does not have {vocab_size - num_special} tokens in a row")
-    tokenizer = of_bytes(_ranked(tokens, range(num_special, vocab_size), special), words)
+    tokenizer = of_bytes(_ranked(tokens, special), words)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer
 
@@ -84,12 +93,12 @@ def _tekken_special(listed: object, num_special: int) -> list[str]:
     return names
 
 
-def _ranked(tokens: list[bytes], ids: Sequence[int], special: Sequence[str] = ()) -> BPE:
-    """A model of these tokens, the first of which merge first. Special tokens have ids from 0 on."""
+def _ranked(tokens: Sequence[bytes], special: Sequence[str] = ()) -> BPE:
+    """A model of special tokens and then of these, the first of which merge first."""
     names = _names_of_bytes()
-    vocab = {"".join(names[byte] for byte in token): id_ for token, id_ in zip(tokens, ids, strict=True)}
+    vocab = {"".join(names[byte] for byte in token): id_ for id_, token in enumerate(tokens, len(special))}
     merges = [pair for token in vocab for pair in pairs_of(token, vocab)]
-    return BPE({token: id_ for id_, token in enumerate(special)} | vocab, merges, ignore_merges=True)
+    return BPE(vocab | {token: id_ for id_, token in enumerate(special)}, merges, ignore_merges=True)
 
 
 def _names_of_bytes() -> list[str]:

@@ -31,8 +31,9 @@ _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear",
 ALL_IN_ONE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 TEKKEN = "tekken.json"
+TIKTOKEN = ("tiktoken.model", "hy.tiktoken")
 BYTE_LEVEL = ("vocab.json", "merges.txt")
-_VOCABULARIES = (ALL_IN_ONE, *SENTENCEPIECE, TEKKEN)
+_VOCABULARIES = (ALL_IN_ONE, *SENTENCEPIECE, TEKKEN, *TIKTOKEN)
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FINGERPRINT_BYTES = 16
 # Older checkpoints of T5 do not name their class.

@@ -3,6 +3,7 @@
     tokenizer.model             sentencepiece: Llama 2, Baichuan, InternLM, ChatGLM; tiktoken's format: GLM-4
     spiece.model                sentencepiece: T5 and its kind
     tekken.json                 byte-level BPE: Mistral since Nemo
+    tiktoken.model, hy.tiktoken tiktoken's format: Kimi K2, Moonlight; Hunyuan
     vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder, Qwen 2, GPT-NeoX, CodeT5
 
 tokenizer_config.json, special_tokens_map.json and added_tokens.json list the special tokens and the tokens that are
@@ -20,9 +21,26 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
-from checkpoint.byte_tokens import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, of_bytes, pairs_of, read_tekken, read_tiktoken
+from checkpoint.byte_tokens import (
+    GPT2_WORDS,
+    KIMI_WORDS,
+    LLAMA3_WORDS,
+    QWEN2_WORDS,
+    of_bytes,
+    pairs_of,
+    read_tekken,
+    read_tiktoken,
+)
 from checkpoint.config_json import read_json
-from checkpoint.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, TEKKEN, tokenizer_settings, tokenizer_source
+from checkpoint.model_files import (
+    ALL_IN_ONE,
+    BYTE_LEVEL,
+    SENTENCEPIECE,
+    TEKKEN,
+    TIKTOKEN,
+    tokenizer_settings,
+    tokenizer_source,
+)
 from mesh.domain.errors import ConfigurationError
 
 _CHATGLM = "ChatGLMTokenizer"
@@ -45,9 +63,9 @@ _ADDS_BOS_EOS = {
     _CHATGLM: (False, False),
 }
 
-# Tokenizer classes of tiktoken's vocabularies: how they cut a text into words. GLM-4 ships its class.
-_GLM4 = "ChatGLM4Tokenizer"
-_TIKTOKEN_WORDS = {_GLM4: LLAMA3_WORDS}
+# Tokenizer classes of tiktoken's vocabularies, which checkpoints ship: how they cut a text into words.
+_GLM4, _KIMI, _HUNYUAN = "ChatGLM4Tokenizer", "TikTokenTokenizer", "HYTokenizer"
+_TIKTOKEN_WORDS = {_GLM4: LLAMA3_WORDS, _KIMI: KIMI_WORDS, _HUNYUAN: QWEN2_WORDS}
 
 # Tokenizer classes of vocab.json and merges.txt: how they cut a text into words.
 _ROBERTA = "RobertaTokenizer"
@@ -59,14 +77,21 @@ _BYTE_LEVEL_WORDS = {
     _ROBERTA: GPT2_WORDS,
     "Qwen2Tokenizer": QWEN2_WORDS,
 }
-_COMPOSES = frozenset({"GPTNeoXTokenizer", "Qwen2Tokenizer"})
-"""Classes of _BYTE_LEVEL_WORDS that compose characters first (NFC)."""
+_COMPOSES = frozenset({"GPTNeoXTokenizer", "Qwen2Tokenizer", _HUNYUAN})
+"""Classes of byte-level BPE that compose characters first (NFC)."""
 
 # ChatGLM's code adds these tokens after the sentencepiece model, whatever the files say. ChatGLM2 has no role tokens,
 # but has untrained embeddings for them.
 _CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
+)
+# The code of Kimi and of Hunyuan puts these special tokens behind the vocabulary, but for those that the files list.
+_NUM_RESERVED_OF_KIMI = 256
+_RESERVED_OF_KIMI = "<|reserved_token_{}|>"
+_HUNYUAN_TOKENS = (
+    *("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>"),
+    *(f"<|extra_{i}|>" for i in range(205)),
 )
 _LEADING_TOKENS = {_CHATGLM: ["[gMASK]", "sop"], _GLM4: ["[gMASK]", "<sop>"]}
 """Tokens that the code of a class puts before a text, whatever the files say."""
@@ -140,6 +165,11 @@ class TokenizerConfig:
 
     def _with_tokens_of_class(self, vocab_size: int) -> dict[int, AddedToken]:
         """Return the added tokens by id, with those that the tokenizer class adds after the vocabulary."""
+        if self.class_name in (_KIMI, _HUNYUAN):
+            reserved = (_RESERVED_OF_KIMI.format(vocab_size + i) for i in range(_NUM_RESERVED_OF_KIMI))
+            names = reserved if self.class_name == _KIMI else _HUNYUAN_TOKENS
+            tokens = (_unnormalized_token(name, special=True) for name in names)
+            return dict(enumerate(tokens, vocab_size)) | dict(self.added)
         if self.class_name != _CHATGLM:
             return dict(self.added)
         # Match whole words only: "philosophy" contains "sop".
@@ -192,7 +222,7 @@ def _load(path: Path, config: TokenizerConfig) -> Tokenizer:
         return config.complete(Tokenizer.from_file(str(path)))
     if path.name == TEKKEN:
         return config.finish(read_tekken(path))
-    if path.name in SENTENCEPIECE and _is_tiktoken(path):
+    if path.name in TIKTOKEN or (path.name in SENTENCEPIECE and _is_tiktoken(path)):
         return config.finish(_tiktoken(path, config))
     if path.name in SENTENCEPIECE:
         return config.finish(_sentencepiece(path, config))
@@ -218,7 +248,7 @@ def _tiktoken(path: Path, config: TokenizerConfig) -> Tokenizer:
             f"{path} is in tiktoken's format, and how the tokenizer class {config.class_name or '(none)'} cuts words "
             "is not known; add a tokenizer.json to the folder"
         )
-    return read_tiktoken(path, _TIKTOKEN_WORDS[config.class_name])
+    return _composing(read_tiktoken(path, _TIKTOKEN_WORDS[config.class_name]), config)
 
 
 def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
@@ -229,7 +259,11 @@ def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
         )
     vocab, merges = BPE.read_file(*(str(model_dir / name) for name in BYTE_LEVEL))
     add_prefix_space = bool(config.raw.get("add_prefix_space", False))
-    tokenizer = of_bytes(BPE(vocab, merges), _BYTE_LEVEL_WORDS[config.class_name], add_prefix_space=add_prefix_space)
+    words = _BYTE_LEVEL_WORDS[config.class_name]
+    return _composing(of_bytes(BPE(vocab, merges), words, add_prefix_space=add_prefix_space), config)
+
+
+def _composing(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
     if config.class_name in _COMPOSES:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer

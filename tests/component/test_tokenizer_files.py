@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,17 @@ from checkpoint.model_files import BYTE_LEVEL, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.fakes.tokenizers import TEKKEN_WORDS, TEXT, write_glm4, write_gpt2, write_llama, write_t5, write_tekken
+from tests.fakes.tokenizers import (
+    TEKKEN_WORDS,
+    TEXT,
+    write_glm4,
+    write_gpt2,
+    write_hunyuan,
+    write_kimi,
+    write_llama,
+    write_t5,
+    write_tekken,
+)
 
 TEXTS = [
     "Hello world",
@@ -231,10 +242,50 @@ def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
     assert chat == [special["[gMASK]"], special["<sop>"], special["<|user|>"], *theirs.encode("\nHello")]
 
 
+_KIMI_WORDS = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        *_GLM4_WORDS.split("|")[-5:],
+    ]
+)
+_HUNYUAN_WORDS = _GLM4_WORDS.replace("{1,3}", "")
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "special"),
+    [
+        (
+            write_kimi,
+            _KIMI_WORDS,
+            {"[BOS]": 0, "<|im_end|>": 2, "<|tool_call_begin|>": 11, "<|reserved_token_675|>": 255},
+        ),
+        (write_hunyuan, _HUNYUAN_WORDS, {"<|endoftext|>": 0, "<|eos|>": 3, "<|extra_204|>": 209}),
+    ],
+    ids=["kimi", "hunyuan"],
+)
+def test_ids_of_classes_that_checkpoints_ship_are_those_of_tiktoken(
+    write: Callable[[Path], dict[bytes, int]], words: str, special: dict[str, int], tmp_path: Path
+) -> None:
+    tokens = write(tmp_path)
+    theirs = tiktoken.Encoding("theirs", pat_str=words, mergeable_ranks=tokens, special_tokens={})
+    ours = load(tmp_path)
+    for text in [*awkward_texts(), "GPT4发布于2023年 中文English中文 the models' weights I'Ve"]:
+        composed = unicodedata.normalize("NFC", text) if write is write_hunyuan else text
+        if "<|endoftext|>" not in text:
+            assert ours.encode(text, add_special_tokens=True) == theirs.encode(composed), text
+    for token, place in special.items():
+        assert ours.encode(f"a{token}", add_special_tokens=False)[-1] == len(tokens) + place
+    assert ours.eos_token_ids == {len(tokens) + (1 if write is write_kimi else 3)}
+
+
 def test_tiktoken_of_classes_that_are_not_known_is_refused_by_name(tmp_path: Path) -> None:
     write_glm4(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer"}')
-    with pytest.raises(ConfigurationError, match=r"the tokenizer class TikTokenTokenizer cuts words is not known; add"):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XTokenizer"}')
+    with pytest.raises(ConfigurationError, match=r"the tokenizer class XTokenizer cuts words is not known; add"):
         load(tmp_path)
 
 

@@ -87,14 +87,36 @@ def write_gpt2(folder: Path, **config: object) -> Path:
 
 def write_glm4(folder: Path) -> dict[bytes, int]:
     """As GLM-4's: tokenizer.model in tiktoken's format, special tokens behind. Returns the ids of the tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokens = _ranked_tokens()
-    lines = sorted((id_, base64.b64encode(token).decode()) for token, id_ in tokens.items())
-    (folder / "tokenizer.model").write_text("".join(f"{token} {id_}\n" for id_, token in lines))
+    tokens = _write_tiktoken(folder / "tokenizer.model")
     special = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
-    added = {str(len(lines) + i): {"content": token, "special": True} for i, token in enumerate(special)}
+    added = {str(len(tokens) + i): {"content": token, "special": True} for i, token in enumerate(special)}
     config = {"tokenizer_class": "ChatGLM4Tokenizer", "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokens
+
+
+def write_kimi(folder: Path) -> dict[bytes, int]:
+    """As Kimi K2's: tiktoken.model, and a list of some of the 256 tokens behind it. Returns the ids of the others."""
+    tokens = _write_tiktoken(folder / "tiktoken.model")
+    listed = {0: ("[BOS]", True), 1: ("[EOS]", True), 2: ("<|im_end|>", True), 11: ("<|tool_call_begin|>", False)}
+    added = {str(len(tokens) + i): {"content": token, "special": special} for i, (token, special) in listed.items()}
+    config = {"tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]", "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokens
+
+
+def write_hunyuan(folder: Path) -> dict[bytes, int]:
+    """As Hunyuan's: hy.tiktoken, whose special tokens its code knows. Returns the ids of the others."""
+    tokens = _write_tiktoken(folder / "hy.tiktoken")
+    config = {"tokenizer_class": "HYTokenizer", "eos_token": "<|eos|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokens
+
+
+def _write_tiktoken(path: Path) -> dict[bytes, int]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = _ranked_tokens()
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tokens.items()))
     return tokens
 
 

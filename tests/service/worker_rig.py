@@ -139,7 +139,7 @@ async def worker_rig(
         decode_service = DecodeService(
             decode_engine,
             receiver,
-            block_size=FAKE_LAYOUT.block_size,
+            layout=FAKE_LAYOUT,
             is_draining=draining.is_set,
             metrics=decode_metrics,
         )

@@ -21,7 +21,7 @@ from engine.sequence import SequenceState
 from mesh.domain.kv import BlockHash
 
 _ANSWERS_START = 8
-"""Tokens at the end of a prompt that the next turn may have otherwise, such as "assistant" and the mark of reasoning."""
+"""Tokens at the end of a prompt that the next turn may lack: a template's "assistant", and the mark of reasoning."""
 _LEAST_SAVED = 8
 """A snapshot of so many blocks must save one block of tokens."""
 

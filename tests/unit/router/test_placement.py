@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import Adapter, WorkerState
-from router.admission.placement import InFlight, NoPlacement, Placement, PrefixChain, place
+from router.admission.placement import InFlight, NoPlacement, Placement, place
+from router.admission.prefix_chain import PrefixChain
 from router.tenants import Tenant
 from tests.fakes.requests import make_request
 from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot

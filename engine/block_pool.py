@@ -329,6 +329,7 @@ class Forks:
         self._pool.hold(shared)
         fork.block_table += own[:first] + shared + own[first:]
         fork.block_hashes = origin.block_hashes[:num_shared]
+        fork.last_snapshot, fork.is_transferred = origin.last_snapshot, origin.is_transferred
         copied = [*range(first), *([end] if num_copied_tokens else [])]
         originals = [origin.block_table[place] for place in copied]
         self._pool.hold(originals)

@@ -1,8 +1,8 @@
 """Snapshots of recurrent states: where they are taken, and which one a sequence continues from. No tensors.
 
-KV of a prefix is shared block by block. A recurrent state is only there where a step has ended, and the next step changes
-it. So a prompt's step ends where a later prompt may go on, and then the state is copied into blocks that belong to the
-prefix cache. A later prompt shares the blocks of tokens up to there, and begins with a copy of the state.
+KV of a prefix is shared block by block. A recurrent state is there only where a step has ended, and the next step
+changes it. So a step of a prompt ends where a later prompt may go on, and then the state is copied into blocks that
+belong to the prefix cache. A later prompt shares the blocks of tokens up to there, and begins with a copy of the state.
 
     end of the prompt   the last end of a block before the tokens that a chat template puts in front of an answer: the
                         next turn has others there
@@ -22,7 +22,7 @@ from mesh.domain.kv import BlockHash
 
 _ANSWERS_START = 8
 """Tokens at the end of a prompt that the next turn may lack: a template's "assistant", and the mark of reasoning."""
-_LEAST_SAVED = 8
+_LEAST_SAVED = 16
 """A snapshot of so many blocks must save one block of tokens."""
 
 

@@ -1,5 +1,5 @@
-"""Snapshots of recurrent states: every step finds the KV and the state that it needs, after any history; where snapshots
-are taken, and when they go.
+"""Snapshots of recurrent states: every step finds the KV and the state that it needs, after any history; where they are
+taken, and when they go.
 """
 
 import pytest
@@ -111,7 +111,7 @@ def test_a_branch_becomes_a_snapshot_when_it_is_seen() -> None:
 
 
 def test_a_snapshot_must_save_enough() -> None:
-    scheduler = new_scheduler(state_blocks=24)  # three blocks of tokens, so 12
+    scheduler = new_scheduler(num_blocks=128, state_blocks=48)  # three blocks of tokens, so 12
     assert ask(scheduler, list(range(18))) == (0, [18])
     assert ask(scheduler, list(range(20))) == (0, [12, 20])
     assert ask(scheduler, list(range(31))) == (12, [31])

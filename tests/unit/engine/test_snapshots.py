@@ -4,6 +4,8 @@ taken, and when they go.
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import rule
 
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
@@ -25,6 +27,15 @@ class RecurrentLife(SchedulerLife):
     def __init__(self) -> None:
         super().__init__()
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place) -> the tokens that it depends on
+
+    @rule(target=SchedulerLife.live, common=st.integers(8, 20), tail=st.lists(st.integers(1, 2), max_size=8))
+    def add_alike(self, common: int, tail: list[int]):
+        """Prompts that begin alike, so that snapshots are found."""
+        return self.add([1] * common + tail, max_new=3, hand_over=False, num_forks=0)
+
+    @rule(target=SchedulerLife.live, common=st.integers(8, 20))
+    def reserve_alike(self, common: int):
+        return self.reserve([1] * common, max_new=3, num_forks=0)
 
     def receive(self, sequence: SequenceState) -> None:
         ready = sequence.num_cached_tokens

@@ -13,6 +13,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import block_hashes
 from tests.fakes.requests import make_request
 from tests.unit.engine.test_scheduler import BLOCK, SchedulerLife, run_step
 
@@ -126,6 +127,23 @@ def test_a_snapshot_must_save_enough() -> None:
     assert ask(scheduler, list(range(18))) == (0, [18])
     assert ask(scheduler, list(range(20))) == (0, [12, 20])
     assert ask(scheduler, list(range(31))) == (12, [31])
+
+
+def test_kv_that_arrives_leaves_the_block_of_the_last_token_alone() -> None:
+    """The decode worker computes that token once more."""
+    scheduler = new_scheduler()
+    ask(scheduler, list(range(16)))
+    assert scheduler.reserve(SequenceState(make_request("b", range(16)))) == 12
+
+
+def test_a_snapshot_goes_with_a_block_that_is_older() -> None:
+    scheduler, tokens = new_scheduler(num_blocks=20), list(range(40))
+    assert ask(scheduler, tokens) == (0, [32, 40])
+    assert ask(scheduler, [*tokens[:22], *range(50, 58)]) == (0, [20, 30])  # a snapshot at the end of a block of before
+    place = block_hashes(tokens, BLOCK, "")[4]
+    assert len(scheduler.pool.snapshot(place)) == STATES
+    ask(scheduler, list(range(100, 140)))
+    assert (scheduler.pool.match([place]), scheduler.pool.snapshot(place)) == ([], ())
 
 
 def test_a_snapshot_goes_with_its_block_and_is_no_burden() -> None:

@@ -60,7 +60,7 @@ def test_prompts_say_the_same_behind_a_snapshot(
         for name, expected in alone.items():
             assert [token.id for token in tokens[name]] == [token.id for token in expected]
             mine, own = ([token.logprob for token in each] for each in (tokens[name], expected))
-            assert mine == pytest.approx(own, abs=1e-5)
+            assert mine == pytest.approx(own, abs=3e-5)
     assert num_cached == cached
 
 

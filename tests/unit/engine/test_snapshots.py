@@ -9,12 +9,14 @@ from hypothesis.stateful import rule
 
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
+from engine.loop import Engine
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import block_hashes
 from tests.fakes.requests import make_request
+from tests.fakes.runner import FakeKVStore, FakeRunner
 from tests.unit.engine.test_scheduler import BLOCK, SchedulerLife, run_step
 
 STATES = 2
@@ -79,7 +81,7 @@ class RecurrentLife(SchedulerLife):
                 self.memory[target, place] = self.memory.get((source, place), ())
 
 
-RecurrentLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+RecurrentLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRecurrentLife = RecurrentLife.TestCase
 
 
@@ -134,6 +136,17 @@ def test_kv_that_arrives_leaves_the_block_of_the_last_token_alone() -> None:
     scheduler = new_scheduler()
     ask(scheduler, list(range(16)))
     assert scheduler.reserve(SequenceState(make_request("b", range(16)))) == 12
+
+
+def test_what_a_failed_transfer_left_is_cleared_but_not_what_is_shared() -> None:
+    scheduler, runner = new_scheduler(), FakeRunner(FakeKVStore(64))
+    ask(scheduler, list(range(16)))
+    waiting = SequenceState(make_request("b", range(18)))
+    assert scheduler.reserve(waiting) == 16
+    table = list(waiting.block_table)
+    Engine(scheduler, runner).abort(waiting)
+    cleared = {block for block in table if (runner.store.data[:, :, block] == 0).all()}
+    assert cleared == {*table[:STATES], table[-1]}
 
 
 def test_a_snapshot_goes_with_a_block_that_is_older() -> None:

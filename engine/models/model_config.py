@@ -295,7 +295,7 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         ropes = (self.rope, self.window_rope) if self.positions == "rotary" else ()
-        return self.recurrent is None and not any(rope and rope.depends_on_prompt_length for rope in ropes)
+        return not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
         """True if the layer has a recurrent state, and no KV."""

@@ -157,6 +157,12 @@ class KVLayout:
         """The number of blocks of a sequence with `num_tokens` tokens."""
         return self.state_blocks - (-num_tokens // self.block_size)
 
+    def transfer_order(self, block_table: Sequence[int]) -> tuple[int, ...]:
+        """The blocks of a sequence by the positions that transfers give them: those of tokens, then those of its state.
+        So the blocks that a receiver has already are the first ones.
+        """
+        return (*block_table[self.state_blocks :], *block_table[: self.state_blocks])
+
     def max_tokens_in(self, num_blocks: int) -> int:
         """The length of the longest sequence that so many blocks hold."""
         return max(0, num_blocks - self.state_blocks) * self.block_size
@@ -257,6 +263,11 @@ def root_hash(scope: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of the block that holds `token_ids` and follows the block with hash `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
+
+
+def state_hash(block_hash: BlockHash) -> BlockHash:
+    """Return the hash that announces a recurrent state at the end of this block, beside the block's own."""
+    return next_hash(block_hash, ())
 
 
 def block_hashes(

@@ -221,7 +221,8 @@ def _kv_disk(
         return None
     weights.require_unchanged()
     layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))
-    kind = f"{layout!r}:{weights.digest}:{runner.attention_backend}"
+    planes = ":keys are values" if layout.keys_are_values else ""
+    kind = f"{layout!r}{planes}:{weights.digest}:{runner.attention_backend}"
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
 

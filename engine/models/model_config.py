@@ -314,6 +314,11 @@ class ModelConfig:
         return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
 
     @property
+    def kv_planes(self) -> int:
+        """Arrays of KV in a layer: keys and values, or one whose rows are both."""
+        return 2 if self.latent is None else 1
+
+    @property
     def result_dim(self) -> int:
         """Width of a head in the input of attention's output projection."""
         return self.head_dim if self.latent is None else self.latent.value_dim

@@ -96,6 +96,9 @@ class KVLayout:
     of shape `[block_size, heads held, head_dim]` in C order. In int8 the shape is `[block_size / 16, heads held, rows
     and scales of 16 tokens]`, in the order of `engine/kernels/cpu/kv_segments.py`.
 
+    Where `keys_are_values`, as in latent attention, a block has one array, whose rows are keys and values at once. In
+    int8 it has the order of values.
+
     A model with recurrent layers has no KV of these, but a state of each sequence. The first `state_blocks` blocks of a
     sequence hold it (`engine/models/recurrent/state.py`), those behind them the KV of its tokens.
     """
@@ -107,6 +110,7 @@ class KVLayout:
     block_size: int
     dtype: str
     state_blocks: int = field(default=0, repr=False)
+    keys_are_values: bool = field(default=False, repr=False)
 
     @property
     def whole(self) -> KVSpan:
@@ -114,9 +118,14 @@ class KVLayout:
         return KVSpan(Span(0, self.num_layers), Span(0, self.num_kv_heads))
 
     @property
+    def num_planes(self) -> int:
+        """Arrays of a block in one layer: keys and values, or one that is both."""
+        return 1 if self.keys_are_values else 2
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one block of one head in one layer, keys and values."""
-        return 2 * self.block_size * self.row_bytes
+        return self.num_planes * self.block_size * self.row_bytes
 
     @property
     def layer_block_bytes(self) -> int:

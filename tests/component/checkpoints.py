@@ -331,7 +331,8 @@ def randomise(model: Any) -> None:
     """Draw the weights of a model."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            is_from_one = name.endswith("weight") and not parameter.any()  # norms of 1 + weight
+            parameter.copy_((0.0 if is_from_one else 1.0) + 0.2 * torch.randn_like(parameter))
         else:
             # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))

@@ -206,10 +206,17 @@ INT4_FORMS: dict[str, Form] = {
 """Forms that the compiled decoder multiplies as they are stored."""
 
 
+_ABSORBED = (".key_up", ".value_up")
+"""What attention projects from latents: no matrices to the decoder, and quantised like all others in files."""
+_KEPT = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+"""Of delta nets: too few outputs for blocks of 128, so that files have them unquantised."""
+
+
 def quantized_modules(model_dir: Path) -> dict[str, bool]:
     """Matrices that are usually quantised, by their modules' names; whether they are stored transposed."""
     specs, stored = parameter_specs(load_decoder_config(model_dir)), places(model_dir)
-    sources = [source for spec in specs if spec.is_matrix and spec.name != "lm_head" for source in spec.sources]
+    matrices = [spec for spec in specs if spec.name != "lm_head" and (spec.is_matrix or spec.name.endswith(_ABSORBED))]
+    sources = [source for spec in matrices for source in spec.sources if not source.name.endswith(_KEPT)]
     return {stored_name(source.name, stored).removesuffix(".weight"): source.transposed for source in sources}
 
 
@@ -234,6 +241,8 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
         shutil.copytree(model_dir, folder)
     tensors, twin, stored = load_tensors(model_dir), load_file(model_dir / "model.safetensors"), places(model_dir)
     for module, transposed in quantized_modules(model_dir).items():
+        if form in INT4_FORMS and module.endswith("kv_b_proj") and tensors[f"{module}.weight"].shape[1] % INT4_GROUP:
+            continue
         weight = tensors.pop(f"{module}.weight")
         parts, means = description.store(weight.t() if transposed else weight)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}

@@ -2,7 +2,8 @@
 
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
 by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
-gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU.
+gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU; gates
+that clamp ups let none pass. A norm feeds a recurrent layer's first matrix, nothing that factors pass its second one.
 
 A norm before a mixture feeds gate_up of all experts, of the shared expert, and the routers, which get the factors too;
 each expert's gate_up feeds its own down.
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.models.blocks import BLOCKS
+from engine.models.linear import CLAMPED_SWIGLU
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError
 
-_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
+_NORM_BEFORE = {"qkv": "input_norm", "recurrent_in": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 
 def require_norms(config: ModelConfig) -> None:
@@ -45,9 +47,13 @@ def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...
         parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
         parts += ["shared."] if config.experts.shared_size else []
     ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
-    from_norms = (("qkv", *ups),) if config.block == "parallel-shared" else (("qkv",), ups)
-    values = (("o",),) if config.latent is None else ()  # results of heads follow from the latent, which norms feed
-    return (*values, *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
+    is_recurrent = config.is_recurrent(index)
+    first = "recurrent_in" if is_recurrent else "qkv"
+    from_norms = ((first, *ups),) if config.block == "parallel-shared" else ((first,), ups)
+    # Results of latent heads follow from the latent, which norms feed.
+    values = (("o",),) if config.latent is None and not is_recurrent else ()
+    passes = config.activation == "relu" or (config.gated and config.activation != CLAMPED_SWIGLU)
+    return (*values, *(downs if passes else ()), *from_norms)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:

@@ -306,7 +306,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
     "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
 }
-"""Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
+"""Those with recurrent layers, which ranks and graphs do not know."""
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:

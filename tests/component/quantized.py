@@ -29,6 +29,8 @@ GROUP = 16
 INT4_GROUP = 32
 """The least that the compiled decoder multiplies as it is stored."""
 BLOCK = 32
+_LEAST_SCALE = 1e-4
+"""Of numbers that are all 0."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Stored = tuple[dict[str, Tensor], Tensor]
@@ -61,7 +63,7 @@ def rounded(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool) -> 
     if symmetric:
         high = torch.maximum(high, -low)
         low = -high
-    scales = ((high - low) / (2**bits - 1)).half()
+    scales = ((high - low) / (2**bits - 1)).clamp(min=_LEAST_SCALE).half()
     middle = torch.full_like(low, 2 ** (bits - 1))
     zeros = middle if symmetric else torch.round(-low / scales.float()).clamp(0, 2**bits - 1)
     by_input = scales.float()[:, group_of], zeros[:, group_of]
@@ -123,7 +125,7 @@ def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False, grou
 
 def w8a8(weight: Tensor) -> Stored:
     """int8 from -128 on, as llm-compressor rounds."""
-    scales = weight.abs().amax(1, keepdim=True) / 127.5
+    scales = (weight.abs().amax(1, keepdim=True) / 127.5).clamp(min=_LEAST_SCALE)
     values = torch.round(weight / scales).clamp(-128, 127)
     return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales
 

@@ -40,7 +40,9 @@ def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, St
         if name in stored:
             members[source.name] = _member(stored[name], name, source.stack, source.shape)
             stacks.add(name)
-            for scales in (scales for end in _STACKED_SCALES if (scales := name.removesuffix(".weight") + end) in stored):
+            for scales in (
+                scales for end in _STACKED_SCALES if (scales := name.removesuffix(".weight") + end) in stored
+            ):
                 of_member = _member_scales(stored[scales], scales, source.stack, source.shape[0], stored[name].shape)
                 members[f"{source.name.removesuffix('.weight')}.weight_scale"] = of_member
                 stacks.add(scales)

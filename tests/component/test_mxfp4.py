@@ -115,7 +115,9 @@ def test_it_is_quantised_as_its_twin_is(folders: Path, tmp_path: Path) -> None:
     assert released.keys() == twin.keys()
     assert all(torch.equal(released[name], tensor) for name, tensor in twin.items())
     assert resolve(settings(tmp_path / "released"))[0].quantize == "int4"
-    exact, stored = (run_mixed(load_arm(tmp_path / "twin", "compiled", **dtype)) for dtype in ({"dtype": "float32"}, {}))
+    exact, stored = (
+        run_mixed(load_arm(tmp_path / "twin", "compiled", **dtype)) for dtype in ({"dtype": "float32"}, {})
+    )
     assert logprob_differences(stored, exact)[0] < 0.2
 
 

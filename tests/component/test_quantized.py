@@ -99,7 +99,9 @@ def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str
 
 
 def stack_experts(model_dir: Path, out: Path, end: str, *, is_transposed: bool) -> Path:
-    """A copy of a checkpoint in fp8 whose experts and scales are stacked; `end`: of the scales' names. Returns `out`."""
+    """A copy of a checkpoint in fp8 whose experts are stacked, and so are their scales, whose names have this `end`.
+    Returns `out`.
+    """
     shutil.copytree(model_dir, out)
     tensors, stacks = load_file(out / "model.safetensors"), dict[str, dict[int, list[str]]]()
     for source in (source for spec in parameter_specs(load_decoder_config(out)) for source in spec.sources):
@@ -233,9 +235,7 @@ def probed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("probed")
-def test_plans_list_what_workers_take(
-    checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plans_list_what_workers_take(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
     model = str(checkpoint("opt-350m"))  # for the eager decoder
     assert main(["plan", "--json", model]) == 0
     found: dict[str, Any] = json.loads(capsys.readouterr().out)

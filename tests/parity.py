@@ -26,6 +26,7 @@ import contextlib
 import io
 import os
 import random
+import re
 import sys
 import tempfile
 import textwrap
@@ -320,7 +321,8 @@ async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
     ROWS[family].build(model_dir)
     if family in FORMS:
         raise ConfigurationError("it is an encoder-decoder model: see the table of meshes")
-    row, beyond, refused = f"{family:24}{load_config(model_dir).architecture:28}", list[str](), list[str]()
+    row, beyond = f"{family:24}{load_config(model_dir).architecture:28}", list[str]()
+    refused: dict[str, list[str]] = {}  # by reason
     for form, width in _QUANTIZED:
         try:
             outcome = check_form(family, model_dir, form)
@@ -330,9 +332,10 @@ async def run_quantized(family: str, model_dir: Path) -> tuple[str, bool]:
                 beyond.append(f"{form} (mean {outcome.mean:.2f})")
         except ConfigurationError as refusal:
             text = "refused, see below"
-            refused.append(f"\n    {form}: {str(refusal).rpartition(': tensor ')[2]}")
+            refused.setdefault(re.sub(r".*: tensor \S+: ", "", str(refusal)), []).append(form)
         row += text.ljust(width)
-    return f"{row}{'NOT EQUAL: ' + ', '.join(beyond) if beyond else 'ok'}{''.join(refused)}", not beyond
+    below = "".join(f"\n    {', '.join(forms)}: {reason}" for reason, forms in refused.items())
+    return f"{row}{'NOT EQUAL: ' + ', '.join(beyond) if beyond else 'ok'}{below}", not beyond
 
 
 def check_form(family: str, model_dir: Path, form: str) -> Outcome:

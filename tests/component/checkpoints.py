@@ -240,7 +240,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         num_local_experts=8,
         num_experts_per_tok=3,
         intermediate_size=32,
-        shared_intermediate_size=48,
+        shared_intermediate_size=64,
         embedding_multiplier=3.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
@@ -291,7 +291,7 @@ _DELTA_EXPERTS = _DELTA | {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
 }
 
 RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {

@@ -17,7 +17,9 @@ run it, and over gloo by the eager decoder. What ranks cannot divide is listed w
 With --quantized each family is read in every type of weights: fp32, bf16, rounded to int8 as it is loaded, and from
 checkpoints in several quantised formats (quantized.py in tests/component). transformers runs the numbers that they mean
 in fp32. int8 and int4 also round activations, int8 weights too, and bf16 activations where the CPU multiplies it, so
-there log-probs have a wider tolerance and tokens may differ. A type that a family cannot have is named with the reason.
+there log-probs have a wider tolerance and tokens may differ. Mixtures have other routers there, which choose the same
+experts before and after rounding (steady_routing.py in tests/component): between experts that rank close to each other
+rounding would choose. A type that a family cannot have is named below its row with the reason.
 """
 
 import argparse

@@ -236,27 +236,40 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
     """
-    if load_decoder_config(model_dir).tensors.stacked_experts:
-        raise ConfigurationError("its experts are in one tensor, which only MXFP4 quantises")
     description = (FORMS | INT4_FORMS)[form]
+    if load_decoder_config(model_dir).tensors.stacked_experts and description.config.get("format") is None:
+        raise ConfigurationError("its experts are in one tensor, as MXFP4 and `tandem quantize` store them, not this")
     for folder in (out, twin_of(out)):
         shutil.copytree(model_dir, folder)
     tensors, twin, stored = load_tensors(model_dir), load_file(model_dir / "model.safetensors"), places(model_dir)
     for module, transposed in quantized_modules(model_dir).items():
         if form in INT4_FORMS and module.endswith("kv_b_proj") and tensors[f"{module}.weight"].shape[1] % INT4_GROUP:
             continue
-        weight = tensors.pop(f"{module}.weight")
-        parts, means = description.store(weight.t() if transposed else weight)
+        name = module if module in tensors else f"{module}.weight"
+        weight = tensors.pop(name)
+        parts, means = _store(weight, description, transposed=transposed)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-        means, place = (means.t() if transposed else means).contiguous(), stored[f"{module}.weight"]
+        means, place = (means.mT if transposed else means).contiguous(), stored[name]
         if place.whole is None:
-            twin[f"{module}.weight"] = means
+            twin[name] = means
         else:
             twin[place.whole].view(-1)[place.first : place.first + means.numel()] = means.view(-1)
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)
     return out
+
+
+def _store(weight: Tensor, form: Form, *, transposed: bool) -> Stored:
+    """Of a matrix, or of matrices stacked as those of gpt-oss."""
+    weight = weight.mT if transposed else weight
+    if weight.ndim == 2:
+        return form.store(weight)
+    stored = [form.store(matrix) for matrix in weight]
+    kinds = stored[0][0].keys() - {"weight_shape"}
+    return {kind: torch.stack([parts[kind] for parts, _ in stored]) for kind in kinds}, torch.stack(
+        [m for _, m in stored]
+    )
 
 
 def quantized_once(factory: pytest.TempPathFactory, model_dir: Path, form: str) -> Path:

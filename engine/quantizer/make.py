@@ -278,7 +278,7 @@ class _Maker:
         vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
         dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
         without_factors = {f"{expert}.down" for expert in rare}
-        for names in folding_order(layer.config, layer.index):
+        for names in folding_order(layer):
             if names[0] in without_factors:
                 continue
             weights, seen = [layer.linears[name].weight for name in names], [statistics[name] for name in names]

@@ -38,22 +38,19 @@ def require_norms(config: ModelConfig) -> None:
     )
 
 
-def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...]:
-    """The matrices of layer `index` whose inputs can have factors; those with the same inputs together. Rows of qkv and
+def folding_order(layer: FloatLayer) -> tuple[tuple[str, ...], ...]:
+    """The matrices of a layer whose inputs can have factors; those with the same inputs together. Rows of qkv and
     gate_up are divided before factors for their inputs are sought.
     """
-    parts, up = [""], "gate_up" if config.gated else "up"
-    if config.experts is not None and config.experts.layers[index]:
-        parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
-        parts += ["shared."] if config.experts.shared_size else []
-    ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
-    is_recurrent = config.is_recurrent(index)
-    first = "recurrent_in" if is_recurrent else "qkv"
-    from_norms = ((first, *ups),) if config.block == "parallel-shared" else ((first,), ups)
+    config, names, up = layer.config, layer.linears, "gate_up" if layer.config.gated else "up"
+    first = tuple(name for name in ("qkv", "recurrent_in") if name in names)
+    ups = tuple(name for name in names if name.rpartition(".")[2] == up)
+    downs = tuple((name,) for name in names if name.rpartition(".")[2] == "down")
+    from_norms = ((*first, *ups),) if config.block == "parallel-shared" else (first, ups)
     # Results of latent heads follow from the latent, which norms feed.
-    values = (("o",),) if config.latent is None and not is_recurrent else ()
+    values = (("o",),) if "o" in names and config.latent is None else ()
     passes = config.activation == "relu" or (config.gated and config.activation != CLAMPED_SWIGLU)
-    return (*values, *(downs if passes else ()), *from_norms)
+    return tuple(matrices for matrices in (*values, *(downs if passes else ()), *from_norms) if matrices)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:

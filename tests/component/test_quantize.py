@@ -202,7 +202,7 @@ def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family
     dtypes = {"input_norm": torch.float16, "post_norm": torch.bfloat16}
     dtypes |= dict.fromkeys(("input_norm_bias", "post_norm_bias", "router", "shared_gate"), torch.float32)
     generator = torch.Generator().manual_seed(2)
-    for names in folding_order(config, layer.index):
+    for names in folding_order(layer):
         weights = {name: layer.linears[name].weight.clone() for name in names}
         num_inputs = weights[names[0]].shape[1]
         factors = tie(layer, names[0], torch.rand(num_inputs, generator=generator) * 4 + 0.1)

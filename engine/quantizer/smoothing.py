@@ -69,8 +69,10 @@ def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Map
     """
     kind = names[0].rpartition(".")[2]
     if kind in _NORM_BEFORE:
-        factors = _divide_norm(layer, _NORM_BEFORE[kind], factors, dtypes)
-        if getattr(layer.layer, _NORM_BEFORE[kind]) is layer.layer.post_norm:
+        is_only_norm = layer.layer.post_norm is layer.layer.input_norm
+        name = "input_norm" if is_only_norm else _NORM_BEFORE[kind]
+        factors = _divide_norm(layer, name, factors, dtypes)
+        if is_only_norm or name == "post_norm":
             _multiply_routers(layer, factors, dtypes)
     else:
         up = names[0].removesuffix(kind) + ("gate_up" if layer.config.gated else "up")

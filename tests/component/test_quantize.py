@@ -388,7 +388,7 @@ def test_wrong_wishes_are_refused(
 
 
 def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match="as MXFP4 and `tandem quantize` store them"):  # as tests/parity.py names it
+    with pytest.raises(ConfigurationError, match="as MXFP4 and `tandem quantize` store them"):
         quantize_checkpoint(checkpoint("gpt-oss"), tmp_path / "awq", "awq")
 
 

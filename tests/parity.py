@@ -350,8 +350,6 @@ def check_form(family: str, model_dir: Path, form: str) -> Outcome:
     elif form == "int8":
         changes = {"quantize": "int8"}
     elif form != "fp32":
-        if family in REMOTE_FAMILIES:
-            raise ConfigurationError("transformers has no class for it")
         folder = quantize_checkpoint(model_dir, model_dir.with_name(f"{family}-{form}"), form)
         reference = twin_of(folder)
     with quiet():

@@ -23,6 +23,7 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.stored_parameters import open_stored, stored_name
 from mesh.domain.errors import ConfigurationError
+from tests.component.remote_families import REFERENCE, REMOTE_FAMILIES
 from tests.made_once import made_once
 
 GROUP = 16
@@ -257,7 +258,23 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)
+    if (twin_of(out) / REFERENCE).exists():
+        _quantize_reference(twin_of(out), description)
     return out
+
+
+def _quantize_reference(twin: Path, form: Form) -> None:
+    """Round the reference beside a twin as the twin is: rows do not depend on each other. Raises ConfigurationError for
+    blocks of rows that the checkpoint has in another order.
+    """
+    tensors = load_file(twin / REFERENCE)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", ".gate.weight")):
+            tensors[name] = form.store(tensor)[1].contiguous()
+    theirs, ours = REMOTE_FAMILIES[(twin / "family").read_text()].theirs(tensors), load_file(twin / "model.safetensors")
+    if not all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()):
+        raise ConfigurationError("its blocks of rows are not those of the reference, which has heads in another order")
+    save_file(tensors, twin / REFERENCE)
 
 
 def _store(weight: Tensor, form: Form, *, transposed: bool) -> Stored:

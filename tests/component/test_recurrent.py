@@ -9,7 +9,6 @@ import pytest
 from engine.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
-from engine.quantizer.make import open_float_checkpoint
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
@@ -100,5 +99,3 @@ def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> N
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
-        open_float_checkpoint(model_dir)

@@ -9,7 +9,7 @@ GPUs, where torch's own kernels run.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import structlog
@@ -95,7 +95,8 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
 
 
 def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str:
-    return "compiled" if why_eager(settings, config, layout) is None else "eager"
+    decoder = "compiled" if why_eager(settings, config, layout) is None else "eager"
+    return decoder if config.recurrent is None else f"{decoder}, {config.recurrent.kind}"
 
 
 @contextmanager
@@ -114,21 +115,22 @@ def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runn
     decode step. Raises ConfigurationError.
     """
     before, begun_s = code_counts(), time.perf_counter()
-    runner = load(settings)
+    resolved, config = resolve(settings)
+    layout = kv_layout(config, resolved)
+    runner = load(replace(settings, num_blocks=settings.num_blocks + layout.state_blocks))
     try:
-        _run(runner)
+        _run(runner, layout.state_blocks)
     finally:
         runner.close()
     counts = code_counts().since(before)
-    resolved, config = resolve(settings)
-    key = code_key(resolved, config, kv_layout(config, resolved))
+    key = code_key(resolved, config, layout)
     return CompiledCode(key, counts.num_loaded, counts.num_compiled, time.perf_counter() - begun_s)
 
 
-def _run(runner: Runner) -> None:
+def _run(runner: Runner, state_blocks: int) -> None:
     sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
     sequence = SequenceState(SequenceSpec("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
-    sequence.block_table = [0, 1]
+    sequence.block_table = list(range(state_blocks + 2))
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
         tokens = runner.begin(batch)()[0].tokens

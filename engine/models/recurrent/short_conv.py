@@ -1,9 +1,10 @@
 """Causal convolutions of each channel over the last tokens, and the layer that is little more than one (LFM2, 2025)."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Convolution
+from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 
@@ -21,10 +22,10 @@ class CausalConv:
         self._bias = None if bias is None else bias.to(torch.float32)
         self._before = facts.kernel - 1
 
-    def for_kernels(self) -> Convolution:
-        """The parameters as the kernels of CPUs take them."""
+    def for_kernels(self) -> RecurrentWeights:
         bias = torch.zeros(self._weight.shape[1]) if self._bias is None else self._bias
-        return Convolution(self._weight.numpy(), bias.numpy())
+        nothing = np.empty((1, 0), np.float32)
+        return RecurrentWeights(self._weight.numpy()[None], bias.numpy()[None], nothing, nothing, nothing)
 
     def step(self, inputs: Tensor, states: Tensor) -> Tensor:
         """One token of each sequence: [num_seqs, channels], states [num_seqs, kernel - 1, channels]."""
@@ -53,7 +54,7 @@ class ShortConv:
         self._conv = CausalConv(parameters, prefix, facts)
         self._shape = (facts.kernel - 1, facts.channels)
 
-    def for_kernels(self) -> Convolution:
+    def for_kernels(self) -> RecurrentWeights:
         return self._conv.for_kernels()
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:

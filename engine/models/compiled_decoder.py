@@ -46,7 +46,8 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import Activations, ModelConstants, Work, output_rows, run_layers
+from engine.kernels.cpu.step import output_rows, run_layers
+from engine.kernels.cpu.step_arguments import Activations, ModelConstants, Work
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights

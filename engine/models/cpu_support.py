@@ -49,6 +49,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
             return missing
         if config.block != "sequential":
             return f"recurrent layers in a block {config.block}"
+    if config.attention_gate and num_ranks > 1:
+        return "gates of attention over several ranks"
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"

@@ -14,7 +14,6 @@ from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
-from engine.models.cpu_support import why_not_mixed
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import run_layer, take_layer, take_norm
@@ -145,12 +144,11 @@ class Decoder:
 
 
 def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:
-    """A kernel computes recurrent layers where kernels compute attention."""
+    """Kernels compute the steps of recurrent layers where they compute attention."""
     if config.recurrent is None:
         return None
     attention = memory.attention
-    is_kernel = why_not_mixed(config.recurrent) is None
-    threads = attention.threads if is_kernel and isinstance(attention, CpuAttention) else None
+    threads = attention.threads if isinstance(attention, CpuAttention) else None
     return RecurrentStates(config.recurrent, memory.cache, threads)
 
 

@@ -14,8 +14,8 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
-from engine.kernels.cpu.recurrent import mix_address
-from engine.kernels.cpu.step import Kind, ModelConstants
+from engine.kernels.cpu.recurrence import mix_address
+from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.models.blocks import BLOCKS
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
@@ -35,7 +35,6 @@ def model_constants(
 ) -> ModelConstants:
     """The constants of these layers, with heads of this shape, and states in these places."""
     are_recurrent = [config.is_recurrent(layer) for layer in layers]
-    before = [sum(kind == other for other in are_recurrent[:i]) for i, kind in enumerate(are_recurrent)]
     recurrent = NO_RECURRENCE
     if config.recurrent is not None and places is not None:
         weights = RecurrentWeights(
@@ -45,7 +44,7 @@ def model_constants(
     return ModelConstants(
         weights=packed.weights,
         firsts=_numbers_of_qkv(config, layers),
-        numbers=np.array(before, np.int64),
+        numbers=_numbers(config, layers),
         are_recurrent=np.array(are_recurrent, np.int64),
         output=packed.output,
         norms=packed.norms,
@@ -62,6 +61,17 @@ def model_constants(
         recurrent=recurrent,
         mix_at=mix_address() if config.recurrent is not None else 0,
     )
+
+
+def _numbers(config: ModelConfig, layers: Sequence[int]) -> Int64s:
+    """The number of each layer among those with KV, or among recurrent ones."""
+    first, numbers = config.num_kv_layers_before(layers[0]), []
+    for layer in layers:
+        if config.recurrent is not None and config.is_recurrent(layer):
+            numbers.append(config.recurrent.num_before(layer))
+        else:
+            numbers.append(config.num_kv_layers_before(layer) - first)
+    return np.array(numbers, np.int64)
 
 
 def _kind(config: ModelConfig) -> Kind:

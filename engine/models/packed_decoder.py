@@ -25,8 +25,7 @@ from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.recurrent.for_kernels import stacked
-from engine.models.recurrent.mixer import take_recurrence
+from engine.models.recurrent.for_kernels import stacked, take_weights
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError
@@ -95,14 +94,11 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     routers, number = _empty_routers(config, len(layers)), 0
     latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
     for i, layer in enumerate(layers):
-        for name in matrix_names(config, share.layers.first + i):
-            matrix = parameters.take_linear(f"{layer}.{name}")
-            _pack(packer, number, _with_gates_last(matrix, config) if name == "qkv" else matrix)
-            number += 1
+        number = _pack_layer(packer, number, parameters, config, share.layers.first + i)
         if has_experts(config, share.layers.first + i):
             _take_router(parameters, layer, i, routers)
         if config.recurrent is not None and config.is_recurrent(share.layers.first + i):
-            recurrences.append(take_recurrence(parameters, f"{layer}.", config, config.recurrent).for_kernels())
+            recurrences.append(take_weights(parameters, f"{layer}.", config.recurrent, config.norm_eps))
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
@@ -129,6 +125,15 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         *latents,
         *stacked(recurrences),
     )
+
+
+def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: ModelConfig, layer: int) -> int:
+    """Pack the matrices of a layer, from this number on; returns the number of the next layer's first."""
+    for name in matrix_names(config, layer):
+        matrix = parameters.take_linear(f"layers.{layer}.{name}")
+        _pack(packer, number, _with_gates_last(matrix, config) if name == "qkv" else matrix)
+        number += 1
+    return number
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

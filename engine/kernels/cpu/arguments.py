@@ -246,6 +246,36 @@ class RoutedRows(NamedTuple):
     results: Floats  # [copies, hidden]
 
 
+class States(NamedTuple):
+    """The states of a recurrent layer: flat numbers, in rows of the cache."""
+
+    rows: Floats  # [rows of the cache, width]
+    tables: Int64s  # [num_seqs, blocks of a state]
+    block: Int64s  # [rows of a state]: the block of a row, a column of `tables`
+    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
+    in_piece: int  # rows from there to the same one of the next block
+    is_kept: Bools  # [num_seqs]: the token changes the state
+
+
+class Convolution(NamedTuple):
+    """See CausalConv. Its state, [kernel - 1, channels], is at the beginning of the layer's."""
+
+    taps: Floats  # [kernel, channels]
+    bias: Floats  # [channels]
+
+
+class Delta(NamedTuple):
+    """See GatedDelta. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
+
+    conv: Convolution
+    rate: Floats  # [num_heads]
+    rate_bias: Floats  # [num_heads]
+    norm: Floats  # [value_dim]
+    eps: np.float32
+    num_key_heads: int
+    key_dim: int
+
+
 class StatePlaces(NamedTuple):
     """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
 

@@ -1,4 +1,4 @@
-"""What the kernel of recurrent layers takes: parameters, places of states, and the sequences of a step."""
+"""What the compiled loop takes of recurrent layers: parameters, places of states, and the sequences of a step."""
 
 from collections.abc import Sequence
 
@@ -6,7 +6,10 @@ import numpy as np
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernels.cpu.arguments import Floats, Recurrent, RecurrentWeights, StatePlaces, StateSteps
+from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.delta import GatedDelta
+from engine.models.recurrent.short_conv import ShortConv
 
 _NO_NUMBERS, _NO_PLACES = np.empty((0, 0), np.float32), np.empty(0, np.int64)
 _NO_WEIGHTS = RecurrentWeights(_NO_NUMBERS.reshape(0, 0, 0), _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
@@ -20,6 +23,16 @@ NO_RECURRENCE = Recurrent(
 """Of a model without recurrent layers."""
 _NO_COUNTS = np.empty(0, np.int32)
 _NO_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
+
+
+def take_weights(parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> RecurrentWeights:
+    """Take the parameters of a recurrent layer between its projections."""
+    if facts.kind == "conv":
+        conv, nothing = ShortConv(parameters, prefix, facts).for_kernels(), np.empty((1, 0), np.float32)
+        return RecurrentWeights(conv.taps[None], conv.bias[None], nothing, nothing, nothing)
+    delta = GatedDelta(parameters, prefix, facts, norm_eps).for_kernels()
+    of_head = (values[None] for values in (delta.rate, delta.rate_bias, delta.norm))
+    return RecurrentWeights(delta.conv.taps[None], delta.conv.bias[None], *of_head)
 
 
 def stacked(layers: Sequence[RecurrentWeights]) -> RecurrentWeights:

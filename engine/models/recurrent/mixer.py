@@ -1,26 +1,28 @@
 """RecurrentMixer: what a recurrent layer does between its two projections, for the sequences of a pass.
 
-On CPUs a kernel computes it (`engine/kernels/cpu/recurrent.py`), else torch: single tokens together, a step each, and a
-chunk of a prompt at once. All give the same numbers up to rounding, and those of a sequence depend on no other.
+Single tokens are computed together, a step each. A chunk of a prompt is computed at once. Both give the same numbers up
+to rounding, and those of a sequence depend on no other.
 """
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from functools import cached_property, partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernels.cpu.arguments import Part, RecurrentWeights
-from engine.kernels.cpu.recurrent import mix, mix_address
+from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, States
+from engine.kernels.cpu.recurrent import step_conv, step_delta
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.delta import GatedDelta
-from engine.models.recurrent.for_kernels import recurrent_layers, state_steps
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
 
+_Kernel = Callable[[Any, States, Floats, Floats, Part], None]
+"""step_conv, step_delta: computes one thread's part of a step."""
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
 
@@ -30,8 +32,8 @@ class Recurrence(Protocol):
     states are fp32.
     """
 
-    def for_kernels(self) -> RecurrentWeights:
-        """The parameters of this layer as the kernel of CPUs takes them, which computes what `step` and `scan` do."""
+    def for_kernels(self) -> Convolution | Delta:
+        """The parameters as the kernels of CPUs take them, which compute what `step` does."""
         ...
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
@@ -50,20 +52,17 @@ class Recurrence(Protocol):
 class RecurrentMixer:
     """One layer's recurrence over the states of sequences."""
 
-    def __init__(self, recurrence: Recurrence, facts: RecurrentConfig, norm_eps: float) -> None:
+    def __init__(self, recurrence: Recurrence, kernel: _Kernel, facts: RecurrentConfig) -> None:
         self._recurrence = recurrence
-        self._facts = facts
-        self._norm_eps = norm_eps
+        self._kernel = kernel
+        self._projected, self._width = facts.projected, facts.result_width
 
     def __call__(self, rows: Tensor, states: LayerStates, metadata: ForwardMetadata) -> Tensor:
         """[num_tokens, projected] -> [num_tokens, result_width]; updates the states. A sequence at its first token
         begins with a state of zeros, whatever its blocks hold.
         """
         assert metadata.states is not None
-        out = torch.empty((len(rows), self._facts.result_width), dtype=torch.float32, device=rows.device)
-        if states.threads is not None:
-            self._run_kernel(rows, out, states, metadata)
-            return out
+        out = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
         repeated = metadata.states.is_repeated
         if num_steps := metadata.num_decodes:
             is_first = metadata.context_lens[:num_steps] == 1
@@ -74,9 +73,10 @@ class RecurrentMixer:
         return out
 
     def compile(self, states: LayerStates) -> None:
-        """Compile the kernel, so that the first request need not wait."""
+        """Compile the kernel, so that the first request need not wait. Changes no state."""
         if states.threads is not None:
-            mix_address()
+            rows = torch.zeros((1, self._projected))
+            self._run_kernel(rows, torch.empty((1, self._width)), states.of(0, 1), [False])
 
     def _compute_chunk(
         self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, *, is_repeated: bool
@@ -96,6 +96,11 @@ class RecurrentMixer:
         """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state
         after it is not written.
         """
+        if states.threads is not None:
+            if is_first is not None and is_first.any():
+                states.clear(is_first)
+            self._run_kernel(rows, out, states, is_kept)
+            return
         current = states.read()
         if is_first is not None:
             current.masked_fill_(is_first[:, None], 0.0)
@@ -107,28 +112,26 @@ class RecurrentMixer:
             if kept:
                 states.of(row, row + 1).write(current[row : row + 1])
 
-    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, metadata: ForwardMetadata) -> None:
+    @cached_property
+    def _kernel_of_layer(self) -> Callable[[States, Floats, Floats, Part], None]:
+        return partial(self._kernel, self._recurrence.for_kernels())
+
+    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, is_kept: Sequence[bool]) -> None:
         assert states.threads is not None
-        weights, steps = self._recurrence.for_kernels(), state_steps(metadata)
-        layer = recurrent_layers(weights, self._facts, self._norm_eps, states.places)
+        kernel, where = self._kernel_of_layer, states.in_place(is_kept)
         inputs, results = rows.to(torch.float32).contiguous().numpy(), out.numpy()
         if len(rows) * states.numbers < _SHARED_NUMBERS:
-            mix(layer, 0, steps, inputs, results, Part(0, 1))
+            kernel(where, inputs, results, Part(0, 1))
         else:
             count = states.threads.count
-            states.threads.run(lambda thread: mix(layer, 0, steps, inputs, results, Part(thread, count)))
+            states.threads.run(lambda thread: kernel(where, inputs, results, Part(thread, count)))
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
     """Take the parameters of a layer between its projections; None if it has attention."""
-    if config.recurrent is None or not config.is_recurrent(layer):
+    facts = config.recurrent
+    if facts is None or not facts.layers[layer]:
         return None
-    recurrence = take_recurrence(parameters, prefix, config, config.recurrent)
-    return RecurrentMixer(recurrence, config.recurrent, config.norm_eps)
-
-
-def take_recurrence(parameters: Parameters, prefix: str, config: ModelConfig, facts: RecurrentConfig) -> Recurrence:
-    """Take the parameters of a recurrent layer between its projections."""
     if facts.kind == "conv":
-        return ShortConv(parameters, prefix, facts)
-    return GatedDelta(parameters, prefix, facts, config.norm_eps)
+        return RecurrentMixer(ShortConv(parameters, prefix, facts), step_conv, facts)
+    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), step_delta, facts)

@@ -1,10 +1,9 @@
 """Causal convolutions of each channel over the last tokens, and the layer that is little more than one (LFM2, 2025)."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import RecurrentWeights
+from engine.kernels.cpu.arguments import Convolution
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 
@@ -22,10 +21,10 @@ class CausalConv:
         self._bias = None if bias is None else bias.to(torch.float32)
         self._before = facts.kernel - 1
 
-    def for_kernels(self) -> RecurrentWeights:
+    def for_kernels(self) -> Convolution:
+        """The parameters as the kernels of CPUs take them."""
         bias = torch.zeros(self._weight.shape[1]) if self._bias is None else self._bias
-        nothing = np.empty((1, 0), np.float32)
-        return RecurrentWeights(self._weight.numpy()[None], bias.numpy()[None], nothing, nothing, nothing)
+        return Convolution(self._weight.numpy(), bias.numpy())
 
     def step(self, inputs: Tensor, states: Tensor) -> Tensor:
         """One token of each sequence: [num_seqs, channels], states [num_seqs, kernel - 1, channels]."""
@@ -54,7 +53,7 @@ class ShortConv:
         self._conv = CausalConv(parameters, prefix, facts)
         self._shape = (facts.kernel - 1, facts.channels)
 
-    def for_kernels(self) -> RecurrentWeights:
+    def for_kernels(self) -> Convolution:
         return self._conv.for_kernels()
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:

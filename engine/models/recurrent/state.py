@@ -1,21 +1,23 @@
 """RecurrentStates: the states of sequences, read from and written to KV blocks as tensors."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import StatePlaces
+from engine.kernels.cpu.arguments import StatePlaces, States
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
 
 
 class RecurrentStates:
-    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. With `threads`, a kernel
-    computes them.
+    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. With `threads`, kernels
+    compute the steps.
     """
 
     def __init__(self, recurrent: RecurrentConfig, cache: KVCache, threads: KernelThreads | None) -> None:
@@ -37,7 +39,7 @@ class RecurrentStates:
 
     @property
     def places(self) -> StatePlaces:
-        """Where the kernel finds the states of all layers."""
+        """Where the compiled loop finds the states of all layers."""
         block, first = (of_state.numpy() for of_state in self._rows_of_state)
         return StatePlaces(self._rows.numpy(), block, first, self._in_piece, self._of_layer)
 
@@ -76,11 +78,14 @@ class LayerStates(NamedTuple):
             states = torch.nn.functional.pad(states, (0, padded - self.numbers))
         self.rows.index_copy_(0, self._places().flatten(), states.reshape(-1, self.rows.shape[1]))
 
-    @property
-    def places(self) -> StatePlaces:
-        """Where the kernel finds them, which changes them where they lie."""
-        block, first = self.block.numpy(), self.first.numpy()
-        return StatePlaces(self.rows.numpy(), block, first, self.in_piece, len(block))
+    def clear(self, chosen: Tensor) -> None:
+        """Make those chosen [num_seqs] states of zeros."""
+        self.rows.index_fill_(0, self._places()[chosen].flatten(), 0.0)
+
+    def in_place(self, is_kept: Sequence[bool]) -> States:
+        """For the kernels, which change them where they lie."""
+        tables, block, first = self.tables.numpy(), self.block.numpy(), self.first.numpy()
+        return States(self.rows.numpy(), tables, block, first, self.in_piece, np.array(is_kept, np.bool_))
 
     def _places(self) -> Tensor:
         """The rows of each sequence's state: [num_seqs, rows of a state]."""

@@ -117,7 +117,9 @@ def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runn
     before, begun_s = code_counts(), time.perf_counter()
     resolved, config = resolve(settings)
     layout = kv_layout(config, resolved)
-    runner = load(replace(settings, num_blocks=settings.num_blocks + layout.state_blocks))
+    if settings.num_blocks is not None:
+        settings = replace(settings, num_blocks=settings.num_blocks + layout.state_blocks)
+    runner = load(settings)
     try:
         _run(runner, layout.state_blocks)
     finally:

@@ -256,8 +256,9 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     def ordered(values: Tensor) -> Tensor:
         return torch.cat((values[:width], values[2 * width :], values[width : 2 * width]))
 
-    of_outputs = {name: getattr(matrix, name) for name in ("weight", "scales", "zeros", "bias")}
-    return replace(matrix, **{name: ordered(values) for name, values in of_outputs.items() if values is not None})
+    of_outputs = (matrix.scales, matrix.zeros, matrix.bias)
+    scales, zeros, bias = (None if values is None else ordered(values) for values in of_outputs)
+    return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
 
 
 def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:

@@ -93,7 +93,7 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "lfm2"])
 def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     tolerance = half_tolerance(family, dtype)
     check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)

@@ -31,6 +31,7 @@ from engine.kernels.cpu.short_conv import mix_channels
 from engine.kernels.cpu.states import MixedRows, tokens_of
 from engine.kernels.cpu.vectors import address
 
+_numba: Any = numba  # it does not annotate its functions
 _CONV_CHANNELS = 128
 """Channels of a unit of short convolutions."""
 
@@ -106,4 +107,4 @@ def _mix_types() -> tuple[Any, ...]:
     )
     counts = np.empty(0, np.int32)
     steps = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), counts, counts)
-    return tuple(numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, Part(0, 1)))
+    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, Part(0, 1)))

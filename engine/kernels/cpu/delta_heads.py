@@ -10,8 +10,7 @@ from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
 from engine.kernels.cpu.recurrent_vectors import Change, HeadMatrix, Seen, advance, dot_rows, gate_row
-from engine.kernels.cpu.short_conv import convolve_tokens
-from engine.kernels.cpu.states import MixedRows, State, Tokens, copy_matrix
+from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float
 
 _ONE = np.float32(1.0)

@@ -27,8 +27,7 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.delta_heads import mix_heads
 from engine.kernels.cpu.machine import FLOAT_BYTES
-from engine.kernels.cpu.short_conv import mix_channels
-from engine.kernels.cpu.states import MixedRows, tokens_of
+from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
 from engine.kernels.cpu.vectors import address
 
 _numba: Any = numba  # it does not annotate its functions

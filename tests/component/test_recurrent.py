@@ -15,7 +15,7 @@ from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import SequenceSpec
-from tests.component.arms import ARMS, load_arm, settings
+from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
 from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
 from tests.component.test_forks import choices, new_scheduler, run
@@ -70,12 +70,12 @@ def with_forks(request: SequenceSpec) -> list[SequenceState]:
     return [sequence]
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("way", [{}, {"enforce_eager": True}, {"attention": "torch"}], ids=["compiled", "cpu", "torch"])
 @pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, arm: str) -> None:
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: dict[str, object]) -> None:
     """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
     model_dir = checkpoint(family)
-    runner = load_arm(model_dir, arm)
+    runner = load_model_runner(settings(model_dir, **way))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)
     check_replay(Driver(runner))

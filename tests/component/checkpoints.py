@@ -282,7 +282,7 @@ _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -304,7 +304,9 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
-    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
+    "qwen3-next": lambda: llama_like(
+        "qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS | {"linear_value_head_dim": 24}
+    ),
 }
 """Those with recurrent layers, which ranks and graphs do not know."""
 

@@ -14,9 +14,8 @@ from pathlib import Path
 import psutil
 
 import tandem
-from mesh.fork_server.client import ForkedProcess
 from tests.waiting import LIMIT_S
-from tests.warm_start import start_tandem
+from tests.warm import warm_processes
 
 START_S = 200.0
 STOP_S = 90.0
@@ -27,7 +26,7 @@ RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 class MeshProcess:
     """A running `tandem up` and its services."""
 
-    process: Process | ForkedProcess
+    process: Process
     address: str
     log_dir: Path
     http: str = ""
@@ -77,7 +76,9 @@ async def started(
     AssertionError if it is not ready within `start_s`, with all that it and its services have said.
     """
     words = ["up", "--model", str(model), "--port", "0", "--no-http", "--log-dir", str(log_dir), *flags]
-    process = await (_execute(*prefix, sys.executable, "-m", "tandem_cli", *words) if prefix else start_tandem(*words))
+    with warm_processes():
+        command = (*prefix, sys.executable, "-m", "tandem_cli", *words)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     stderr = asyncio.create_task(process.stderr.read())
@@ -86,7 +87,7 @@ async def started(
         with contextlib.suppress(TimeoutError):
             line = (await asyncio.wait_for(process.stdout.readline(), start_s)).decode()
         if not line.startswith("ready "):
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             said = f"stderr: {(await stderr).decode()}; logs: {ends_of_logs(log_dir)}"
             raise AssertionError(f"no ready line within {start_s:g} s, but {line!r}; {said}")
         http = ""
@@ -95,13 +96,9 @@ async def started(
         yield MeshProcess(process, line.split()[1], log_dir, http)
     finally:
         if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
+            process.kill()
             await process.wait()
         await stderr
-
-
-async def _execute(*command: str) -> Process:
-    return await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
 
 
 @asynccontextmanager

@@ -1,7 +1,8 @@
-"""`python -m tests.warm_program WORDS...`: `python -m tandem_cli WORDS...` in a fork of a process that has imported the
-services (warm_start.py). The mesh that it starts has such a fork as its fork server.
+"""`python -m tests.warm_fork MODULE FLAGS...` is `python -m MODULE FLAGS...` in a fork of a process that has imported
+what the services import (warm.py). The mesh that a `tandem up` starts has such a fork as its fork server.
 """
 
+import fcntl
 import json
 import os
 import runpy
@@ -13,16 +14,21 @@ from collections.abc import Mapping
 
 import setproctitle
 
-import bench.scale  # noqa: F401
 import decode_worker.service  # noqa: F401
-import gateway.app  # noqa: F401
+import gateway.app
+import gateway.handler.server  # noqa: F401
 import prefill_worker.service  # noqa: F401
+import rank_worker.joining
+import rank_worker.serving  # noqa: F401
 import router.model_router  # noqa: F401
 import tandem_cli.main
 import tandem_cli.up  # noqa: F401
 from mesh.fork_server import client
 
+FD_NAME, FD_NUMBERS = "TANDEM_WARM_FD_{}", "TANDEM_WARM_FDS"
+"""Variables with the files that the parent passes on, and with their numbers there."""
 _MAX_ENVIRON_BYTES = 1 << 18
+_NEW_FDS = 1000  # above all numbers that a parent may ask for
 
 
 class WaitingFork:
@@ -51,14 +57,39 @@ class WaitingFork:
 
 
 def main() -> None:
+    module = sys.argv.pop(1)
+    setproctitle.setproctitle(" ".join((sys.executable, "-m", module, *sys.argv[1:])))
+    _number_files()
+    if module == "tandem_cli":
+        _run_with_fork_server(module)
+    else:
+        _run(module)
+
+
+def _run(module: str) -> None:
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _number_files() -> None:
+    """Give the files that the parent passes on the numbers that they have there."""
+    numbers = [int(number) for number in os.environ.pop(FD_NUMBERS, "").split()]
+    received = [int(os.environ.pop(FD_NAME.format(place))) for place in range(len(numbers))]
+    moved = [fcntl.fcntl(fd, fcntl.F_DUPFD, _NEW_FDS) for fd in received]
+    for fd in received:
+        os.close(fd)
+    for fd, number in zip(moved, numbers, strict=True):
+        os.dup2(fd, number)
+        os.close(fd)
+
+
+def _run_with_fork_server(module: str) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = os.fork()
     if pid == 0:
         ours.close()
         return _become_fork_server(theirs)
     theirs.close()
-    waiting = WaitingFork(pid, ours)
-    execute = client.execute
+    waiting, execute = WaitingFork(pid, ours), client.execute
 
     def start(socket_fd: int, environ: Mapping[str, str]) -> WaitingFork | subprocess.Popen[bytes]:
         if not _fits(environ):
@@ -68,7 +99,7 @@ def main() -> None:
 
     client.execute = start
     try:
-        runpy.run_module("tandem_cli", run_name="__main__", alter_sys=True)
+        _run(module)
     finally:
         waiting.wait()
     return None
@@ -95,7 +126,7 @@ def _become_fork_server(control: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(json.loads(message))
     sys.argv[1:] = [str(fds[0])]
-    runpy.run_module("mesh.fork_server", run_name="__main__", alter_sys=True)
+    _run("mesh.fork_server")
 
 
 if __name__ == "__main__":

@@ -11,19 +11,19 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import pytest
 
-from mesh.fork_server.client import can_fork
+from mesh.fork_server import client
 from mesh.process import adopt_orphans
 from tests.orphans import disown_orphans
 
 FD_NAME, FD_NUMBERS = "TANDEM_WARM_FD_{}", "TANDEM_WARM_FDS"
-_PROGRAM = "tests.warm_fork"
+PROGRAM = "tests.warm_fork"
 _FREE_PREFIXES = ("TANDEM_", "PYTEST_CURRENT_TEST")
 _MAX_FDS = 5  # besides stdio
 _MAX_ANSWER_BYTES = 4096
@@ -38,7 +38,7 @@ class WarmPopen(_Popen[Any]):
         pipes = pipes[:6]
         child_ends = [pipes[0], pipes[3], pipes[5]]
         is_plain = executable is None and preexec_fn is None and cwd is None and not shell
-        if not (is_plain and can_fork() and len(pass_fds) <= _MAX_FDS and _module_of(args)):
+        if not (is_plain and client.can_fork() and len(pass_fds) <= _MAX_FDS and _is_program(args)):
             return super()._execute_child(args, executable, *others)
         pid = _server().fork(args[2:], os.environ if environ is None else environ, child_ends, pass_fds)
         if pid is None:
@@ -49,21 +49,14 @@ class WarmPopen(_Popen[Any]):
 
 
 class _Server:
-    """The process that forks."""
+    """A process that forks, at the other end of a socket."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         self._environ = _fixed(os.environ)
         self._folder = os.stat(".")
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.send(json.dumps([_PROGRAM]).encode())
-        with theirs:
-            self._process = _Popen(
-                [sys.executable, "-m", "mesh.fork_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=self._environ,
-                start_new_session=True,
-            )
+        self._socket = channel
+        self._turn = threading.Lock()
+        channel.send(json.dumps([PROGRAM]).encode())
 
     def fork(
         self, words: Sequence[str], environ: Mapping[str, str], stdio: Sequence[int], pass_fds: Sequence[int]
@@ -76,28 +69,24 @@ class _Server:
         names = [FD_NAME.format(place) for place in range(len(pass_fds))]
         own = {name: value for name, value in environ.items() if name not in self._environ}
         request = {
-            "module": _PROGRAM,
+            "module": PROGRAM,
             "flags": [str(word) for word in words],
             "environ": own | {FD_NUMBERS: " ".join(map(str, pass_fds))},
             "fd_names": names,
         }
         files = [number if fd == -1 else fd for number, fd in enumerate(stdio)]
-        adopt_orphans()
-        try:
-            socket.send_fds(self._socket, [json.dumps(request).encode()], [*files, *pass_fds])
-            answer = json.loads(self._socket.recv(_MAX_ANSWER_BYTES))
-        finally:
-            disown_orphans()
+        with self._turn:
+            adopt_orphans()
+            try:
+                socket.send_fds(self._socket, [json.dumps(request).encode()], [*files, *pass_fds])
+                answer = json.loads(self._socket.recv(_MAX_ANSWER_BYTES))
+            finally:
+                disown_orphans()
         return int(answer["pid"])
 
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        self._socket.close()
 
-
-def _module_of(command: Sequence[str]) -> str | None:
-    return command[2] if tuple(command[:2]) == (sys.executable, "-m") else None
+def _is_program(command: Sequence[str]) -> bool:
+    return tuple(command[:2]) == (sys.executable, "-m") and command[2] != "mesh.fork_server"
 
 
 def _fixed(environ: Mapping[str, str]) -> dict[str, str]:
@@ -105,11 +94,29 @@ def _fixed(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(_FREE_PREFIXES)}
 
 
-@cache
+_servers: list[_Server] = []
+
+
+def fork_by(channel: socket.socket) -> None:
+    """Let this process start its programs by the fork server at the other end of `channel`."""
+    _servers[:] = [_Server(channel)]
+    subprocess.Popen = WarmPopen  # type: ignore[misc]
+
+
 def _server() -> _Server:
-    server = _Server()
-    atexit.register(server.close)
-    return server
+    if not _servers:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            process = client.execute(theirs.fileno(), _fixed(os.environ))
+        _servers.append(_Server(ours))
+        atexit.register(_end, process, ours)
+    return _servers[0]
+
+
+def _end(process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    process.kill()
+    process.wait()
+    channel.close()
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 what the services import (warm.py). The mesh that a `tandem up` starts has such a fork as its fork server.
 """
 
+import atexit
 import fcntl
 import json
 import os
@@ -23,10 +24,12 @@ import rank_worker.serving  # noqa: F401
 import router.model_router  # noqa: F401
 import tandem_cli.main
 import tandem_cli.up  # noqa: F401
+from mesh.fork_server import __main__ as fork_server
 from mesh.fork_server import client
+from tests.warm import FD_NAME, FD_NUMBERS, fork_by
 
-FD_NAME, FD_NUMBERS = "TANDEM_WARM_FD_{}", "TANDEM_WARM_FDS"
-"""Variables with the files that the parent passes on, and with their numbers there."""
+_DEGREES = ("--tensor-parallel", "--pipeline-parallel")
+_WITH_RANKS = ("prefill_worker", "decode_worker", "tests.component.ranks_leader")
 _MAX_ENVIRON_BYTES = 1 << 18
 _NEW_FDS = 1000  # above all numbers that a parent may ask for
 
@@ -63,6 +66,8 @@ def main() -> None:
     if module == "tandem_cli":
         _run_with_fork_server(module)
     else:
+        if module in _WITH_RANKS:
+            _start_ranks_as_forks()
         _run(module)
 
 
@@ -80,6 +85,19 @@ def _number_files() -> None:
     for fd, number in zip(moved, numbers, strict=True):
         os.dup2(fd, number)
         os.close(fd)
+
+
+def _start_ranks_as_forks() -> None:
+    """Give this worker a fork server of its own, which ends with it."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        ours.close()
+        _serve_forks(theirs.detach())
+        sys.exit()
+    theirs.close()
+    fork_by(ours)
+    atexit.register(lambda: (ours.close(), os.waitpid(pid, 0)))
 
 
 def _run_with_fork_server(module: str) -> None:
@@ -118,15 +136,30 @@ def _become_fork_server(control: socket.socket) -> None:
     control.close()
     if not message:
         return
+    os.environ.clear()
+    os.environ.update(json.loads(message))
+    _serve_forks(fds[0])
+
+
+def _serve_forks(socket_fd: int) -> None:
+    setproctitle.setproctitle(f"{sys.executable} -m mesh.fork_server")
     os.setsid()
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1):
         os.dup2(null, number)
     os.close(null)
-    os.environ.clear()
-    os.environ.update(json.loads(message))
-    sys.argv[1:] = [str(fds[0])]
-    _run("mesh.fork_server")
+    sys.argv[1:] = [str(socket_fd)]
+    fork_server.Forked = _Forked  # type: ignore[misc]
+    fork_server.main()
+
+
+class _Forked(fork_server.Forked):
+    """A fork of a mesh's fork server: a worker, or a program of a worker's own fork server."""
+
+    def run(self) -> None:
+        if self.module in _WITH_RANKS and any(flag.startswith(_DEGREES) for flag in self._flags):
+            _start_ranks_as_forks()
+        super().run()
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
 
 
 def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str:
-    return "compiled" if why_eager(settings, config, layout) is None else "eager"
+    decoder = "compiled" if why_eager(settings, config, layout) is None else "eager"
+    return decoder if config.recurrent is None else f"{decoder}, {config.recurrent.kind}"
 
 
 @contextmanager

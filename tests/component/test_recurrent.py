@@ -10,14 +10,13 @@ from engine.compiled_code import compile_code
 from engine.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
-from engine.quantizer.make import open_float_checkpoint
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import SequenceSpec
 from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
-from tests.component.arms import settings
+from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
 from tests.component.parity import (
     check_parity,
@@ -79,11 +78,12 @@ def with_forks(request: SequenceSpec) -> list[SequenceState]:
     return [sequence]
 
 
-@pytest.mark.parametrize(("family", "attention"), [("lfm2", "auto"), ("lfm2", "torch"), ("qwen3.5", "torch")])
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, attention: str) -> None:
+@pytest.mark.parametrize("way", [{}, {"enforce_eager": True}, {"attention": "torch"}], ids=["compiled", "cpu", "torch"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: dict[str, object]) -> None:
     """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
     model_dir = checkpoint(family)
-    runner = load_model_runner(settings(model_dir, attention=attention))
+    runner = load_model_runner(settings(model_dir, **way))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)
     check_replay(Driver(runner))
@@ -92,7 +92,7 @@ def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family:
 @pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
 def test_blocks_of_any_type_hold_states(checkpoint: Checkpoint, kv_dtype: str) -> None:
     model_dir = checkpoint("lfm2")
-    runner = load_model_runner(settings(model_dir, kv_dtype=kv_dtype))
+    runner = load_arm(model_dir, "cpu", kv_dtype=kv_dtype)
     for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
         require_prompt_logprobs(computed, expected, half_tolerance("lfm2", "float16"))
 
@@ -119,5 +119,3 @@ def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> N
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
-        open_float_checkpoint(model_dir)

@@ -112,16 +112,15 @@ def reported_code(settings: RunnerSettings, config: AnyConfig, layout: KVLayout)
 
 def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runner]) -> CompiledCode:
     """Compile all that a worker with these settings needs, or load it from disk: load the model, and run a prompt and a
-    decode step. Raises ConfigurationError.
+    decode step, with KV for no more. Raises ConfigurationError.
     """
     before, begun_s = code_counts(), time.perf_counter()
     resolved, config = resolve(settings)
     layout = kv_layout(config, resolved)
-    if settings.num_blocks is not None:
-        settings = replace(settings, num_blocks=settings.num_blocks + layout.state_blocks)
-    runner = load(settings)
+    num_blocks = layout.num_blocks_for(_PROMPT_TOKENS + 1)
+    runner = load(replace(settings, num_blocks=num_blocks))
     try:
-        _run(runner, layout.state_blocks)
+        _run(runner, num_blocks)
     finally:
         runner.close()
     counts = code_counts().since(before)
@@ -129,10 +128,10 @@ def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runn
     return CompiledCode(key, counts.num_loaded, counts.num_compiled, time.perf_counter() - begun_s)
 
 
-def _run(runner: Runner, state_blocks: int) -> None:
+def _run(runner: Runner, num_blocks: int) -> None:
     sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
     sequence = SequenceState(SequenceSpec("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
-    sequence.block_table = list(range(state_blocks + 2))
+    sequence.block_table = list(range(num_blocks))
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
         tokens = runner.begin(batch)()[0].tokens

@@ -95,7 +95,7 @@ def why_not_paged(layout: KVLayout) -> str | None:
         return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
     if layout.head_dim % KEYS:
         return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
-    if layout.dtype == "int8" and layout.head_dim > MAX_SHORTS and not knows_vnni():
+    if layout.dtype == "int8" and not (layout.keys_are_values or layout.head_dim <= MAX_SHORTS or knows_vnni()):
         return f"heads of {layout.head_dim} with KV in int8, over {MAX_SHORTS} on a CPU without VNNI"
     if layout.block_size % KEYS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"

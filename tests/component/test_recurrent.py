@@ -6,18 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from engine.compiled_code import compile_code
 from engine.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
-from engine.quantizer.make import open_float_checkpoint
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import SequenceSpec
+from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
 from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
-from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
+from tests.component.parity import (
+    check_parity,
+    expect_prompts,
+    half_tolerance,
+    prompts,
+    require_prompt_logprobs,
+    run_mixed,
+)
 from tests.component.test_forks import choices, new_scheduler, run
 from tests.component.test_model_parity import check_replay
 from tests.fakes.requests import make_request
@@ -95,11 +103,19 @@ def test_the_last_layer_of_kv_is_announced_with_the_states(checkpoint: Checkpoin
     assert driver.announced == [(0, 1), (1, 1)]
 
 
+def test_commands_that_compute_without_a_scheduler_have_room_for_states(checkpoint: Checkpoint) -> None:
+    """`tandem compile` and `tandem optimize`. States take more blocks of int8 than of fp32."""
+    model_dir = checkpoint("qwen3.5")
+    compile_code(settings(model_dir), load_model_runner)
+    judged = [Judged(tuple(prompt), len(prompt) - 4) for prompt in prompts()]
+    other = runner_settings(model_dir, {"quantize": "int8"})
+    quality = compare_distributions(runner_settings(model_dir, {}), replace(other, kv_dtype="int8"), judged)
+    assert 0 < quality.mean_kl < 0.05
+
+
 def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("lfm2")
     with pytest.raises(ConfigurationError, match="2x1 ranks do not fit Lfm2ForCausalLM: ranks cannot divide recurrent"):
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
-        open_float_checkpoint(model_dir)

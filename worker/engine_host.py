@@ -157,7 +157,6 @@ def load_engine_host(
         max_batch_tokens=limits.max_batch_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
-        # Some position encodings depend on the prompt's length.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,

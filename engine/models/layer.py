@@ -109,9 +109,10 @@ class Experts:
         self._linears = linears
         self._on_device = on_device
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
+        """`routed`: the rows by which the router chooses, if they are others than x."""
         values = self.ops.values(x)
-        chosen, shares = self.router(values)
+        chosen, shares = self.router(values if routed is None else routed)
         if self._on_device is not None and self._on_device.products.fit_step:
             return self._on_device(values, chosen, shares)
         return self._one_by_one(values, chosen.flatten(), shares.flatten())
@@ -212,9 +213,9 @@ def take_layer(
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     is_recurrent, facts = config.is_recurrent(index), config.experts
-    o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
+    o = take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
     if facts is None or not facts.layers[index]:
-        mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
+        mlp: Mlp = take_mlp(parameters, prefix, config, linears)
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
@@ -223,7 +224,7 @@ def take_layer(
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
-        qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
+        qkv=take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
         qk_norm=None
         if is_recurrent
         else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
@@ -253,7 +254,7 @@ def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linea
     from_query_latent: Callable[[Tensor], Tensor] | None = None
     if config.latent.query_rank:
         norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
-        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
+        from_query_latent = partial(_norm_and_multiply, norm, take_linear(parameters, f"{prefix}q_b", linears))
     kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
     return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
 
@@ -262,11 +263,11 @@ def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
     return linear(linear.ops.norm(x, norm))
 
 
-def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
+def take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
     return linears.make_linear(name, parameters.take_linear(name))
 
 
-def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+def take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
     activation = ACTIVATIONS[config.activation]
     if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
         alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
@@ -298,8 +299,8 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    biases = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias"))
-    router = Router(facts, parameters.take(f"{prefix}router"), *biases)
+    more = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias", "expert_factors"))
+    router = Router(facts, parameters.take(f"{prefix}router"), *more)
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
@@ -314,7 +315,7 @@ def _take_mixture(
     experts = Experts(facts, router, mlps, linears, on_device)
     if not facts.shared_size:
         return experts
-    shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)
+    shared = take_mlp(parameters, f"{prefix}shared.", config, linears)
     return SharedExpert(experts, shared, parameters.take_optional(f"{prefix}shared_gate"))
 
 

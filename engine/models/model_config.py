@@ -4,7 +4,7 @@ A family's file takes everything from here: RopeConfig (rotary positions), Tenso
 in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 
 from checkpoint.config_json import (
@@ -21,15 +21,15 @@ from checkpoint.config_json import (
     rope_stretch,
     stretched_positions,
     text,
-    texts,
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
+from engine.models.mixed_config import MixedConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Span
 
-SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -65,6 +65,8 @@ class RopeConfig:
     """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
     query_growth: float = field(default=0.0, repr=False)
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
+    proportion: float = field(default=1.0, repr=False)
+    """Of `proportional`: the part of the frequencies of a whole head, from the highest on, that is not 0."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -107,6 +109,7 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
         short_factor=numbers(scaling, "short_factor"),
         long_factor=numbers(scaling, "long_factor"),
         attn_factor=number(scaling, "attn_factor", default=1.0),
+        proportion=number(scaling, "partial_rotary_factor", default=1.0) if kind == "proportional" else 1.0,
     )
 
 
@@ -143,7 +146,7 @@ class TensorNames:
 
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three tensors, or one with all three projections; see `grouped_qkv`."""
+    """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
@@ -250,6 +253,8 @@ class ModelConfig:
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)
+    mixed: MixedConfig | None = field(default=None, repr=False)
+    """Sizes of each layer, where they differ; those here are the KVLayout's. See `of_layer`."""
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -306,12 +311,21 @@ class ModelConfig:
         """Number of layers with attention, which have KV."""
         return self.num_kv_layers_before(self.num_layers)
 
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """This model with the sizes of one layer."""
+        return self if self.mixed is None else replace(self, **self.mixed.facts_of(layer, self.tensors))
+
     def num_kv_layers_before(self, layer: int) -> int:
+        if self.mixed is not None:
+            return self.mixed.num_kv_layers_before(layer)
         return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
-        return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
+        if self.recurrent is not None:
+            return Span(*self.recurrent.kv_layers(computed.first, computed.end))
+        first = self.num_kv_layers_before(computed.first)
+        return Span(first, self.num_kv_layers_before(computed.end) - first)
 
     @property
     def result_dim(self) -> int:
@@ -342,18 +356,6 @@ _DEFAULT_POSITIONS = 2048
 def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
     """The window in tokens; null is none."""
     return None if raw.get("sliding_window", default) is None else integer(raw, "sliding_window", default=default)
-
-
-def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
-    if raw.get("layer_types") is None:
-        return (window,) * num_layers
-    types = texts(raw, "layer_types")
-    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
-        raise ConfigurationError(
-            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:

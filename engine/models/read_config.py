@@ -30,6 +30,7 @@ from engine.models.families.dense import (
 )
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
+from engine.models.families.gemma4 import gemma4
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
@@ -104,6 +105,7 @@ FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
+    "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
     "GraniteForCausalLM": Family("Granite 3", granite),
     "StableLmForCausalLM": Family("StableLM", stablelm),
     "InternLMForCausalLM": Family("InternLM", internlm),
@@ -228,7 +230,7 @@ def _check(config: ModelConfig) -> None:
         )
     if config.positions == "rotary":
         for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
-            _check_rope(rope, config.head_dim)
+            _check_rope(rope, config.head_dim if config.mixed is None else rope.dim)
     if config.experts is not None:
         check_experts(config.experts)
     if config.recurrent is not None:

@@ -105,7 +105,9 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
     if config.unrotated:
         ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
-    return [RotaryEmbedding(rope, config.rotated_width, device, dtype) for rope in ropes]
+    # Where heads of layers differ in width, all of a head is rotated.
+    widths = [rope.dim if config.mixed is not None else config.rotated_width for rope in ropes]
+    return [RotaryEmbedding(*each, device, dtype) for each in zip(ropes, widths, strict=True)]
 
 
 def rope_of_layer(config: ModelConfig, layer: int) -> int:
@@ -126,6 +128,9 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
     inv_freq = 1.0 / config.theta**exponents
     if config.kind == "linear":
         return inv_freq / config.factor
+    if config.kind == "proportional":
+        is_rotated = torch.arange(len(inv_freq)) < int(config.proportion * config.dim // 2)
+        return torch.where(is_rotated, inv_freq / config.factor, 0.0)
     if config.kind == "llama3":
         return _llama3(config, inv_freq)
     if config.kind == "yarn":

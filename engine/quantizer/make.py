@@ -87,10 +87,10 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
     config = load_config(folder)
-    if not isinstance(config, ModelConfig) or config.recurrent is not None:
+    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.mixed is not None:
         raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, only decoder-only models without recurrent layers can: "
-            "`tandem up --quantize int8` serves it in int8"
+            f"{config.architecture} cannot be quantised, only decoder-only models without recurrent layers and with "
+            "layers of one size can: `tandem up --quantize int8` serves it in int8"
         )
     if config.tensors.stacked_experts:
         raise ConfigurationError(

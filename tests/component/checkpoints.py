@@ -340,6 +340,8 @@ def randomise(model: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.2)
 
 
 def save_tokenizer(model_dir: Path) -> None:

@@ -44,6 +44,8 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         return missing
     if config.recurrent is not None:
         return "recurrent layers"
+    if config.windows_are_chunks:
+        return "attention in chunks"
     if config.mixed is not None:
         return "layers with heads of several sizes"
     for name, value in _REQUIRED_FACTS.items():

@@ -144,7 +144,8 @@ class Decoder:
         """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry
         the scales: q (k / s) s = q k. `metadata` is what the layer's view shows.
         """
-        view, attention, window = self._views[index], self._attention, self.config.windows[index]
+        view, attention = self._views[index], self._attention
+        window = self.config.windows[index] if view.chunk is None else None
         layer_cache, scale = self._cache.layer(view.layer), self._scales.get(index)
         if self.config.mixed is not None:
             heads, source = self._mixed[index].heads, self.config.mixed.layers[index].kv_source
@@ -186,6 +187,8 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
         return None
     if encoding != "float":
         return f"the kernels multiply in floating point, not in {encoding}"
+    if config.experts.scales_inputs:
+        return "the kernels weight the results of experts, not their inputs"
     return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 

@@ -132,9 +132,12 @@ class Experts:
             if not count or expert not in self._experts:
                 continue
             of_expert = rows[first:end]
+            rows_of_expert, own_shares = values[of_expert], shares[first:end]
+            if self._config.scales_inputs:
+                rows_of_expert, own_shares = rows_of_expert * own_shares, torch.ones_like(own_shares)
             with self._linears.among(of_expert):
-                result = self._experts[expert](self.ops.rows(values[of_expert]))
-            total.index_add_(0, of_expert, result * shares[first:end])
+                result = self._experts[expert](self.ops.rows(rows_of_expert))
+            total.index_add_(0, of_expert, result * own_shares)
         return total
 
 
@@ -210,7 +213,7 @@ def take_layer(
     """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share. With
     `products`, its experts can be computed on the device.
     """
-    prefix = f"layers.{index}."
+    prefix, config = f"layers.{index}.", config.of_layer(index)
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     is_recurrent, facts = config.is_recurrent(index), config.experts
     o = take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)

@@ -65,6 +65,7 @@ class RopeConfig:
     """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
     query_growth: float = field(default=0.0, repr=False)
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
+    growth_offset: int = field(default=0, repr=False)  # added to p there
     proportion: float = field(default=1.0, repr=False)
     """Of `proportional`: the part of the frequencies of a whole head, from the highest on, that is not 0."""
 
@@ -233,6 +234,7 @@ class ModelConfig:
     qk_norm_of: str = field(default="head", repr=False)
     """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
     token together, and its keys together."""
+    qk_norm_weight: bool = field(default=True, repr=False)  # False: it is 1, and unrotated layers do without the norm
     qk_norm_rotated: bool = field(default=False, repr=False)
     """They are normed after they are rotated, not before."""
 
@@ -242,6 +244,8 @@ class ModelConfig:
     """Rotary positions of the layers with a window, if they differ from `rope`."""
     unrotated: tuple[int, ...] = field(default=(), repr=False)
     """Layers without rotary positions, in a model that has them."""
+    unrotated_rope: RopeConfig | None = field(default=None, repr=False)  # theirs, for what it says of queries
+    windows_are_chunks: bool = field(default=False, repr=False)  # see engine/attention/views.py
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
@@ -253,8 +257,7 @@ class ModelConfig:
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)
-    mixed: MixedConfig | None = field(default=None, repr=False)
-    """Sizes of each layer, where they differ; those here are the KVLayout's. See `of_layer`."""
+    mixed: MixedConfig | None = field(default=None, repr=False)  # then the sizes here are KVLayout's: see `of_layer`
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -312,7 +315,9 @@ class ModelConfig:
         return self.num_kv_layers_before(self.num_layers)
 
     def of_layer(self, layer: int) -> "ModelConfig":
-        """This model with the sizes of one layer."""
+        """This model with the facts of one layer."""
+        if not self.qk_norm_weight and layer in self.unrotated:
+            return replace(self, qk_norm=False)
         return self if self.mixed is None else replace(self, **self.mixed.facts_of(layer, self.tensors))
 
     def num_kv_layers_before(self, layer: int) -> int:

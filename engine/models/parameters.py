@@ -265,7 +265,8 @@ def _add_head_norm(builder: "SpecBuilder", config: ModelConfig, name: str, num_h
         rows = _rows_of_heads(np.arange(num_own), order)
         own = config.qk_norm_of == "own"
         stored = [Source(f"{stem}.weight", (num_own, head_dim) if own else shape, rows, flat=own)]
-    builder.add(name, shape, stored, offset=config.tensors.norm_offset)
+    has_weight = config.qk_norm_weight
+    builder.add(name, shape, stored if has_weight else (), offset=config.tensors.norm_offset if has_weight else 1.0)
 
 
 def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:

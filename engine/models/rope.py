@@ -80,7 +80,7 @@ class RotaryEmbedding:
         growth = self._config.query_growth
         if not growth:
             return None
-        stretches = (positions // self._config.original_positions).to(torch.float32)
+        stretches = ((positions + self._config.growth_offset) // self._config.original_positions).to(torch.float32)
         return (1 + growth * stretches.log1p()).to(self._dtype)[:, None, None]
 
     def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
@@ -104,9 +104,10 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
     if config.unrotated:
-        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
+        unrotated = RopeConfig("default", config.rope.theta, 0, config.rope.original_positions)
+        ropes.append(config.unrotated_rope or unrotated)
     # Where heads of layers differ in width, all of a head is rotated.
-    widths = [rope.dim if config.mixed is not None else config.rotated_width for rope in ropes]
+    widths = [config.rotated_width if config.mixed is None else rope.dim for rope in ropes]
     return [RotaryEmbedding(*each, device, dtype) for each in zip(ropes, widths, strict=True)]
 
 

@@ -274,6 +274,23 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": TRAINED_POSITIONS,
         },
     ),
+    "llama4": lambda: llama_like(
+        "llama4_text",
+        num_hidden_layers=4,
+        head_dim=16,
+        intermediate_size=32,
+        intermediate_size_mlp=96,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        interleave_moe_layer_step=2,
+        no_rope_layer_interval=3,
+        attention_chunk_size=16,
+        floor_scale=8,
+        attn_scale=0.5,
+        attention_bias=True,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
+        | {"high_freq_factor": 1.0, "original_max_position_embeddings": TRAINED_POSITIONS},
+    ),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
@@ -308,6 +325,37 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
 }
 """Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
 
+_MIXED = {"head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "final_logit_softcapping": 30.0}
+_TWO_OF_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
+MIXED_FAMILIES: dict[str, Callable[[], Any]] = {
+    "gemma4": lambda: llama_like(
+        "gemma4_text",
+        **_MIXED,
+        num_key_value_heads=1,
+        num_hidden_layers=8,
+        layer_types=[*_TWO_OF_THREE, "sliding_attention", *_TWO_OF_THREE, "full_attention"],
+        num_kv_shared_layers=3,
+        use_double_wide_mlp=True,
+        hidden_size_per_layer_input=32,
+        vocab_size_per_layer_input=VOCAB_SIZE,
+    ),
+    "gemma4-moe": lambda: llama_like(
+        "gemma4_text",
+        **_MIXED,
+        num_key_value_heads=4,
+        num_global_key_value_heads=1,
+        attention_k_eq_v=True,
+        num_hidden_layers=3,
+        layer_types=_TWO_OF_THREE,
+        hidden_size_per_layer_input=0,
+        enable_moe_block=True,
+        num_experts=4,
+        top_k_experts=2,
+        moe_intermediate_size=32,
+    ),
+}
+"""Those whose layers have heads of several sizes, which ranks and `tandem quantize` do not know."""
+
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
     """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`.
@@ -315,7 +363,7 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
-    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES)[family]()
+    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES | MIXED_FAMILIES)[family]()
     randomise(model)
     if family in REMOTE_FAMILIES:
         save_remote(family, model, model_dir)

@@ -51,6 +51,12 @@ def gemma4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     )
 
 
+def gemma4_unified(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """The text model of 12B: dense, nothing added for the token itself."""
+    more = {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+    return gemma4(plain, {"sliding_window": 1024, **raw, **more})
+
+
 def _layers(plain: ModelConfig, raw: RawConfig, windows: tuple[int | None, ...]) -> tuple[LayerSizes, ...]:
     """Each layer's sizes. Published files name those of layers without a window, newer ones those of each layer."""
     shared = integer(raw, "num_kv_shared_layers", default=0, least=0)
@@ -61,11 +67,11 @@ def _layers(plain: ModelConfig, raw: RawConfig, windows: tuple[int | None, ...])
     wide = {"head_dim": integer(raw, "global_head_dim", default=512)}
     if keys_are_values and raw.get("num_global_key_value_heads") is not None:
         wide["num_key_value_heads"] = integer(raw, "num_global_key_value_heads")
-    stated = section(raw, "per_layer_config")
+    stated = section(raw, "per_layer_config")  # by numbers such as "05"
+    stated_of = {int(number): section(stated, number) for number in stated}
     layers = []
     for layer, window in enumerate(windows):
-        own = section(stated, str(layer), "full_attention" if window is None else "sliding_attention")
-        own = own if stated else (wide if window is None else {})
+        own = stated_of.get(layer, {}) if stated else wide if window is None else {}
         layers.append(
             LayerSizes(
                 head_dim=integer(own, "head_dim", default=head_dim),

@@ -380,6 +380,10 @@ def randomise(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "norm" in name:
             parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            if type(model).__name__.startswith("Gemma4") and "q_norm" in name:
+                parameter *= 0.25  # its scores are not scaled: attention to one token alone would amplify rounding
+        elif name.endswith(("router.scale", "per_expert_scale")):  # choices that rounding does not change
+            parameter.copy_((8.0 if name.endswith("router.scale") else 1.0) * (1.0 + 0.2 * torch.randn_like(parameter)))
         else:
             # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))

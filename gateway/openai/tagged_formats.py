@@ -16,7 +16,8 @@ class TaggedFormat:
     what is between the name and the arguments. `parameter`: one from BETWEEN to a value, whose group is the parameter's
     name; "" if the arguments are a JSON object. `value_ends`: marks behind a value; the first of them belongs to the
     value. None of them: values are written as in Python, or, with a `quote` around texts, as in quoted_values.py.
-    `has_lines`: a line break around a value is not part of it. `call_ends`: marks that end the parameters. `closings`: marks that may follow, and the last of them ends the calls.
+    `has_lines`: a line break around a value is not part of it. `call_ends`: marks that end the parameters. `closings`:
+    marks that may follow, and the last of them ends the calls.
     """
 
     starts: tuple[str, ...]

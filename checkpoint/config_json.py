@@ -116,6 +116,18 @@ def texts(raw: RawConfig, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
+    if raw.get("layer_types") is None:
+        return (window,) * num_layers
+    types = texts(raw, "layer_types")
+    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
     """True or false; 1 and 0 are, too."""
     value = raw.get(key, default)

@@ -7,8 +7,8 @@ Apertus have plain MLPs with other activations.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse, rope_section
-from engine.models.families.layer_kinds import default_rope, layer_windows
+from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
+from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
 from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
 

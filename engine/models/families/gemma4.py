@@ -32,6 +32,7 @@ def gemma4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     heads, head_dim = common_row(layers)
     own_width = 0 if "hidden_size_per_layer_input" in raw else 256  # null is none
     width = integer(raw, "hidden_size_per_layer_input", default=own_width, least=0)
+    rope, window_rope = _ropes(plain, raw, layers, windows)
     return replace(
         plain,
         tensors=_NAMES,
@@ -45,7 +46,8 @@ def gemma4(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         tied=flag(raw, "tie_word_embeddings", default=True),
         windows=windows,
         counts_scaled_positions=True,
-        **_ropes(plain, raw, layers, windows),
+        rope=rope,
+        window_rope=window_rope,
         experts=_experts(plain, raw) if flag(raw, "enable_moe_block", default=False) else None,
         mixed=MixedConfig(layers, width, integer(raw, "vocab_size_per_layer_input", default=262_144) if width else 0),
     )
@@ -94,21 +96,19 @@ def _kv_sources(windows: tuple[int | None, ...], num_own: int) -> tuple[int, ...
 
 def _ropes(
     plain: ModelConfig, raw: RawConfig, layers: tuple[LayerSizes, ...], windows: tuple[int | None, ...]
-) -> dict[str, RopeConfig | None]:
+) -> tuple[RopeConfig, RopeConfig]:
     """Rotary positions of layers without and with a window, each over a whole head of theirs."""
     stored = rope_section(raw)
     widths = {window is None: sizes.head_dim for window, sizes in zip(windows, layers, strict=True)}
-    full = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
-    local = {"rope_type": "default", "rope_theta": 10_000.0}
+    full: RawConfig = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+    local: RawConfig = {"rope_type": "default", "rope_theta": 10_000.0}
     if stored:
         full, local = (section(stored, kind) for kind in ("full_attention", "sliding_attention"))
     if not full or not local:
         raise ConfigurationError("config.json: rope_parameters needs full_attention and sliding_attention")
     positions = plain.max_position_embeddings
-    return {
-        "rope": parse_rope({"rope_parameters": full}, positions, widths[True]),
-        "window_rope": parse_rope({"rope_parameters": local}, positions, widths.get(False, widths[True])),
-    }
+    rope = parse_rope({"rope_parameters": full}, positions, widths[True])
+    return rope, parse_rope({"rope_parameters": local}, positions, widths.get(False, widths[True]))
 
 
 def _experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:

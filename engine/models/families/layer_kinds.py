@@ -4,9 +4,8 @@ positions in these.
 
 from typing import Any
 
-from checkpoint.config_json import RawConfig, number, rope_section, section, texts
+from checkpoint.config_json import RawConfig, layer_windows, number, rope_section, section
 from engine.models.model_config import ModelConfig, RopeConfig, parse_rope
-from mesh.domain.errors import ConfigurationError
 
 
 def default_rope(plain: ModelConfig, raw: RawConfig, theta: float, **parameters: Any) -> RopeConfig:
@@ -32,18 +31,6 @@ def rope_and_window_rope(plain: ModelConfig, raw: RawConfig, theta: float) -> tu
 def _rope_of(plain: ModelConfig, raw: RawConfig, parameters: RawConfig) -> RopeConfig:
     rest = {key: value for key, value in raw.items() if key not in ("rope_theta", "rope_scaling", "rope_parameters")}
     return parse_rope(rest | {"rope_parameters": parameters}, plain.max_position_embeddings, plain.rope.dim)
-
-
-def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
-    if raw.get("layer_types") is None:
-        return (window,) * num_layers
-    types = texts(raw, "layer_types")
-    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
-        raise ConfigurationError(
-            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def windows_but_every(pattern: int, plain: ModelConfig, raw: RawConfig, window: int | None) -> tuple[int | None, ...]:

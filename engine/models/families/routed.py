@@ -6,10 +6,10 @@ and a bias; Phi 3.5 MoE by SparseMixer; the others by a softmax.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse, rope_section
+from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.dense import ernie4_5, hunyuan
-from engine.models.families.layer_kinds import default_rope, layer_windows
+from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import granite, qwen3
 from engine.models.families.mixtures import DEEPSEEK, MIXTRAL
 from engine.models.families.olmo import olmo2

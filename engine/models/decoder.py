@@ -17,7 +17,7 @@ from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
-from engine.models.layer import run_layer, take_layer, take_norm
+from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
 from engine.models.linear import Adapters, Ops, Rows, make_linear
 from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
@@ -60,12 +60,8 @@ class Decoder:
             self._embedding = Embedding(parameters, config)
             self._output = Output(parameters, config, self._embedding.weight)
         numbers, linears = range(self.layers.first, self.layers.end), self._adapters
-        self._mixed: list[MixedLayer] = []
-        if config.mixed is not None:
-            self._mixed = [take_mixed_layer(parameters, n, config, linears, self._expert_products) for n in numbers]
-            self._layers = [mixed.layer for mixed in self._mixed]
-        else:
-            self._layers = [take_layer(parameters, n, config, ranks, linears, self._expert_products) for n in numbers]
+        self._layers = [take_layer(parameters, n, config, ranks, linears, self._expert_products) for n in numbers]
+        self._mixed = _take_mixed(parameters, config, linears, self._layers)
         has_inputs = config.mixed is not None and config.mixed.input_width
         self._layer_inputs = LayerInputs(parameters, config) if has_inputs else None
         self._views = [view_of_layer(config, layer) for layer in range(config.num_layers)]
@@ -170,6 +166,18 @@ class Decoder:
         assert self._states is not None
         number = index - self.config.num_kv_layers_before(index)
         return recurrence(rows, self._states.of_layer(number), metadata)
+
+
+def _take_mixed(
+    parameters: Parameters, config: ModelConfig, linears: Adapters, layers: Sequence[Layer]
+) -> list[MixedLayer]:
+    """What each layer has besides, where layers differ in their sizes."""
+    taken: list[MixedLayer] = []
+    for index, layer in enumerate(layers if config.mixed is not None else ()):
+        own, has_experts = config.of_layer(index), config.experts is not None
+        mlp = take_mlp(parameters, f"layers.{index}.", own, linears) if has_experts else None
+        taken.append(take_mixed_layer(parameters, index, config, linears, layer, mlp))
+    return taken
 
 
 def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:

@@ -216,7 +216,7 @@ def take_layer(
     prefix, config = f"layers.{index}.", config.of_layer(index)
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     is_recurrent, facts = config.is_recurrent(index), config.experts
-    o = take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
+    o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
     if facts is None or not facts.layers[index]:
         mlp: Mlp = take_mlp(parameters, prefix, config, linears)
     else:
@@ -227,7 +227,7 @@ def take_layer(
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
-        qkv=take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
+        qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
         qk_norm=None
         if is_recurrent
         else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
@@ -257,7 +257,7 @@ def _take_latent(parameters: Parameters, prefix: str, config: ModelConfig, linea
     from_query_latent: Callable[[Tensor], Tensor] | None = None
     if config.latent.query_rank:
         norm = Norm(parameters.take(f"{prefix}q_norm"), None, LATENT_EPS)
-        from_query_latent = partial(_norm_and_multiply, norm, take_linear(parameters, f"{prefix}q_b", linears))
+        from_query_latent = partial(_norm_and_multiply, norm, _take_linear(parameters, f"{prefix}q_b", linears))
     kv_norm = Norm(parameters.take(f"{prefix}kv_norm"), None, LATENT_EPS)
     return LatentHeads(parameters, prefix, config, kv_norm, from_query_latent)
 
@@ -266,7 +266,7 @@ def _norm_and_multiply(norm: Norm, linear: LinearLayer, x: Tensor) -> Tensor:
     return linear(linear.ops.norm(x, norm))
 
 
-def take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
+def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> LinearLayer:
     return linears.make_linear(name, parameters.take_linear(name))
 
 

@@ -3,18 +3,20 @@ adds for the token itself; a factor of the residual. `engine.models.mixed_config
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.models.encodings import Parameters
-from engine.models.expert_products import ExpertProducts
-from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers, take_layer, take_linear, take_mlp
 from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm, rms_norm
 from engine.models.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +40,15 @@ class LayerInput:
 class Beside:
     """An MLP beside the experts. The router sees the residual through a norm of its own."""
 
-    mlp: DenseMlp
+    mlp: "DenseMlp"
     mlp_norm: Norm
     router_norm: Norm
     experts_norm: Norm
     experts_out_norm: Norm
 
-    def __call__(self, residual: Tensor, layer: Layer) -> Tensor:
+    def __call__(self, residual: Tensor, layer: "Layer") -> Tensor:
         """What both add to the residual, before the last norm."""
-        experts = layer.mlp
-        assert isinstance(experts, Experts)
+        experts = cast("Experts", layer.mlp)
         assert layer.post_norm is not None
         beside = self.mlp_norm(self.mlp(self.mlp.ops.norm(residual, layer.post_norm)))
         routed = experts(experts.ops.norm(residual, self.experts_norm), self.router_norm(residual))
@@ -58,7 +59,7 @@ class Beside:
 class MixedLayer:
     """A layer, and what it has besides others. `k_norm` is None if it reads the KV of an earlier layer."""
 
-    layer: Layer
+    layer: "Layer"
     heads: AttentionShape
     q_norm: Norm
     k_norm: Norm | None
@@ -66,7 +67,7 @@ class MixedLayer:
     beside: Beside | None
     layer_input: LayerInput | None
 
-    def __call__(self, residual: Tensor, rotation: Rotation | None, attend: Attend, inputs: Tensor | None) -> Tensor:
+    def __call__(self, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None) -> Tensor:
         """The residual after the layer. `attend` gets keys and values of no heads from a layer without KV."""
         layer = self.layer
         assert rotation is not None
@@ -98,9 +99,14 @@ class MixedLayer:
 
 
 def take_mixed_layer(
-    parameters: Parameters, index: int, config: ModelConfig, linears: LinearLayers, products: ExpertProducts | None
+    parameters: Parameters,
+    index: int,
+    config: ModelConfig,
+    linears: "LinearLayers",
+    layer: "Layer",
+    mlp: "DenseMlp | None",
 ) -> MixedLayer:
-    """Take the parameters of layer `index`, and build it."""
+    """Take what layer `index`, which is built already, has besides. `mlp`: the one beside its experts, if any."""
     facts, config = config.mixed, config.of_layer(index)
     assert facts is not None
     prefix = f"layers.{index}."
@@ -111,19 +117,19 @@ def take_mixed_layer(
 
     layer_input = beside = None
     if facts.input_width:
-        names = ("input_gate", "input_projection")
-        gate, projection = (take_linear(parameters, prefix + name, linears) for name in names)
+        names = (f"{prefix}input_gate", f"{prefix}input_projection")
+        gate, projection = (linears.make_linear(name, parameters.take_linear(name)) for name in names)
         layer_input = LayerInput(gate, projection, norm("input_out_norm"), ACTIVATIONS[config.activation])
-    if config.experts is not None:
+    if mlp is not None:
         beside = Beside(
-            mlp=take_mlp(parameters, prefix, config, linears),
+            mlp=mlp,
             mlp_norm=norm("mlp_only_norm"),
             router_norm=norm("router_norm", config.hidden_size**-0.5),
             experts_norm=norm("experts_norm"),
             experts_out_norm=norm("experts_out_norm"),
         )
     return MixedLayer(
-        take_layer(parameters, index, config, None, linears, products),
+        layer,
         attention_shape(config),
         norm("q_norm"),
         norm("k_norm") if facts.layers[index].kv_source == index else None,

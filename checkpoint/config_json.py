@@ -232,6 +232,11 @@ def stretched_positions(kind: str, positions: int, original: int, factor: float)
     return positions
 
 
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
 def _present(raw: RawConfig, keys: tuple[str, ...]) -> str:
     return next((key for key in keys if raw.get(key) is not None), keys[0])
 

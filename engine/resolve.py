@@ -61,6 +61,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return "adapters of a model with experts"
     if config.latent is not None and settings.adapters:
         return "adapters of a model with latent attention"
+    if config.recurrent is not None and settings.adapters:
+        return "adapters of a model with recurrent layers"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 
@@ -92,7 +94,10 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
         block_size=settings.block_size,
         dtype=dtype,
     )
-    if isinstance(config, EncoderDecoderConfig) or config.recurrent is None:
+    if isinstance(config, EncoderDecoderConfig):
+        return layout
+    layout = replace(layout, keys_are_values=config.kv_planes == 1)
+    if config.recurrent is None:
         return layout
     return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
 

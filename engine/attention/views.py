@@ -43,11 +43,11 @@ def seen_by(metadata: ForwardMetadata, view: View, block_size: int) -> ForwardMe
 
 
 def parts_of(layer_cache: Tensor, num_parts: int, shape: AttentionShape) -> Tensor:
-    """A layer of the cache [2, num_blocks, block_size, ..] as blocks of parts, of heads of this shape:
-    [2, num_blocks * num_parts, block_size, num_kv_heads, elements of a row].
+    """A layer of the cache [2 or 1, num_blocks, block_size, ..] as blocks of parts, of heads of this shape:
+    [.., num_blocks * num_parts, block_size, num_kv_heads, elements of a row].
     """
-    _, num_blocks, block_size, *_ = layer_cache.shape
-    return layer_cache.view(2, num_blocks * num_parts, block_size, shape.num_kv_heads, -1)
+    planes, num_blocks, block_size, *_ = layer_cache.shape
+    return layer_cache.view(planes, num_blocks * num_parts, block_size, shape.num_kv_heads, -1)
 
 
 def _in_parts(metadata: ForwardMetadata, view: View, block_size: int) -> ForwardMetadata:

@@ -151,8 +151,9 @@ class Decoder:
         sinks = self._layers[index - self.layers.first].sinks
         if scale is None:
             return attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
-        scaled = (queries * scale.key, keys / scale.key, values / scale.value)
-        return attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * scale.value
+        of_values = scale.key if self._cache.layout.keys_are_values else scale.value
+        scaled = (queries * scale.key, keys / scale.key, values / of_values)
+        return attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * of_values
 
     def _own_or_kept(self, index: int, source: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and values of a step in the layer whose KV this one reads. Others write them to the cache again."""

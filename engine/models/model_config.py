@@ -5,7 +5,6 @@ in its checkpoints), and helpers to read config.json, in which families use diff
 """
 
 from dataclasses import dataclass, field, replace
-from math import log
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -112,11 +111,6 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
         attn_factor=number(scaling, "attn_factor", default=1.0),
         proportion=number(scaling, "partial_rotary_factor", default=1.0) if kind == "proportional" else 1.0,
     )
-
-
-def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
 
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
@@ -303,7 +297,7 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         ropes = (self.rope, self.window_rope) if self.positions == "rotary" else ()
-        return self.recurrent is None and not any(rope and rope.depends_on_prompt_length for rope in ropes)
+        return not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
         """True if the layer has a recurrent state, and no KV."""
@@ -331,6 +325,11 @@ class ModelConfig:
             return Span(*self.recurrent.kv_layers(computed.first, computed.end))
         first = self.num_kv_layers_before(computed.first)
         return Span(first, self.num_kv_layers_before(computed.end) - first)
+
+    @property
+    def kv_planes(self) -> int:
+        """Arrays of KV in a layer: keys and values, or one whose rows are both."""
+        return 2 if self.latent is None else 1
 
     @property
     def result_dim(self) -> int:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import ModelConfig, RopeConfig, yarn_mscale
+from checkpoint.config_json import yarn_mscale
+from engine.models.model_config import ModelConfig, RopeConfig
 
 
 class Rotation(NamedTuple):

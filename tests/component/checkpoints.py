@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.component.newest_families import LLAMA4, MIXED
 from tests.component.remote_families import REMOTE_FAMILIES, save_remote
 
 VOCAB_SIZE = 264
@@ -240,7 +242,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         num_local_experts=8,
         num_experts_per_tok=3,
         intermediate_size=32,
-        shared_intermediate_size=48,
+        shared_intermediate_size=64,
         embedding_multiplier=3.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
@@ -274,23 +276,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": TRAINED_POSITIONS,
         },
     ),
-    "llama4": lambda: llama_like(
-        "llama4_text",
-        num_hidden_layers=4,
-        head_dim=16,
-        intermediate_size=32,
-        intermediate_size_mlp=96,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        interleave_moe_layer_step=2,
-        no_rope_layer_interval=3,
-        attention_chunk_size=16,
-        floor_scale=8,
-        attn_scale=0.5,
-        attention_bias=True,
-        rope_parameters={"rope_type": "llama3", "rope_theta": 10_000.0, "factor": 8.0, "low_freq_factor": 1.0}
-        | {"high_freq_factor": 1.0, "original_max_position_embeddings": TRAINED_POSITIONS},
-    ),
+    "llama4": partial(llama_like, **LLAMA4),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
@@ -299,7 +285,7 @@ _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -308,7 +294,7 @@ _DELTA_EXPERTS = _DELTA | {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
 }
 
 RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
@@ -321,39 +307,13 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
-    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
+    "qwen3-next": lambda: llama_like(
+        "qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS | {"linear_value_head_dim": 24}
+    ),
 }
-"""Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
+"""Those with recurrent layers, which ranks and graphs do not know."""
 
-_MIXED = {"head_dim": 16, "global_head_dim": 32, "sliding_window": WINDOW, "final_logit_softcapping": 30.0}
-_TWO_OF_THREE = ["sliding_attention", "sliding_attention", "full_attention"]
-MIXED_FAMILIES: dict[str, Callable[[], Any]] = {
-    "gemma4": lambda: llama_like(
-        "gemma4_text",
-        **_MIXED,
-        num_key_value_heads=1,
-        num_hidden_layers=8,
-        layer_types=[*_TWO_OF_THREE, "sliding_attention", *_TWO_OF_THREE, "full_attention"],
-        num_kv_shared_layers=3,
-        use_double_wide_mlp=True,
-        hidden_size_per_layer_input=32,
-        vocab_size_per_layer_input=VOCAB_SIZE,
-    ),
-    "gemma4-moe": lambda: llama_like(
-        "gemma4_text",
-        **_MIXED,
-        num_key_value_heads=4,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        num_hidden_layers=3,
-        layer_types=_TWO_OF_THREE,
-        hidden_size_per_layer_input=0,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-    ),
-}
+MIXED_FAMILIES = {family: partial(llama_like, **facts) for family, facts in MIXED.items()}
 """Those whose layers have heads of several sizes, which ranks and `tandem quantize` do not know."""
 
 
@@ -379,7 +339,8 @@ def randomise(model: Any) -> None:
     """Draw the weights of a model."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            is_from_one = name.endswith("weight") and not parameter.any()  # norms of 1 + weight
+            parameter.copy_((0.0 if is_from_one else 1.0) + 0.2 * torch.randn_like(parameter))
             if type(model).__name__.startswith("Gemma4") and "q_norm" in name:
                 parameter *= 0.25  # its scores are not scaled: attention to one token alone would amplify rounding
         elif name.endswith(("router.scale", "per_expert_scale")):  # choices that rounding does not change

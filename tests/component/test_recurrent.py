@@ -6,18 +6,27 @@ from pathlib import Path
 
 import pytest
 
+from engine.compiled_code import compile_code
 from engine.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
-from engine.quantizer.make import open_float_checkpoint
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tests.component.arms import settings
+from mesh.domain.request import SequenceSpec
+from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
+from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
-from tests.component.parity import check_parity, expect_prompts, half_tolerance, require_prompt_logprobs, run_mixed
-from tests.component.test_forks import choices, run
+from tests.component.parity import (
+    check_parity,
+    expect_prompts,
+    half_tolerance,
+    prompts,
+    require_prompt_logprobs,
+    run_mixed,
+)
+from tests.component.test_forks import choices, new_scheduler, run
 from tests.component.test_model_parity import check_replay
 from tests.fakes.requests import make_request
 
@@ -36,11 +45,45 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> No
         assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)
 
 
-@pytest.mark.parametrize(("family", "attention"), [("lfm2", "auto"), ("lfm2", "torch"), ("qwen3.5", "torch")])
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "cached"), [("lfm2", 24, [0, 48, 0, 64, 0, 32]), ("qwen3.5", 64, [0, 48, 0, 64, 80, 80])]
+)
+def test_prompts_say_the_same_behind_a_snapshot(
+    checkpoint: Checkpoint, family: str, num_blocks: int, cached: list[int]
+) -> None:
+    """Turns of a chat, a branch with forks, seen twice, and turns again. 24 blocks are too few for all of it."""
+    runner = load_model_runner(settings(checkpoint(family)))
+    ids = [7 * i % 250 for i in range(120)]
+    branch = replace(choices(0), token_ids=(*ids[:44], *ids[:30]), num_prompt_tokens=74)
+    turns = [make_request("0", tokens, max_new_tokens=9) for tokens in (ids[:60], ids[:90], ids, ids[:90])]
+    asked = [*turns[:2], branch, branch, *turns[2:]]
+    scheduler = new_scheduler(runner, num_blocks, max_batch_tokens=48)
+    computed = [run(runner, with_forks(request))[0] for request in asked]
+    before, num_cached = 0, []
+    for request, alone in zip(asked, computed, strict=True):
+        tokens, total = run(runner, with_forks(request), scheduler=scheduler)
+        num_cached.append(len(request.token_ids) - (total - before))
+        before = total
+        assert tokens.keys() == alone.keys()
+        for name, expected in alone.items():
+            assert [token.id for token in tokens[name]] == [token.id for token in expected]
+            mine, own = ([token.logprob for token in each] for each in (tokens[name], expected))
+            assert mine == pytest.approx(own, abs=3e-5)
+    assert num_cached == cached
+
+
+def with_forks(request: SequenceSpec) -> list[SequenceState]:
+    sequence = SequenceState(request)
+    sequence.forks = [SequenceState(fork) for fork in request.forked()]
+    return [sequence]
+
+
+@pytest.mark.parametrize("way", [{}, {"enforce_eager": True}, {"attention": "torch"}], ids=["compiled", "cpu", "torch"])
+@pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: dict[str, object]) -> None:
     """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
     model_dir = checkpoint(family)
-    runner = load_model_runner(settings(model_dir, attention=attention))
+    runner = load_model_runner(settings(model_dir, **way))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)
     check_replay(Driver(runner))
@@ -49,7 +92,7 @@ def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family:
 @pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
 def test_blocks_of_any_type_hold_states(checkpoint: Checkpoint, kv_dtype: str) -> None:
     model_dir = checkpoint("lfm2")
-    runner = load_model_runner(settings(model_dir, kv_dtype=kv_dtype))
+    runner = load_arm(model_dir, "cpu", kv_dtype=kv_dtype)
     for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
         require_prompt_logprobs(computed, expected, half_tolerance("lfm2", "float16"))
 
@@ -60,11 +103,19 @@ def test_the_last_layer_of_kv_is_announced_with_the_states(checkpoint: Checkpoin
     assert driver.announced == [(0, 1), (1, 1)]
 
 
+def test_commands_that_compute_without_a_scheduler_have_room_for_states(checkpoint: Checkpoint) -> None:
+    """`tandem compile` and `tandem optimize`. States take more blocks of int8 than of fp32."""
+    model_dir = checkpoint("qwen3.5")
+    compile_code(settings(model_dir), load_model_runner)
+    judged = [Judged(tuple(prompt), len(prompt) - 4) for prompt in prompts()]
+    other = runner_settings(model_dir, {"quantize": "int8"})
+    quality = compare_distributions(runner_settings(model_dir, {}), replace(other, kv_dtype="int8"), judged)
+    assert 0 < quality.mean_kl < 0.05
+
+
 def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("lfm2")
     with pytest.raises(ConfigurationError, match="2x1 ranks do not fit Lfm2ForCausalLM: ranks cannot divide recurrent"):
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
-        open_float_checkpoint(model_dir)

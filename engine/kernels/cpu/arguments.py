@@ -29,6 +29,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+HIDDEN = -1e30
+"""The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
 
 class Part(NamedTuple):
@@ -83,6 +85,7 @@ class HeadShape(NamedTuple):
     row_bytes: int  # bytes of one head of one token in the cache, keys or values
     block_size: int
     num_slots: int
+    num_planes: int  # arrays of a layer's cache: keys and values, or rows that are both
     scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
     softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
@@ -129,7 +132,7 @@ class AttentionScratch(NamedTuple):
     factors: Floats
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries as KV in int8 is multiplied with them; see decode_vectors.prepare_queries
+    limbs: Bytes  # queries as KV is multiplied with them: see decode_vectors.prepare_queries, shared_rows.attend_shared
 
 
 class Splits(NamedTuple):
@@ -274,3 +277,48 @@ class Delta(NamedTuple):
     eps: np.float32
     num_key_heads: int
     key_dim: int
+
+
+class StatePlaces(NamedTuple):
+    """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
+
+    rows: Floats  # [rows of the cache, width]
+    block: Int64s  # [rows of a state, of all layers]: the block of a row, a column of `tables`
+    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
+    in_piece: int  # rows from there to the same one of the next block
+    of_layer: int  # rows of a layer
+
+
+class StateSteps(NamedTuple):
+    """The sequences of a step, as recurrent layers see them; see Batch."""
+
+    tables: Int64s  # [num_seqs, blocks of a state]
+    is_repeated: Bools  # [num_seqs]: the state that stays is the one before the last token
+    query_starts: Int32s  # [num_seqs + 1]
+    context_lens: Int32s  # [num_seqs]
+
+
+class RecurrentWeights(NamedTuple):
+    """The parameters of recurrent layers, which are short convolutions or, with rates, gated delta nets."""
+
+    taps: Floats  # [num_layers, kernel, channels]
+    biases: Floats  # [num_layers, channels]
+    rates: Floats  # [num_layers, num_heads]; else [num_layers, 0]
+    rate_biases: Floats  # like rates
+    norms: Floats  # [num_layers, value_dim]; else [num_layers, 0]
+
+
+class Recurrent(NamedTuple):
+    """The recurrent layers of a model. The convolution's state, [kernel - 1, channels], is at the beginning of a
+    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of a delta net.
+    """
+
+    taps: Floats  # see RecurrentWeights
+    biases: Floats
+    rates: Floats
+    rate_biases: Floats
+    norms: Floats
+    eps: np.float32  # of the norm of results
+    num_key_heads: int  # 0: short convolutions
+    key_dim: int
+    places: StatePlaces

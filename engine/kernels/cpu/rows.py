@@ -183,12 +183,13 @@ def rotate_and_store(
 ) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
-    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. rope: the kind of the layer's rotary positions in `Batch`.
+    qkv: flat [rows, step of queries], of which the first num_heads + 2 * num_kv_heads heads are used. rope: the kind of
+    the layer's rotary positions in `Batch`.
     """
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
-    row_step = (num_heads + 2 * num_kv_heads) * dim
-    layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
+    row_step = attending.queries.step
+    layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
         if len(norms.weight) and not norms.rotated:
@@ -213,7 +214,7 @@ def write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: 
     segment = token_slot.layer + (token_slot.slot - token) * token_bytes
     for head in range(shape.num_kv_heads):
         at, target = head * shape.head_dim * FLOAT_BYTES, head_of(segment, head, shape, element)
-        segments = HeadSegments(target, target + shape.num_slots * token_bytes)
+        segments = HeadSegments(target, target + (shape.num_planes - 1) * shape.num_slots * token_bytes)
         write_head(keys + at, values + at, segments, token, shape, element)
 
 

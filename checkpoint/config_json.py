@@ -116,6 +116,18 @@ def texts(raw: RawConfig, key: str) -> tuple[str, ...]:
     return tuple(value)
 
 
+def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
+    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
+    if raw.get("layer_types") is None:
+        return (window,) * num_layers
+    types = texts(raw, "layer_types")
+    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
+        raise ConfigurationError(
+            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
+        )
+    return tuple(window if kind == "sliding_attention" else None for kind in types)
+
+
 def flag(raw: RawConfig, key: str, *, default: bool) -> bool:
     """True or false; 1 and 0 are, too."""
     value = raw.get(key, default)
@@ -218,6 +230,11 @@ def stretched_positions(kind: str, positions: int, original: int, factor: float)
     if kind == "yarn":
         return max(positions, int(original * factor))
     return positions
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def _present(raw: RawConfig, keys: tuple[str, ...]) -> str:

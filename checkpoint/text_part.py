@@ -36,6 +36,11 @@ _QWEN3_VL_MOE |= {"num_attention_heads": 16, "num_key_value_heads": 16, "moe_int
 _QWEN3_VL_MOE |= {"num_local_experts": 60, "num_experts_per_tok": 4}
 _GEMMA3: _Facts = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26}
 _GEMMA3 |= {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+_GEMMA4 = _GEMMA3 | {"vocab_size": 262_144, "num_hidden_layers": 30}
+_GEMMA4_UNIFIED = _GEMMA4 | {"max_position_embeddings": 262_144}
+_LLAMA4: _Facts = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48}
+_LLAMA4 |= {"num_attention_heads": 40, "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5}
+_LLAMA4 |= {"max_position_embeddings": 131_072, "num_local_experts": 16}
 _MISTRAL = _LLAMA | {"intermediate_size": 14_336, "num_key_value_heads": 8, "max_position_embeddings": 131_072}
 _MINISTRAL3 = _MISTRAL | {"vocab_size": 131_072, "num_hidden_layers": 34, "head_dim": 128, "rms_norm_eps": 1e-5}
 _MINISTRAL3 |= {"max_position_embeddings": 262_144}
@@ -46,8 +51,11 @@ TEXT_MODELS: Mapping[str, TextModel] = MappingProxyType(
     {
         "cohere2": TextModel("Cohere2ForCausalLM", _COHERE2),
         "gemma3_text": TextModel("Gemma3ForCausalLM", _GEMMA3),
+        "gemma4_text": TextModel("Gemma4ForCausalLM", _GEMMA4),
+        "gemma4_unified_text": TextModel("Gemma4UnifiedForCausalLM", _GEMMA4_UNIFIED),
         "granite": TextModel("GraniteForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
         "llama": TextModel("LlamaForCausalLM", _LLAMA | {"intermediate_size": 11_008}),
+        "llama4_text": TextModel("Llama4ForCausalLM", _LLAMA4),
         "ministral3": TextModel("Ministral3ForCausalLM", _MINISTRAL3),
         "mistral": TextModel("MistralForCausalLM", _MISTRAL),
         "qwen2": TextModel("Qwen2ForCausalLM", _QWEN),
@@ -67,9 +75,12 @@ WRAPPERS: Mapping[str, str] = MappingProxyType(
         "AyaVisionForConditionalGeneration": "cohere2",
         "Cohere2VisionForConditionalGeneration": "cohere2",
         "Gemma3ForConditionalGeneration": "gemma3_text",
+        "Gemma4ForConditionalGeneration": "gemma4_text",
+        "Gemma4UnifiedForConditionalGeneration": "gemma4_unified_text",
         "Idefics2ForConditionalGeneration": "mistral",
         "Idefics3ForConditionalGeneration": "llama",
         "InternVLForConditionalGeneration": "qwen2",
+        "Llama4ForConditionalGeneration": "llama4_text",
         "LlavaForConditionalGeneration": "llama",
         "LlavaNextForConditionalGeneration": "llama",
         "LlavaOnevisionForConditionalGeneration": "qwen2",
@@ -90,7 +101,8 @@ OTHER_KINDS = {"qwen2_vl": "qwen2_vl_text", "qwen2_5_vl": "qwen2_5_vl_text", "ge
 
 _TEXT = re.compile(r"^(?:model\.language_model|language_model\.model|model\.text_model)\.")
 _OTHER_PARTS = re.compile(
-    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|perceiver_resampler|image_newline)\b"
+    r"^(?:model\.)?(vision_tower|vision_model|visual|multi_modal_projector|connector|perceiver_resampler|image_newline"
+    r"|audio_tower|embed_vision|embed_audio)\b"
 )
 
 

@@ -13,6 +13,7 @@ from engine.adapter_slots import AdapterSlots
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
+from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
@@ -79,17 +80,23 @@ def decoder_memory(
     """The cache and the attention backend for its heads, whose kernels are compiled now. `query_heads`: those of the
     rank, by default all that read its KV heads.
     """
-    attention = select_backend(
-        attention_shape_of(config).shard(cache.span.heads, query_heads),
-        AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout),
-        settings.attention,
-    )
-    if isinstance(attention, CpuAttention):
-        attention.compile(cache.layer(cache.span.layers.first))
-    if isinstance(attention, TritonAttention):
-        windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
-        attention.compile(cache.layer(cache.span.layers.first), windows, getattr(torch, settings.dtype))
-    return DecoderMemory(cache, attention, read_kv_scales(settings.model_dir) if _scales_kv(settings) else NO_SCALES)
+    target = AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout)
+    shapes = [shape.shard(cache.span.heads, query_heads) for shape in [attention_shape_of(config)]]
+    layers = [View(cache.span.layers.first)]
+    if isinstance(config, ModelConfig) and config.mixed is not None:
+        layers = [view_of_layer(config, layer) for layer in range(config.num_layers)]
+        shapes = [attention_shape_of(config.of_layer(layer)) for layer in range(config.num_layers)]
+    windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
+    attentions = {}
+    for shape, view in dict(zip(shapes, layers, strict=True)).items():
+        attention = attentions[shape] = select_backend(shape, target, settings.attention)
+        layer_cache = parts_of(cache.layer(view.layer), view.num_parts, shape)
+        if isinstance(attention, CpuAttention):
+            attention.compile(layer_cache)
+        if isinstance(attention, TritonAttention):
+            attention.compile(layer_cache, windows, target.dtype)
+    scales = read_kv_scales(settings.model_dir) if _scales_kv(settings) else NO_SCALES
+    return DecoderMemory(cache, attention, scales, attentions)
 
 
 def load_parameters(

@@ -47,6 +47,8 @@ def why_no_graphs(settings: RunnerSettings, config: AnyConfig) -> str | None:
         return "the host hands residuals over from stage to stage"
     if isinstance(config, EncoderDecoderConfig):
         return "encoder-decoder models read lengths on the host"
+    if config.windows_are_chunks:
+        return "chunks of attention are found on the host"
     return None if config.recurrent is None else "recurrent states are found on the host"
 
 

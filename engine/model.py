@@ -5,13 +5,14 @@ A forward pass computes its layers in groups, each announced once its KV is writ
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.attention.backend import AttentionBackend, ForwardMetadata
+from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 from engine.kv_cache import KVCache
 from engine.kv_scales import NO_SCALES, KVScale
 from engine.models.encoder_decoder.config import AnyConfig
@@ -62,11 +63,14 @@ def finish_with(wait: Callable[[], None], hidden: Tensor) -> Finish:
 
 
 class DecoderMemory(NamedTuple):
-    """The KV cache, the attention backend that reads it, and the scales of KV by layer where they are not 1."""
+    """The KV cache, the attention backend that reads it, and the scales of KV by layer where they are not 1.
+    `attentions`: the backends of a model whose layers have heads of several shapes.
+    """
 
     cache: KVCache
     attention: AttentionBackend
     scales: Mapping[int, KVScale] = NO_SCALES
+    attentions: Mapping[AttentionShape, AttentionBackend] = MappingProxyType({})
 
 
 class Model(Protocol):

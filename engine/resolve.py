@@ -80,6 +80,12 @@ def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
 
 
 def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str, dtype: str) -> KVLayout:
+    chunks = config.windows if isinstance(config, ModelConfig) and config.windows_are_chunks else ()
+    if any(chunk is not None and chunk % settings.block_size for chunk in chunks):
+        raise ConfigurationError(
+            f"block_size {settings.block_size} does not divide the {max(filter(None, chunks))} tokens of the chunks in "
+            f"which {config.architecture} attends: use a divisor of that"
+        )
     layout = KVLayout(
         model_fingerprint=model_fingerprint,
         num_layers=config.num_kv_layers,

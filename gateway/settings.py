@@ -14,11 +14,21 @@ LMI_SCHEMAS = ("rolling", "0.26", "async")
 TOOL_CALL_PARSERS = (
     *("auto", "none", "hermes", "llama3_json", "mistral", "phi4_mini_json", "granite"),
     *("hunyuan_a13b", "qwen3_coder", "seed_oss", "glm45", "minimax_m2", "deepseek_v3", "deepseek_v31", "kimi_k2"),
-    *("cohere_command3", "cohere_command4", "apertus", "lfm2", "olmo3", "pythonic", "llama4_pythonic", "openai"),
+    *(
+        "cohere_command3",
+        "cohere_command4",
+        "apertus",
+        "gemma4",
+        "lfm2",
+        "olmo3",
+        "pythonic",
+        "llama4_pythonic",
+        "openai",
+    ),
 )
 REASONING_PARSERS = (
     *("auto", "none", "qwen3", "deepseek_r1", "mistral", "seed_oss", "cohere_command3", "cohere_command4"),
-    *("hunyuan_a13b", "kimi_k2", "minimax_m2", "apertus"),
+    *("hunyuan_a13b", "kimi_k2", "minimax_m2", "apertus", "gemma4"),
 )
 OUTPUT_FORMATTERS = ("auto", "json", "jsonlines", "sse")
 

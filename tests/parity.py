@@ -65,7 +65,7 @@ from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings
 from tests.component.arms import settings as runner_settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, build_checkpoint
+from tests.component.checkpoints import FAMILIES, MIXED_FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, build_checkpoint
 from tests.component.driving import Run
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder
 from tests.component.multimodal import CASES as MULTIMODAL
@@ -111,7 +111,7 @@ def _encoder_decoder(model_dir: Path) -> Scores:
 
 ROWS: dict[str, Row] = {
     family: Row(partial(build_checkpoint, family), _decoder_only)
-    for family in (*FAMILIES, *OTHER_FAMILIES, *RECURRENT_FAMILIES)
+    for family in (*FAMILIES, *OTHER_FAMILIES, *RECURRENT_FAMILIES, *MIXED_FAMILIES)
 } | {form: Row(partial(build_encoder_decoder, form), _encoder_decoder) for form in FORMS}
 ROWS |= {f"{case}-multimodal": Row(partial(build_multimodal, case), _multimodal) for case in MULTIMODAL}
 PROMPT_LENGTHS = (1, 9, 16, 17, 28, 45, 64, 100, 150)

@@ -12,12 +12,14 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
+from engine.attention.views import parts_of, seen_by, view_of_layer
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
-from engine.models.layer import run_layer, take_layer, take_norm
+from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
 from engine.models.linear import Adapters, Ops, Rows, make_linear
+from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.mixer import RecurrentMixer
@@ -25,7 +27,6 @@ from engine.models.recurrent.state import RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
-from mesh.domain.kv import Span
 
 
 class Decoder:
@@ -45,10 +46,10 @@ class Decoder:
         self._ranks = ranks
         self._adapters = Adapters(adapter_shapes)
         self.num_torch_threads = torch.get_num_threads()
-        self._cache, self._attention, self._scales = memory
+        self._cache, self._attention, self._scales, self._attentions = memory
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
-        self.layers = memory.cache.span.layers if config.recurrent is None else Span(0, config.num_layers)
+        self.layers = share.layers
         self._states = _states(config, memory)
         self.why_experts_on_host = _why_experts_on_host(config, parameters.encoding, memory)
         on_device = config.experts is not None and self.why_experts_on_host is None
@@ -58,10 +59,14 @@ class Decoder:
         if self.layers.first == 0:
             self._embedding = Embedding(parameters, config)
             self._output = Output(parameters, config, self._embedding.weight)
-        self._layers = [
-            take_layer(parameters, layer, config, ranks, self._adapters, self._expert_products)
-            for layer in range(self.layers.first, self.layers.end)
-        ]
+        numbers, linears = range(self.layers.first, self.layers.end), self._adapters
+        self._layers = [take_layer(parameters, n, config, ranks, linears, self._expert_products) for n in numbers]
+        self._mixed = _take_mixed(parameters, config, linears, self._layers)
+        has_inputs = config.mixed is not None and config.mixed.input_width
+        self._layer_inputs = LayerInputs(parameters, config) if has_inputs else None
+        self._views = [view_of_layer(config, layer) for layer in range(config.num_layers)]
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a step, of `_read_later`
+        self._read_later = set() if config.mixed is None else config.mixed.read_later
         self._compile_recurrence()
         self._like = self._layers[0].like
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
@@ -112,12 +117,18 @@ class Decoder:
         else:
             assert self._ranks is not None
             residual = self._ranks.residual(self._like, len(metadata.positions))
+        inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, residual)
         rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
+        seen = {view: seen_by(metadata, view, self._cache.layout.block_size) for view in self._views}
         for first, stop in layer_groups:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None
-                attend, recur = partial(self._attend, index, metadata), partial(self._recur, index, metadata)
-                layer = self._layers[index - self.layers.first]
+                attend = partial(self._attend, index, seen[self._views[index]])
+                if self._mixed:
+                    own_inputs = None if inputs is None else inputs[index]
+                    residual = self._mixed[index](residual, rotation, attend, own_inputs)
+                    continue
+                layer, recur = self._layers[index - self.layers.first], partial(self._recur, index, metadata)
                 residual = run_layer(layer, self._heads, residual, rotation, attend, recur)
         return residual
 
@@ -127,21 +138,47 @@ class Decoder:
 
     def _attend(self, index: int, metadata: ForwardMetadata, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry
-        the scales: q (k / s) s = q k.
+        the scales: q (k / s) s = q k. `metadata` is what the layer's view shows.
         """
-        layer_cache = self._cache.layer(self.config.num_kv_layers_before(index))
-        window = self.config.windows[index]
-        scale, sinks = self._scales.get(index), self._layers[index - self.layers.first].sinks
+        view, attention = self._views[index], self._attention
+        window = self.config.windows[index] if view.chunk is None else None
+        layer_cache, scale = self._cache.layer(view.layer), self._scales.get(index)
+        if self.config.mixed is not None:
+            heads, source = self._mixed[index].heads, self.config.mixed.layers[index].kv_source
+            attention, scale = self._attentions[heads], self._scales.get(source)
+            layer_cache = parts_of(layer_cache, view.num_parts, heads)
+            keys, values = self._own_or_kept(index, source, keys, values)
+        sinks = self._layers[index - self.layers.first].sinks
         if scale is None:
-            return self._attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
+            return attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
         of_values = scale.key if self._cache.layout.keys_are_values else scale.value
         scaled = (queries * scale.key, keys / scale.key, values / of_values)
-        return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * of_values
+        return attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * of_values
+
+    def _own_or_kept(self, index: int, source: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and values of a step in the layer whose KV this one reads. Others write them to the cache again."""
+        if source != index:
+            return self._kept[source]
+        if source in self._read_later:
+            self._kept[source] = keys, values
+        return keys, values
 
     def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
         assert self._states is not None
         number = index - self.config.num_kv_layers_before(index)
         return recurrence(rows, self._states.of_layer(number), metadata)
+
+
+def _take_mixed(
+    parameters: Parameters, config: ModelConfig, linears: Adapters, layers: Sequence[Layer]
+) -> list[MixedLayer]:
+    """What each layer has besides, where layers differ in their sizes."""
+    taken: list[MixedLayer] = []
+    for index, layer in enumerate(layers if config.mixed is not None else ()):
+        own, has_experts = config.of_layer(index), config.experts is not None
+        mlp = take_mlp(parameters, f"layers.{index}.", own, linears) if has_experts else None
+        taken.append(take_mixed_layer(parameters, index, config, linears, layer, mlp))
+    return taken
 
 
 def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:
@@ -159,6 +196,8 @@ def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemo
         return None
     if encoding != "float":
         return f"the kernels multiply in floating point, not in {encoding}"
+    if config.experts.scales_inputs:
+        return "the kernels weight the results of experts, not their inputs"
     return why_not_on_device(memory.attention.name, memory.cache.tensor.device)
 
 

@@ -34,6 +34,8 @@ class ExpertsConfig:
     mixer_range: float = field(default=0.0, repr=False)
     """SparseMixer: the distance from the highest output, in relation to the outputs, of those that have a share."""
     router_bias: bool = field(default=False, repr=False)
+    scales_inputs: bool = field(default=False, repr=False)
+    """Experts get their rows times the scores, and their results are not weighted."""
     wide_router: bool = field(default=False, repr=False)
     """The router is in fp32, whatever the model's dtype."""
 

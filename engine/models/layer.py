@@ -110,9 +110,10 @@ class Experts:
         self._linears = linears
         self._on_device = on_device
 
-    def __call__(self, x: Rows) -> Tensor:
+    def __call__(self, x: Rows, routed: Tensor | None = None) -> Tensor:
+        """`routed`: the rows by which the router chooses, if they are others than x."""
         values = self.ops.values(x)
-        chosen, shares = self.router(values)
+        chosen, shares = self.router(values if routed is None else routed)
         if self._on_device is not None and self._on_device.products.fit_step:
             return self._on_device(values, chosen, shares)
         return self._one_by_one(values, chosen.flatten(), shares.flatten())
@@ -132,9 +133,12 @@ class Experts:
             if not count or expert not in self._experts:
                 continue
             of_expert = rows[first:end]
+            rows_of_expert, own_shares = values[of_expert], shares[first:end]
+            if self._config.scales_inputs:
+                rows_of_expert, own_shares = rows_of_expert * own_shares, torch.ones_like(own_shares)
             with self._linears.among(of_expert):
-                result = self._experts[expert](self.ops.rows(values[of_expert]))
-            total.index_add_(0, of_expert, result * shares[first:end])
+                result = self._experts[expert](self.ops.rows(rows_of_expert))
+            total.index_add_(0, of_expert, result * own_shares)
         return total
 
 
@@ -210,12 +214,12 @@ def take_layer(
     """Take the parameters of layer `index`, and build it. With `ranks`, each rank has the part of its share. With
     `products`, its experts can be computed on the device.
     """
-    prefix = f"layers.{index}."
+    prefix, config = f"layers.{index}.", config.of_layer(index)
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
     is_recurrent, facts = config.is_recurrent(index), config.experts
     o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
     if facts is None or not facts.layers[index]:
-        mlp: Mlp = _take_mlp(parameters, prefix, config, linears)
+        mlp: Mlp = take_mlp(parameters, prefix, config, linears)
     else:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
@@ -267,7 +271,7 @@ def _take_linear(parameters: Parameters, name: str, linears: LinearLayers) -> Li
     return linears.make_linear(name, parameters.take_linear(name))
 
 
-def _take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
+def take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: LinearLayers) -> DenseMlp:
     activation = ACTIVATIONS[config.activation]
     if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
         alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
@@ -299,8 +303,8 @@ def _take_mixture(
 ) -> Mlp:
     facts = config.experts
     assert facts is not None
-    biases = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias"))
-    router = Router(facts, parameters.take(f"{prefix}router"), *biases)
+    more = (parameters.take_optional(f"{prefix}{kind}") for kind in ("choice_bias", "router_bias", "expert_factors"))
+    router = Router(facts, parameters.take(f"{prefix}router"), *more)
     mlps: dict[int, DenseMlp] = {}
     matrices: list[LinearParameters] = []  # kept for the products only: layers may store them in another form
     for number in range(held.first, held.end):
@@ -315,7 +319,7 @@ def _take_mixture(
     experts = Experts(facts, router, mlps, linears, on_device)
     if not facts.shared_size:
         return experts
-    shared = _take_mlp(parameters, f"{prefix}shared.", config, linears)
+    shared = take_mlp(parameters, f"{prefix}shared.", config, linears)
     return SharedExpert(experts, shared, parameters.take_optional(f"{prefix}shared_gate"))
 
 

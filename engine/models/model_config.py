@@ -4,8 +4,7 @@ A family's file takes everything from here: RopeConfig (rotary positions), Tenso
 in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
 """
 
-from dataclasses import dataclass, field
-from math import log
+from dataclasses import dataclass, field, replace
 
 from checkpoint.config_json import (
     POSITION_KEYS,
@@ -21,15 +20,15 @@ from checkpoint.config_json import (
     rope_stretch,
     stretched_positions,
     text,
-    texts,
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
+from engine.models.mixed_config import MixedConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Span
 
-SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+SUPPORTED_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 _NEEDED = {
     "linear": ("factor",),
     "dynamic": ("factor",),
@@ -65,6 +64,9 @@ class RopeConfig:
     """Multiplies the base as dynamic NTK does: by alpha^(dim / (dim - 2)), for any length."""
     query_growth: float = field(default=0.0, repr=False)
     """Queries at position p are multiplied by 1 + query_growth * ln(1 + p // original_positions)."""
+    growth_offset: int = field(default=0, repr=False)  # added to p there
+    proportion: float = field(default=1.0, repr=False)
+    """Of `proportional`: the part of the frequencies of a whole head, from the highest on, that is not 0."""
 
     @property
     def depends_on_prompt_length(self) -> bool:
@@ -107,12 +109,8 @@ def parse_rope(raw: RawConfig, max_position_embeddings: int, dim: int) -> RopeCo
         short_factor=numbers(scaling, "short_factor"),
         long_factor=numbers(scaling, "long_factor"),
         attn_factor=number(scaling, "attn_factor", default=1.0),
+        proportion=number(scaling, "partial_rotary_factor", default=1.0) if kind == "proportional" else 1.0,
     )
-
-
-def yarn_mscale(factor: float, weight: float) -> float:
-    """YaRN's factor of queries and keys, for contexts that are stretched by `factor`."""
-    return 1.0 if factor <= 1 else 0.1 * weight * log(factor) + 1.0
 
 
 def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
@@ -143,7 +141,7 @@ class TensorNames:
 
     input_norm: str = "input_layernorm"
     qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three tensors, or one with all three projections; see `grouped_qkv`."""
+    """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
     q_norm: str = "self_attn.q_norm"
     """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
     k_norm: str = "self_attn.k_norm"
@@ -230,6 +228,7 @@ class ModelConfig:
     qk_norm_of: str = field(default="head", repr=False)
     """`head`: each head, all with the same weights. `own`: each head, with its own weights. `all`: the queries of a
     token together, and its keys together."""
+    qk_norm_weight: bool = field(default=True, repr=False)  # False: it is 1, and unrotated layers do without the norm
     qk_norm_rotated: bool = field(default=False, repr=False)
     """They are normed after they are rotated, not before."""
 
@@ -239,6 +238,8 @@ class ModelConfig:
     """Rotary positions of the layers with a window, if they differ from `rope`."""
     unrotated: tuple[int, ...] = field(default=(), repr=False)
     """Layers without rotary positions, in a model that has them."""
+    unrotated_rope: RopeConfig | None = field(default=None, repr=False)  # theirs, for what it says of queries
+    windows_are_chunks: bool = field(default=False, repr=False)  # see engine/attention/views.py
     attention_scale: float | None = None
     """Factor of the scores; head_dim ** -0.5 if None."""
     attention_gate: bool = field(default=False, repr=False)
@@ -250,6 +251,7 @@ class ModelConfig:
     alibi_scale: float = 1.0
     """Factor of ALiBi's slopes."""
     latent: LatentConfig | None = field(default=None, repr=False)
+    mixed: MixedConfig | None = field(default=None, repr=False)  # then the sizes here are KVLayout's: see `of_layer`
 
     clip_qkv: float | None = field(default=None, repr=False)
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
@@ -306,12 +308,23 @@ class ModelConfig:
         """Number of layers with attention, which have KV."""
         return self.num_kv_layers_before(self.num_layers)
 
+    def of_layer(self, layer: int) -> "ModelConfig":
+        """This model with the facts of one layer."""
+        if not self.qk_norm_weight and layer in self.unrotated:
+            return replace(self, qk_norm=False)
+        return self if self.mixed is None else replace(self, **self.mixed.facts_of(layer, self.tensors))
+
     def num_kv_layers_before(self, layer: int) -> int:
+        if self.mixed is not None:
+            return self.mixed.num_kv_layers_before(layer)
         return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
-        return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
+        if self.recurrent is not None:
+            return Span(*self.recurrent.kv_layers(computed.first, computed.end))
+        first = self.num_kv_layers_before(computed.first)
+        return Span(first, self.num_kv_layers_before(computed.end) - first)
 
     @property
     def kv_planes(self) -> int:
@@ -347,18 +360,6 @@ _DEFAULT_POSITIONS = 2048
 def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
     """The window in tokens; null is none."""
     return None if raw.get("sliding_window", default) is None else integer(raw, "sliding_window", default=default)
-
-
-def layer_windows(raw: RawConfig, num_layers: int, window: int | None) -> tuple[int | None, ...]:
-    """The window per layer: `window` for layers that `layer_types` marks as sliding, or for all layers without it."""
-    if raw.get("layer_types") is None:
-        return (window,) * num_layers
-    types = texts(raw, "layer_types")
-    if other := sorted(set(types) - {"sliding_attention", "full_attention"}):
-        raise ConfigurationError(
-            f"config.json: layer_types may name full_attention and sliding_attention, not {other[0]!r:.100}"
-        )
-    return tuple(window if kind == "sliding_attention" else None for kind in types)
 
 
 def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from engine.models.blocks import BLOCKS
 from engine.models.latent_config import LatentConfig
+from engine.models.mixed_parameters import add_mixed
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.parameters import add_recurrent
 from engine.models.row_orders import rotary_order
@@ -109,7 +110,7 @@ class ParameterSpec:
     @property
     def is_scale(self) -> bool:
         """True for the weights of norms, which are close to 1 rather than 0."""
-        return self.name.endswith("norm")
+        return self.name.endswith(("norm", "scalar"))
 
 
 def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
@@ -129,16 +130,15 @@ def parameter_specs(config: ModelConfig) -> list[ParameterSpec]:
     if config.final_norm:
         model.norm("final_norm", names.final_norm)
     if not config.tied:
-        stored = Source(f"{names.lm_head}.weight", (vocab, width))
-        model.specs.append(
-            ParameterSpec("lm_head", (vocab, width), (stored,), unit_rows=names.unit_lm_head, is_matrix=True)
-        )
+        stored, unit = (Source(f"{names.lm_head}.weight", (vocab, width)),), names.unit_lm_head
+        model.specs.append(ParameterSpec("lm_head", (vocab, width), stored, unit_rows=unit, is_matrix=True))
     if config.lm_head_bias:
         model.add("lm_head_bias", (vocab,), [Source(f"{names.lm_head}.bias", (vocab,))])
-    specs = model.specs
     for layer in range(config.num_layers):
-        specs += _layer_specs(config, layer)
-    return specs
+        model.specs += _layer_specs(config.of_layer(layer), layer)
+    if config.mixed is not None:
+        add_mixed(model, config)
+    return model.specs
 
 
 def tied_names(config: ModelConfig) -> tuple[str, str] | None:
@@ -214,11 +214,12 @@ def _add_stacked(builder: "SpecBuilder", config: ModelConfig, expert: int) -> No
 def _add_attention(builder: "SpecBuilder", config: ModelConfig) -> None:
     names, head_dim = config.tensors, config.head_dim
     order = np.arange(head_dim)
-    if config.positions == "rotary":
+    if config.positions == "rotary" and config.mixed is None:
         order = np.array(rotary_order(head_dim, config.rope.dim, interleaved=names.interleaved_rotary))
     tensors = [
         (name, num_rows, None if np.array_equal(rows, np.arange(num_rows)) else rows)
         for name, num_rows, rows in _qkv_tensors(config, order)
+        if name
     ]
     builder.linear("qkv", tensors, config.hidden_size, has_bias=config.qkv_bias)
     if config.qk_norm:
@@ -264,7 +265,8 @@ def _add_head_norm(builder: "SpecBuilder", config: ModelConfig, name: str, num_h
         rows = _rows_of_heads(np.arange(num_own), order)
         own = config.qk_norm_of == "own"
         stored = [Source(f"{stem}.weight", (num_own, head_dim) if own else shape, rows, flat=own)]
-    builder.add(name, shape, stored, offset=config.tensors.norm_offset)
+    has_weight = config.qk_norm_weight
+    builder.add(name, shape, stored if has_weight else (), offset=config.tensors.norm_offset if has_weight else 1.0)
 
 
 def _qkv_tensors(config: ModelConfig, order: RowOrder) -> list[tuple[str, int, RowOrder]]:

@@ -30,6 +30,7 @@ from engine.models.families.dense import (
 )
 from engine.models.families.falcon import falcon
 from engine.models.families.gemma import gemma, gemma2, gemma3
+from engine.models.families.gemma4 import gemma4, gemma4_unified
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
@@ -47,6 +48,7 @@ from engine.models.families.llama import (
     stablelm,
     starcoder2,
 )
+from engine.models.families.llama4 import llama4
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
@@ -84,6 +86,7 @@ class Family:
 
 FAMILIES: Mapping[str, Family] = {
     "LlamaForCausalLM": Family("Llama 1 to 3", llama),
+    "Llama4ForCausalLM": Family("Llama 4, text", llama4),
     "MistralForCausalLM": Family("Mistral", mistral),
     "MixtralForCausalLM": Family("Mixtral", mixtral),
     "Qwen2ForCausalLM": Family("Qwen 1.5, 2, 2.5", qwen2),
@@ -104,6 +107,8 @@ FAMILIES: Mapping[str, Family] = {
     "GemmaForCausalLM": Family("Gemma", gemma),
     "Gemma2ForCausalLM": Family("Gemma 2", gemma2),
     "Gemma3ForCausalLM": Family("Gemma 3, text", gemma3),
+    "Gemma4ForCausalLM": Family("Gemma 4, text", gemma4),
+    "Gemma4UnifiedForCausalLM": Family("Gemma 4 12B, text", gemma4_unified),
     "GraniteForCausalLM": Family("Granite 3", granite),
     "StableLmForCausalLM": Family("StableLM", stablelm),
     "InternLMForCausalLM": Family("InternLM", internlm),
@@ -228,7 +233,7 @@ def _check(config: ModelConfig) -> None:
         )
     if config.positions == "rotary":
         for rope in (config.rope, *([] if config.window_rope is None else [config.window_rope])):
-            _check_rope(rope, config.head_dim)
+            _check_rope(rope, config.head_dim if config.mixed is None else rope.dim)
     if config.experts is not None:
         check_experts(config.experts)
     if config.recurrent is not None:

@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.models.model_config import ModelConfig, RopeConfig, yarn_mscale
+from checkpoint.config_json import yarn_mscale
+from engine.models.model_config import ModelConfig, RopeConfig
 
 
 class Rotation(NamedTuple):
@@ -80,7 +81,7 @@ class RotaryEmbedding:
         growth = self._config.query_growth
         if not growth:
             return None
-        stretches = (positions // self._config.original_positions).to(torch.float32)
+        stretches = ((positions + self._config.growth_offset) // self._config.original_positions).to(torch.float32)
         return (1 + growth * stretches.log1p()).to(self._dtype)[:, None, None]
 
     def _dynamic_frequencies(self, lengths: Tensor) -> Tensor:
@@ -104,8 +105,11 @@ def ropes_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> l
         return []
     ropes = [config.rope] if config.window_rope is None else [config.rope, config.window_rope]
     if config.unrotated:
-        ropes.append(RopeConfig("default", config.rope.theta, 0, config.rope.original_positions))
-    return [RotaryEmbedding(rope, config.rotated_width, device, dtype) for rope in ropes]
+        unrotated = RopeConfig("default", config.rope.theta, 0, config.rope.original_positions)
+        ropes.append(config.unrotated_rope or unrotated)
+    # Where heads of layers differ in width, all of a head is rotated.
+    widths = [config.rotated_width if config.mixed is None else rope.dim for rope in ropes]
+    return [RotaryEmbedding(*each, device, dtype) for each in zip(ropes, widths, strict=True)]
 
 
 def rope_of_layer(config: ModelConfig, layer: int) -> int:
@@ -126,6 +130,9 @@ def _inverse_frequencies(config: RopeConfig, exponents: Tensor) -> Tensor:
     inv_freq = 1.0 / config.theta**exponents
     if config.kind == "linear":
         return inv_freq / config.factor
+    if config.kind == "proportional":
+        is_rotated = torch.arange(len(inv_freq)) < int(config.proportion * config.dim // 2)
+        return torch.where(is_rotated, inv_freq / config.factor, 0.0)
     if config.kind == "llama3":
         return _llama3(config, inv_freq)
     if config.kind == "yarn":

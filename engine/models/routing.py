@@ -14,15 +14,23 @@ NO_SHARE = 1e-20
 
 
 class Router:
-    """Chooses experts. `weight`: [num_experts, hidden_size]; `choice_bias`: [num_experts] in fp32; `bias`: as that."""
+    """Chooses experts. `weight`: [num_experts, hidden_size]; `choice_bias`: [num_experts] in fp32; `bias`: as that;
+    `factors` [num_experts]: of their shares.
+    """
 
     def __init__(
-        self, config: ExpertsConfig, weight: Tensor, choice_bias: Tensor | None = None, bias: Tensor | None = None
+        self,
+        config: ExpertsConfig,
+        weight: Tensor,
+        choice_bias: Tensor | None = None,
+        bias: Tensor | None = None,
+        factors: Tensor | None = None,
     ) -> None:
         self._config = config
         self.weight = weight
         self._choice_bias = choice_bias
         self._bias = bias
+        self._factors = factors
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [rows, hidden_size] -> the experts of each row, and the shares of their results: both [rows, top_k]."""
@@ -32,6 +40,8 @@ class Router:
             chosen, shares = _mix_sparsely(outputs.to(torch.float32), facts)
         else:
             chosen, shares = self._choose(outputs)
+        if self._factors is not None:
+            shares = shares * self._factors[chosen]
         return chosen, shares.to(x.dtype)
 
     def _choose(self, outputs: Tensor) -> tuple[Tensor, Tensor]:

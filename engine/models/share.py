@@ -66,6 +66,11 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
         raise ConfigurationError(
             f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide recurrent layers yet; use 1"
         )
+    if config.mixed is not None and degrees.num_ranks > 1:
+        raise ConfigurationError(
+            f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide layers with heads of several sizes "
+            "yet; use 1"
+        )
     held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
     num_experts, shared_size = (
         (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)

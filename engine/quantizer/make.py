@@ -88,10 +88,10 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
     config = load_config(folder)
-    if not isinstance(config, ModelConfig):
+    if not isinstance(config, ModelConfig) or config.mixed is not None:
         raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
-            "serves it in int8"
+            f"{config.architecture} cannot be quantised, only decoder-only models with layers of one size can: `tandem "
+            "up --quantize int8` serves it in int8"
         )
     in_order = sorted(parameter_specs(config), key=_when_needed)
     stored = open_stored(folder, in_order)

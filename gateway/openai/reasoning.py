@@ -42,6 +42,9 @@ REASONING_FORMATS: Mapping[str, ReasoningFormat] = MappingProxyType(
         "cohere_command3": _COHERE,
         "cohere_command4": _COHERE,
         "hunyuan_a13b": ReasoningFormat(around=(("<answer>", "</answer>"),)),
+        "gemma4": ReasoningFormat(
+            (("<|channel>thought\n", "<channel|>"),), calls=("<|tool_call>",), has_control_marks=True
+        ),
         "apertus": ReasoningFormat((("<|inner_prefix|>", "<|inner_suffix|>"),), has_control_marks=True),
     }
 )

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from gateway.openai.call_reader import CallArguments, CallBegun, CallReader, NotACall, Piece, Text
 from gateway.openai.python_values import PythonValue
+from gateway.openai.quoted_values import QuotedValue
 from gateway.openai.tagged_formats import TaggedFormat
 from gateway.schema import Json
 
@@ -57,7 +58,7 @@ class TaggedCallParser:
         self._item = re.compile(f"{style.parameter}|{ends}")
         self._name = ""
         self._num_parameters = 0
-        self._value: _Value | PythonValue = _Value(style, TEXT_ONLY)
+        self._value: _Value | PythonValue | QuotedValue = _Value(style, TEXT_ONLY)
         self._reader = CallReader(0, ())
         self.num_calls = 0
         """Number of calls that have begun."""
@@ -163,7 +164,10 @@ class TaggedCallParser:
         yield self._arguments(f"{', ' if self._num_parameters else '{'}{json.dumps(key, ensure_ascii=False)}: ")
         self._num_parameters += 1
         types = parameter_types(self._parameters[self._name], key)
-        self._value = _Value(self._style, types) if self._style.value_ends else PythonValue()
+        if self._style.value_ends:
+            self._value = _Value(self._style, types)
+        else:
+            self._value = QuotedValue(self._style.quote) if self._style.quote else PythonValue()
         self._state = _State.VALUE
 
     def _read_value(self) -> Iterator[Piece]:

@@ -15,8 +15,9 @@ class TaggedFormat:
     mark. `heads`: regular expressions of what may be between that mark and the function's name. `behind_name`: one of
     what is between the name and the arguments. `parameter`: one from BETWEEN to a value, whose group is the parameter's
     name; "" if the arguments are a JSON object. `value_ends`: marks behind a value; the first of them belongs to the
-    value. None of them: values are written as in Python. `has_lines`: a line break around a value is not part of it.
-    `call_ends`: marks that end the parameters. `closings`: marks that may follow, and the last of them ends the calls.
+    value. None of them: values are written as in Python, or, with a `quote` around texts, as in quoted_values.py.
+    `has_lines`: a line break around a value is not part of it. `call_ends`: marks that end the parameters. `closings`:
+    marks that may follow, and the last of them ends the calls.
     """
 
     starts: tuple[str, ...]
@@ -25,6 +26,7 @@ class TaggedFormat:
     parameter: str = ""
     value_ends: tuple[str, ...] = ()
     has_lines: bool = False
+    quote: str = ""
     call_ends: tuple[str, ...] = ()
     closings: tuple[str, ...] = ()
     next_start: str | None = None
@@ -115,6 +117,15 @@ TAGGED_FORMATS: Mapping[str, TaggedFormat] = MappingProxyType(
             ),
             r"(?::\d{1,6})?\s{0,8}<\|tool_call_argument_begin\|>\s{0,8}(?={)",
             closings=("<|tool_call_end|>", "<|tool_calls_section_end|>"),
+        ),
+        "gemma4": TaggedFormat(
+            ("<|tool_call>",),
+            (r"\s{0,8}call:\s{0,8}",),
+            r"\s{0,8}\{",
+            r"""(?:<\|"\|>)?([^\s:,{}<>|"]{1,256})(?:<\|"\|>)?\s{0,8}:""",
+            call_ends=("}", "<tool_call|>"),
+            closings=("<tool_call|>",),
+            quote='<|"|>',
         ),
         "cohere_command3": _COHERE,
         "cohere_command4": _COHERE,

@@ -29,6 +29,7 @@ TOOL_CALLS: Mapping[str, Callable[[str], bool]] = MappingProxyType(
         "phi4_mini_json": lambda source: TOOLS_IN_SYSTEM in source,
         "granite": lambda source: "<|tool_call|>" in source,
         "lfm2": lambda source: any(mark in source for mark in _LFM),
+        "gemma4": lambda source: "<|tool_call>" in source,
         "openai": lambda source: "<|channel|>" in source and "<|message|>" in source,
     }
 )
@@ -39,6 +40,7 @@ _REASONING = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("<|channel>thought", "<channel|>"),
 )
 # OLMo 3 Think's template opens the reasoning, and has no mark of its end.
 _OPENS = re.compile(r"""<think>(?:\\n|\n)?['"]\s*-?\}\}""")

@@ -25,7 +25,7 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "in
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
-_OUTSIDE_LAYERS = ("embed", "positions", "lm_head")
+_OUTSIDE_LAYERS = ("embed", "positions", "layer_inputs", "lm_head")
 _SAME_RATE = {"float16": "bfloat16"}
 _T = 1e12
 _HOPPER = {"float32": 66.9 * _T, "bfloat16": 989.4 * _T, "fp8": 1978.9 * _T, "int8": 1978.9 * _T}
@@ -111,7 +111,8 @@ def model_size(config: ModelConfig) -> ModelSize:
     matrices = {name: prod(shape) for name, shape in shapes.items() if len(shape) == 2}
     linear = sum(size for name, size in matrices.items() if name not in _OUTSIDE_LAYERS)
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
-    vectors = sum(prod(shape) for shape in shapes.values() if len(shape) != 2) + matrices.get("positions", 0)
+    vectors = sum(prod(shape) for shape in shapes.values() if len(shape) != 2)
+    vectors += sum(matrices.get(name, 0) for name in ("positions", "layer_inputs"))
     return ModelSize(
         linear_params=linear,
         vocabulary_params=config.vocab_size * config.embed_width,

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from tests.component.newest_families import LLAMA4, MIXED
 from tests.component.remote_families import REMOTE_FAMILIES, save_remote
 
 VOCAB_SIZE = 264
@@ -274,6 +276,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
             "original_max_position_embeddings": TRAINED_POSITIONS,
         },
     ),
+    "llama4": partial(llama_like, **LLAMA4),
     **{family: remote.reference for family, remote in REMOTE_FAMILIES.items()},
 }
 """One for each shape of all others."""
@@ -310,6 +313,9 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
 }
 """Those with recurrent layers, which ranks and graphs do not know."""
 
+MIXED_FAMILIES = {family: partial(llama_like, **facts) for family, facts in MIXED.items()}
+"""Those whose layers have heads of several sizes, which ranks and `tandem quantize` do not know."""
+
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
     """Save a random model of `family` (a key of any table) with a tokenizer; returns `model_dir`.
@@ -317,7 +323,7 @@ def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB
     Weights are larger than a fresh model's, so that its predictions are peaked and a wrong detail shows.
     """
     torch.manual_seed(seed)
-    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES)[family]()
+    model = (FAMILIES | OTHER_FAMILIES | RECURRENT_FAMILIES | MIXED_FAMILIES)[family]()
     randomise(model)
     if family in REMOTE_FAMILIES:
         save_remote(family, model, model_dir)
@@ -335,6 +341,10 @@ def randomise(model: Any) -> None:
         if "norm" in name:
             is_from_one = name.endswith("weight") and not parameter.any()  # norms of 1 + weight
             parameter.copy_((0.0 if is_from_one else 1.0) + 0.2 * torch.randn_like(parameter))
+            if type(model).__name__.startswith("Gemma4") and "q_norm" in name:
+                parameter *= 0.25  # its scores are not scaled: attention to one token alone would amplify rounding
+        elif name.endswith(("router.scale", "per_expert_scale")):  # choices that rounding does not change
+            parameter.copy_((8.0 if name.endswith("router.scale") else 1.0) * (1.0 + 0.2 * torch.randn_like(parameter)))
         else:
             # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))
@@ -343,6 +353,8 @@ def randomise(model: Any) -> None:
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.normal_(0.0, 0.3)
+        elif name.endswith("layer_scalar"):
+            buffer.uniform_(0.6, 1.2)
 
 
 def save_tokenizer(model_dir: Path) -> None:

@@ -35,6 +35,14 @@ _MROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10_0
 
 CASES: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gemma3": ({"model_type": "gemma3_text", "sliding_window": WINDOW, "sliding_window_pattern": 2}, _VISION),
+    "gemma4": (
+        {"sliding_window": WINDOW, "global_head_dim": 32, "hidden_size_per_layer_input": 0},
+        _VISION | {"head_dim": 16, "num_key_value_heads": 2, "position_embedding_size": 8},
+    ),
+    "llama4": (
+        {"attention_chunk_size": 16, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 4},
+        _VISION | {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32},
+    ),
     "llava": ({"model_type": "llama"}, _VISION | {"model_type": "clip_vision_model"}),
     "mistral3": (
         {"model_type": "mistral", "sliding_window": None, "tie_word_embeddings": True},

@@ -15,6 +15,7 @@ from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import (
     FAMILIES,
+    MIXED_FAMILIES,
     OTHER_FAMILIES,
     RECURRENT_FAMILIES,
     WINDOW,
@@ -43,7 +44,7 @@ def test_every_family(checkpoint: Checkpoint, family: str, arm: str) -> None:
     check_parity(checkpoint(family), load_arm(checkpoint(family), arm))
 
 
-@pytest.mark.parametrize("family", [*OTHER_FAMILIES, *RECURRENT_FAMILIES])
+@pytest.mark.parametrize("family", [*OTHER_FAMILIES, *RECURRENT_FAMILIES, *MIXED_FAMILIES])
 def test_every_other_family(checkpoint: Checkpoint, family: str) -> None:
     check_parity(checkpoint(family), load_model_runner(settings(checkpoint(family))))
 

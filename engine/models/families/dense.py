@@ -7,10 +7,10 @@ Apertus have plain MLPs with other activations.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse, rope_section
+from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
 from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
-from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
 
 
 def _eps(raw: RawConfig, default: float = 1e-5) -> float:

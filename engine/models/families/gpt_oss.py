@@ -6,13 +6,12 @@ and `_bias`. Gates and ups alternate in them.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, first_of, flag, integer, number, rope_section
+from checkpoint.config_json import RawConfig, first_of, flag, integer, layer_windows, number, rope_section
 from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.models.experts_config import ExpertsConfig
 from engine.models.model_config import (
     ModelConfig,
     TensorNames,
-    layer_windows,
     parse_rope,
     sliding_window,
 )

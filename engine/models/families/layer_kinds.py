@@ -4,8 +4,8 @@ positions in these.
 
 from typing import Any
 
-from checkpoint.config_json import RawConfig, number, rope_section, section
-from engine.models.model_config import ModelConfig, RopeConfig, layer_windows, parse_rope
+from checkpoint.config_json import RawConfig, layer_windows, number, rope_section, section
+from engine.models.model_config import ModelConfig, RopeConfig, parse_rope
 
 
 def default_rope(plain: ModelConfig, raw: RawConfig, theta: float, **parameters: Any) -> RopeConfig:

@@ -9,8 +9,8 @@ ALiBi instead of rotary positions. InternLM has attention biases (1), one groupe
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, number
-from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
+from checkpoint.config_json import RawConfig, flag, integer, layer_windows, number
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

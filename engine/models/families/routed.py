@@ -6,14 +6,14 @@ and a bias; Phi 3.5 MoE by SparseMixer; the others by a softmax.
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse, rope_section
+from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.dense import ernie4_5, hunyuan
 from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import granite, qwen3
 from engine.models.families.mixtures import DEEPSEEK, MIXTRAL
 from engine.models.families.olmo import olmo2
-from engine.models.model_config import ModelConfig, TensorNames, layer_windows, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
 from mesh.domain.errors import ConfigurationError
 
 _GRANITE = TensorNames(

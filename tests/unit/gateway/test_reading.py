@@ -166,6 +166,9 @@ MARKED = [
     ("hunyuan_a13b", " Hi <answer>", (None, " Hi <answer>")),
     ("kimi_k2", "<think>x\n<|tool_calls_section_begin|>", ("x", "<|tool_calls_section_begin|>")),
     ("minimax_m2", "<think>x</think>\n\n5", ("x", "5")),
+    ("gemma4", "<|channel>thought\nx\n<channel|>5", ("x", "5")),
+    ("gemma4", "<|channel>thought\n<channel|>5", (None, "5")),
+    ("gemma4", "<|channel>thought\nx<|tool_call>call:", ("x", "<|tool_call>call:")),
     ("apertus", "<|inner_prefix|>x<|inner_suffix|>5", ("x", "5")),
 ]
 

@@ -112,6 +112,10 @@ def kimi(name: str, arguments: object, number: int = 0) -> str:
     return f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{text}<|tool_call_end|>"
 
 
+def gemma(call: str) -> str:
+    return f"<|tool_call>call:{call}<tool_call|>"
+
+
 def cohere(*calls: tuple[str, Any]) -> str:
     members = ({"tool_call_id": str(n), "tool_name": f, "parameters": a} for n, (f, a) in enumerate(calls))
     listed = ",\n".join(f"    {json.dumps(call, ensure_ascii=False)}" for call in members)
@@ -193,6 +197,39 @@ CASES: list[tuple[str, str, Found]] = [
     ("cohere_command3", cohere(("nobody", {})), (cohere(("nobody", {})), [])),
     ("apertus", f'<|tools_prefix|>[{{"weather": {json.dumps(DALLAS[1])}}}]<|tools_suffix|>', (None, [DALLAS])),
     ("apertus", 'So: <|tools_prefix|>[{"now": {}}, {"now": {}}]<|tools_suffix|>', ("So:", [("now", {})] * 2)),
+    ("gemma4", gemma('weather{city:<|"|>Dallas<|"|>,unit:<|"|>celsius<|"|>}'), (None, [DALLAS])),
+    (
+        "gemma4",
+        "I look." + gemma('weather{city:<|"|>Orlando, FL\n(east)<|"|>}') + gemma("now{}"),
+        ("I look.", [ORLANDO, ("now", {})]),
+    ),
+    (
+        "gemma4",
+        gemma('area{shape:<|"|>square<|"|>,dimensions:{width:10,height:[2,3]},precision:2}'),
+        (None, [("area", SQUARE)]),
+    ),
+    (
+        "gemma4",
+        gemma(
+            'area{shape:<|"|>{"a": [}<|"|>,tags:[<|"|>a,b<|"|>,<|"|><|"|>,c d],exact:true,scale:null,precision:08:3}'
+        ),
+        (
+            None,
+            [
+                (
+                    "area",
+                    {
+                        "shape": '{"a": [}',
+                        "tags": ["a,b", "", "c d"],
+                        "exact": True,
+                        "scale": None,
+                        "precision": "08:3",
+                    },
+                )
+            ],
+        ),
+    ),
+    ("gemma4", gemma("nobody{a:1}"), (gemma("nobody{a:1}"), [])),
     ("lfm2", f"{LFM}[{PY_DALLAS}]{LFM_END}", (None, [DALLAS])),
     ("lfm2", f"I look.{LFM}[{PY_DALLAS}, now()]{LFM_END}Done.", ("I look.Done.", [DALLAS, ("now", {})])),
     ("lfm2", f"{LFM}[nobody(a=1)]{LFM_END}", (f"{LFM}[nobody(a=1)]{LFM_END}", [])),

@@ -213,6 +213,7 @@ PHI = (
         ("{%- set begin = '<seed:tool_call>' -%}{{ '<function=' }}", "seed_oss"),
         ("{{ '<|START_ACTION|>[' }}", "cohere_command3"),
         ("{{ '<|tools_prefix|>[' }}", "apertus"),
+        ("{{ '<|tool_call>call:' }}", "gemma4"),
         ("{{ '<function_calls>' }}", "olmo3"),
         ("{{ '<tool_calls>[' }}", "hunyuan_a13b"),
         ('{%- set prompt = prompt + "List of tools: [" -%}', "lfm2"),

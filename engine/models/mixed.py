@@ -1,0 +1,158 @@
+"""Layers of Gemma 4 in the eager decoder: norms of queries, keys and values; an MLP beside the experts; what each layer
+adds for the token itself; a factor of the residual. `engine.models.mixed_config` has the sizes, which differ by layer.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from engine.attention.backend import AttentionShape, attention_shape
+from engine.models.encodings import Parameters
+from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, make_linear
+from engine.models.model_config import ModelConfig
+from engine.models.norms import Norm, rms_norm
+from engine.models.rope import Rotation, rotate
+
+if TYPE_CHECKING:
+    from engine.models.layer import Attend, DenseMlp, Experts, Layer, LinearLayers
+
+
+@dataclass(frozen=True, slots=True)
+class LayerInput:
+    """Adds, through a gate that the residual opens, what the model knows of a token for this layer (per-layer
+    embeddings, Gemma 3n).
+    """
+
+    gate: LinearLayer
+    projection: LinearLayer
+    out_norm: Norm
+    activation: Activation
+
+    def __call__(self, residual: Tensor, inputs: Tensor) -> Tensor:
+        """inputs: [num_tokens, input_width] -> the residual after it."""
+        opened = self.activation(self.gate(self.gate.ops.rows(residual))) * inputs
+        return residual + self.out_norm(self.projection(self.projection.ops.rows(opened)))
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """An MLP beside the experts. The router sees the residual through a norm of its own."""
+
+    mlp: "DenseMlp"
+    mlp_norm: Norm
+    router_norm: Norm
+    experts_norm: Norm
+    experts_out_norm: Norm
+
+    def __call__(self, residual: Tensor, layer: "Layer") -> Tensor:
+        """What both add to the residual, before the last norm."""
+        experts = cast("Experts", layer.mlp)
+        assert layer.post_norm is not None
+        beside = self.mlp_norm(self.mlp(self.mlp.ops.norm(residual, layer.post_norm)))
+        routed = experts(experts.ops.norm(residual, self.experts_norm), self.router_norm(residual))
+        return beside + self.experts_out_norm(routed)
+
+
+@dataclass(frozen=True, slots=True)
+class MixedLayer:
+    """A layer, and what it has besides others. `k_norm` is None if it reads the KV of an earlier layer."""
+
+    layer: "Layer"
+    heads: AttentionShape
+    q_norm: Norm
+    k_norm: Norm | None
+    scalar: Tensor
+    beside: Beside | None
+    layer_input: LayerInput | None
+
+    def __call__(self, residual: Tensor, rotation: Rotation | None, attend: "Attend", inputs: Tensor | None) -> Tensor:
+        """The residual after the layer. `attend` gets keys and values of no heads from a layer without KV."""
+        layer = self.layer
+        assert rotation is not None
+        assert layer.input_norm is not None
+        assert layer.post_norm is not None
+        assert layer.attn_out_norm is not None
+        assert layer.mlp_out_norm is not None
+        projected = layer.qkv(layer.qkv.ops.norm(residual, layer.input_norm))
+        mixed = attend(*self._project(projected, rotation))
+        residual = residual + layer.attn_out_norm(layer.o(layer.o.ops.rows(mixed)))
+        if self.beside is not None:
+            added = self.beside(residual, layer)
+        else:
+            added = layer.mlp(layer.mlp.ops.norm(residual, layer.post_norm))
+        residual = residual + layer.mlp_out_norm(added)
+        if self.layer_input is not None and inputs is not None:
+            residual = self.layer_input(residual, inputs)
+        return residual * self.scalar
+
+    def _project(self, projected: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        num_heads, dim = self.heads.num_heads, self.heads.head_dim
+        heads = projected.view(len(projected), -1, dim)
+        queries = rotate(self.q_norm(heads[:, :num_heads]), rotation.cos, rotation.sin)
+        if self.k_norm is None:
+            return queries, queries[:, :0], queries[:, :0]
+        keys, values = heads[:, num_heads:].chunk(2, 1)
+        ones = torch.ones_like(self.k_norm.weight)
+        return queries, rotate(self.k_norm(keys), rotation.cos, rotation.sin), rms_norm(values, ones, self.k_norm.eps)
+
+
+def take_mixed_layer(
+    parameters: Parameters,
+    index: int,
+    config: ModelConfig,
+    linears: "LinearLayers",
+    layer: "Layer",
+    mlp: "DenseMlp | None",
+) -> MixedLayer:
+    """Take what layer `index`, which is built already, has besides. `mlp`: the one beside its experts, if any."""
+    facts, config = config.mixed, config.of_layer(index)
+    assert facts is not None
+    prefix = f"layers.{index}."
+
+    def norm(name: str, factor: float = 1.0) -> Norm:
+        weight = parameters.take(prefix + name)
+        return Norm(weight if factor == 1.0 else weight * factor, None, config.norm_eps)
+
+    layer_input = beside = None
+    if facts.input_width:
+        names = (f"{prefix}input_gate", f"{prefix}input_projection")
+        gate, projection = (linears.make_linear(name, parameters.take_linear(name)) for name in names)
+        layer_input = LayerInput(gate, projection, norm("input_out_norm"), ACTIVATIONS[config.activation])
+    if mlp is not None:
+        beside = Beside(
+            mlp=mlp,
+            mlp_norm=norm("mlp_only_norm"),
+            router_norm=norm("router_norm", config.hidden_size**-0.5),
+            experts_norm=norm("experts_norm"),
+            experts_out_norm=norm("experts_out_norm"),
+        )
+    return MixedLayer(
+        layer,
+        attention_shape(config),
+        norm("q_norm"),
+        norm("k_norm") if facts.layers[index].kv_source == index else None,
+        parameters.take(prefix + "scalar"),
+        beside,
+        layer_input,
+    )
+
+
+class LayerInputs:
+    """What each layer gets of a token: a row of a table of its own, and a projection of the embedded token."""
+
+    def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
+        assert config.mixed is not None
+        self._width, self._num_layers = config.mixed.input_width, config.num_layers
+        self._table = parameters.take("layer_inputs")
+        self._projection = make_linear(parameters.take_linear("layer_inputs_projection"))
+        self._norm = Norm(parameters.take("layer_inputs_norm"), None, config.norm_eps)
+        self._scale = config.hidden_size**-0.5
+
+    def __call__(self, token_ids: Tensor, embedded: Tensor) -> Tensor:
+        """-> [num_layers, num_tokens, input_width]."""
+        shape = (len(token_ids), self._num_layers, self._width)
+        projected = (self._projection(self._projection.ops.rows(embedded)) * self._scale).view(shape)
+        of_tokens = (self._table[token_ids] * self._width**0.5).view(shape)
+        return ((self._norm(projected) + of_tokens) * 2**-0.5).transpose(0, 1)

@@ -255,6 +255,8 @@ class ModelConfig:
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
+    activation_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
+    """Of what the activation of MLPs takes, and of its result."""
     gated: bool = True
     experts: ExpertsConfig | None = None
 
@@ -298,8 +300,11 @@ class ModelConfig:
         return self.recurrent is None and not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
-        """True if the layer has a recurrent state, and no KV."""
+        """True if the layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
+
+    def has_attention(self, layer: int) -> bool:
+        return self.recurrent is None or self.recurrent.has_attention(layer)
 
     @property
     def num_kv_layers(self) -> int:
@@ -307,7 +312,7 @@ class ModelConfig:
         return self.num_kv_layers_before(self.num_layers)
 
     def num_kv_layers_before(self, layer: int) -> int:
-        return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
+        return layer if self.recurrent is None else self.recurrent.num_kv_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
@@ -360,7 +365,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     """A ModelConfig from the keys that families share; all other fields keep their defaults."""
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
-    num_layers = integer(raw, *_NUM_LAYERS)
+    num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
     max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(

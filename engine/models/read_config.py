@@ -33,7 +33,7 @@ from engine.models.families.gemma import gemma, gemma2, gemma3
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
-from engine.models.families.lfm2 import lfm2
+from engine.models.families.lfm2 import lfm2, lfm2_moe
 from engine.models.families.llama import (
     baichuan,
     granite,
@@ -47,6 +47,7 @@ from engine.models.families.llama import (
     stablelm,
     starcoder2,
 )
+from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, nemotron_h
 from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
@@ -121,6 +122,11 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
+    "Lfm2MoeForCausalLM": Family("LFM2 MoE", lfm2_moe),
+    "GraniteMoeHybridForCausalLM": Family("Granite 4", granite_moe_hybrid),
+    "NemotronHForCausalLM": Family("Nemotron-H, Nano 2, 3 Nano", nemotron_h),
+    "FalconH1ForCausalLM": Family("Falcon-H1", falcon_h1),
+    "BambaForCausalLM": Family("Bamba", bamba),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 MoE", qwen3_5_moe),
     "Qwen3NextForCausalLM": Family("Qwen3-Next", qwen3_next),
@@ -236,7 +242,7 @@ def _check(config: ModelConfig) -> None:
             raise ConfigurationError(
                 f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
             )
-        if all(config.recurrent.layers):
+        if not config.num_kv_layers:
             raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")

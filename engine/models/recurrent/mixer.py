@@ -12,27 +12,28 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, States
-from engine.kernels.cpu.recurrent import step_conv, step_delta
+from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, Scan, States
+from engine.kernels.cpu.recurrent import step_conv, step_delta, step_scan
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.delta import GatedDelta
+from engine.models.recurrent.scan import SelectiveScan
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
 
 _Kernel = Callable[[Any, States, Floats, Floats, Part], None]
-"""step_conv, step_delta: computes one thread's part of a step."""
+"""step_conv, step_delta, step_scan: computes one thread's part of a step."""
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
 
 
 class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta. Rows are what the layer's first projection gives for a token; results and
+    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token; results and
     states are fp32.
     """
 
-    def for_kernels(self) -> Convolution | Delta:
+    def for_kernels(self) -> Convolution | Delta | Scan:
         """The parameters as the kernels of CPUs take them, which compute what `step` does."""
         ...
 
@@ -128,10 +129,12 @@ class RecurrentMixer:
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
-    """Take the parameters of a layer between its projections; None if it has attention."""
+    """Take the parameters of a layer between its projections; None if it has no recurrence."""
     facts = config.recurrent
     if facts is None or not facts.layers[layer]:
         return None
     if facts.kind == "conv":
         return RecurrentMixer(ShortConv(parameters, prefix, facts), step_conv, facts)
+    if facts.kind == "scan":
+        return RecurrentMixer(SelectiveScan(parameters, prefix, facts, config.norm_eps), step_scan, facts)
     return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), step_delta, facts)

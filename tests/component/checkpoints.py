@@ -376,9 +376,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "falcon-h1": lambda: llama_like("falcon_h1", **_FALCON_H1),
     "falcon-h1-norm": lambda: llama_like("falcon_h1", mamba_rms_norm=True, **_FALCON_H1),
-    "falcon-h1-34b": lambda: llama_like(
-        "falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False, **_FALCON_H1
-    ),
+    "falcon-h1-34b": lambda: llama_like("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False, **_FALCON_H1),
     "bamba": lambda: llama_like("bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=16, mlp_bias=True),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),

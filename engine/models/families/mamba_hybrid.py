@@ -73,9 +73,11 @@ def falcon_h1(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     attention_in, attention_out = factor("attention_in"), factor("attention_out")
     gate, down = _factors(raw, "mlp_multipliers", 2)
     residual_scale = attention_in * attention_out
-    norm = ("before" if flag(raw, "mamba_norm_before_gate", default=True) else "gated") if (
-        flag(raw, "mamba_rms_norm", default=False)
-    ) else ""
+    norm = (
+        ("before" if flag(raw, "mamba_norm_before_gate", default=True) else "gated")
+        if (flag(raw, "mamba_rms_norm", default=False))
+        else ""
+    )
     scan = ScanConfig(
         norm=norm,
         factors=tuple(factor("ssm_in") * each for each in _factors(raw, "ssm_multipliers", 5)),
@@ -131,7 +133,12 @@ def nemotron_h(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         shared = integer(raw, "moe_shared_expert_intermediate_size", default=7688)
         experts = replace(sigmoid_experts(plain, raw), layers=has_experts, shared_size=shared)
     names = {"n_heads": "mamba_num_heads", "d_head": "mamba_head_dim", "n_groups": "n_groups"}
-    names |= {"d_state": "ssm_state_size", "d_conv": "conv_kernel", "conv_bias": "use_conv_bias", "proj_bias": "use_bias"}
+    names |= {
+        "d_state": "ssm_state_size",
+        "d_conv": "conv_kernel",
+        "conv_bias": "use_conv_bias",
+        "proj_bias": "use_bias",
+    }
     sizes = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
     scan = {f"mamba_{name}": (sizes | dict(raw)).get(stored) for name, stored in names.items()}
     width = integer(scan, "mamba_n_heads") * integer(scan, "mamba_d_head")

@@ -29,8 +29,8 @@ _SHARED_NUMBERS = 2**16
 
 
 class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token; results and
-    states are fp32.
+    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token;
+    results and states are fp32.
     """
 
     def for_kernels(self) -> Convolution | Delta | Scan:

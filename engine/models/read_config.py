@@ -187,7 +187,8 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
             return parse_encoder_decoder(raw, architecture)
     name, family = _family_of(raw)
     config = family.facts(plain_config(raw, name), raw)
-    _require_rotary(rope, name, has_rotary=config.positions == "rotary")
+    has_rotary = config.positions == "rotary" and len(config.unrotated) < config.num_layers
+    _require_rotary(rope, name, has_rotary=has_rotary)
     if rope.base:
         config = replace(config, rope=replace(config.rope, theta=rope.base))
     if rope.scaling:

@@ -246,6 +246,14 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.7,
         logits_scaling=2.0,
     ),
+    "granite-4-attention": lambda: llama_like(
+        "granitemoehybrid",
+        layer_types=["attention"] * 3,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        attention_multiplier=0.2,
+    ),
     "olmoe": lambda: llama_like("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "flex-olmo": lambda: llama_like("flex_olmo", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "hunyuan-moe": lambda: llama_like(

@@ -30,9 +30,30 @@ _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear",
 
 ALL_IN_ONE = "tokenizer.json"
 SENTENCEPIECE = ("tokenizer.model", "spiece.model")
+TEKKEN = "tekken.json"
+TIKTOKEN = ("tiktoken.model", "hy.tiktoken")
 BYTE_LEVEL = ("vocab.json", "merges.txt")
+_VOCABULARIES = (ALL_IN_ONE, *SENTENCEPIECE, TEKKEN, *TIKTOKEN)
 _COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FINGERPRINT_BYTES = 16
+# Older checkpoints of T5 do not name their class.
+_T5 = {
+    "tokenizer_class": "T5Tokenizer",
+    "extra_ids": 100,
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
+# What mistral-common takes for granted.
+_MISTRAL = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+    "add_bos_token": True,
+}
+_UNSAID: dict[str, dict[str, Any]] = {SENTENCEPIECE[1]: _T5, TEKKEN: _MISTRAL}
+"""Settings of tokenizers that often come without tokenizer_config.json, by their vocabulary's file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,14 +184,26 @@ def _decoder_start(config: Mapping[str, object], generation: Mapping[str, object
 
 def tokenizer_source(model_dir: Path) -> str:
     """Return the name of the vocabulary file: tokenizer.json or an older format. Raises ConfigurationError."""
-    for name in (ALL_IN_ONE, *SENTENCEPIECE):
+    source = _tokenizer_source(model_dir)
+    if source is None:
+        missing = " nor ".join((*_VOCABULARIES, " with ".join(BYTE_LEVEL)))
+        raise ConfigurationError(f"{model_dir} has no tokenizer: neither {missing}")
+    return source
+
+
+def _tokenizer_source(model_dir: Path) -> str | None:
+    for name in _VOCABULARIES:
         if (model_dir / name).is_file():
             return name
-    if all((model_dir / name).is_file() for name in BYTE_LEVEL):
-        return BYTE_LEVEL[0]
-    raise ConfigurationError(
-        f"{model_dir} has no tokenizer: neither {' nor '.join((ALL_IN_ONE, *SENTENCEPIECE, ' with '.join(BYTE_LEVEL)))}"
-    )
+    return BYTE_LEVEL[0] if all((model_dir / name).is_file() for name in BYTE_LEVEL) else None
+
+
+def tokenizer_settings(model_dir: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with what it leaves unsaid if the tokenizer often comes without it. Raises
+    ConfigurationError.
+    """
+    unsaid = _UNSAID.get(_tokenizer_source(model_dir) or "", {})
+    return unsaid | read_json(model_dir / _COMPANIONS[0], optional=True)
 
 
 def tokenizer_fingerprint(model_dir: Path) -> str:

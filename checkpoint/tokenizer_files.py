@@ -2,6 +2,8 @@
 
     tokenizer.model             sentencepiece: Llama 2, Baichuan, InternLM, ChatGLM; tiktoken's format: GLM-4
     spiece.model                sentencepiece: T5 and its kind
+    tekken.json                 byte-level BPE: Mistral since Nemo
+    tiktoken.model, hy.tiktoken tiktoken's format: Kimi K2, Moonlight; Hunyuan
     vocab.json, merges.txt      byte-level BPE: GPT-2, OPT, BLOOM, StarCoder, Qwen 2, GPT-NeoX, CodeT5
 
 tokenizer_config.json, special_tokens_map.json and added_tokens.json list the special tokens and the tokens that are
@@ -10,19 +12,35 @@ tokenizer classes add tokens to a sentencepiece model, or cut words of byte-leve
 are refused.
 """
 
-import base64
-import binascii
 import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram
 
+from checkpoint.byte_tokens import (
+    GPT2_WORDS,
+    KIMI_WORDS,
+    LLAMA3_WORDS,
+    QWEN2_WORDS,
+    of_bytes,
+    pairs_of,
+    read_tekken,
+    read_tiktoken,
+)
 from checkpoint.config_json import read_json
-from checkpoint.model_files import ALL_IN_ONE, BYTE_LEVEL, SENTENCEPIECE, tokenizer_source
+from checkpoint.model_files import (
+    ALL_IN_ONE,
+    BYTE_LEVEL,
+    SENTENCEPIECE,
+    TEKKEN,
+    TIKTOKEN,
+    tokenizer_settings,
+    tokenizer_source,
+)
 from mesh.domain.errors import ConfigurationError
 
 _CHATGLM = "ChatGLMTokenizer"
@@ -45,16 +63,9 @@ _ADDS_BOS_EOS = {
     _CHATGLM: (False, False),
 }
 
-GPT2_WORDS = ""  # of ByteLevel itself
-LLAMA3_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-QWEN2_WORDS = LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
-
-# Tokenizer classes of tiktoken's vocabularies: how they cut a text into words. GLM-4 ships its class.
-_GLM4 = "ChatGLM4Tokenizer"
-_TIKTOKEN_WORDS = {_GLM4: LLAMA3_WORDS}
+# Tokenizer classes of tiktoken's vocabularies, which checkpoints ship: how they cut a text into words.
+_GLM4, _KIMI, _HUNYUAN = "ChatGLM4Tokenizer", "TikTokenTokenizer", "HYTokenizer"
+_TIKTOKEN_WORDS = {_GLM4: LLAMA3_WORDS, _KIMI: KIMI_WORDS, _HUNYUAN: QWEN2_WORDS}
 
 # Tokenizer classes of vocab.json and merges.txt: how they cut a text into words.
 _ROBERTA = "RobertaTokenizer"
@@ -66,8 +77,8 @@ _BYTE_LEVEL_WORDS = {
     _ROBERTA: GPT2_WORDS,
     "Qwen2Tokenizer": QWEN2_WORDS,
 }
-_COMPOSES = frozenset({"GPTNeoXTokenizer", "Qwen2Tokenizer"})
-"""Classes of _BYTE_LEVEL_WORDS that compose characters first (NFC)."""
+_COMPOSES = frozenset({"GPTNeoXTokenizer", "Qwen2Tokenizer", _HUNYUAN})
+"""Classes of byte-level BPE that compose characters first (NFC)."""
 
 # ChatGLM's code adds these tokens after the sentencepiece model, whatever the files say. ChatGLM2 has no role tokens,
 # but has untrained embeddings for them.
@@ -75,16 +86,15 @@ _CHATGLM_TOKENS = (
     *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
     *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
 )
+# The code of Kimi and of Hunyuan puts these special tokens behind the vocabulary, but for those that the files list.
+_NUM_RESERVED_OF_KIMI = 256
+_RESERVED_OF_KIMI = "<|reserved_token_{}|>"
+_HUNYUAN_TOKENS = (
+    *("<|endoftext|>", "<|startoftext|>", "<|bos|>", "<|eos|>", "<|pad|>"),
+    *(f"<|extra_{i}|>" for i in range(205)),
+)
 _LEADING_TOKENS = {_CHATGLM: ["[gMASK]", "sop"], _GLM4: ["[gMASK]", "<sop>"]}
 """Tokens that the code of a class puts before a text, whatever the files say."""
-
-_T5 = {
-    "tokenizer_class": "T5Tokenizer",
-    "extra_ids": 100,
-    "eos_token": "</s>",
-    "unk_token": "<unk>",
-    "pad_token": "<pad>",
-}
 
 _SPACE = "\u2581"
 _UNIGRAM, _BPE = 1, 2  # TrainerSpec.ModelType
@@ -106,9 +116,7 @@ class TokenizerConfig:
     @classmethod
     def read(cls, model_dir: Path) -> "TokenizerConfig":
         """Read the files. Raises ConfigurationError."""
-        raw = read_json(model_dir / "tokenizer_config.json", optional=True)
-        if tokenizer_source(model_dir) == SENTENCEPIECE[1]:
-            raw = _T5 | raw  # older T5 checkpoints do not name their class
+        raw = tokenizer_settings(model_dir)
         special = read_json(model_dir / "special_tokens_map.json", optional=True) | dict(raw)
         return cls.of(raw, special, read_json(model_dir / "added_tokens.json", optional=True))
 
@@ -157,6 +165,11 @@ class TokenizerConfig:
 
     def _with_tokens_of_class(self, vocab_size: int) -> dict[int, AddedToken]:
         """Return the added tokens by id, with those that the tokenizer class adds after the vocabulary."""
+        if self.class_name in (_KIMI, _HUNYUAN):
+            reserved = (_RESERVED_OF_KIMI.format(vocab_size + i) for i in range(_NUM_RESERVED_OF_KIMI))
+            names = reserved if self.class_name == _KIMI else _HUNYUAN_TOKENS
+            tokens = (_unnormalized_token(name, special=True) for name in names)
+            return dict(enumerate(tokens, vocab_size)) | dict(self.added)
         if self.class_name != _CHATGLM:
             return dict(self.added)
         # Match whole words only: "philosophy" contains "sop".
@@ -207,7 +220,9 @@ def own_end_token(tokenizer: Tokenizer, model_dir: Path) -> frozenset[int]:
 def _load(path: Path, config: TokenizerConfig) -> Tokenizer:
     if path.name == ALL_IN_ONE:
         return config.complete(Tokenizer.from_file(str(path)))
-    if path.name in SENTENCEPIECE and _is_tiktoken(path):
+    if path.name == TEKKEN:
+        return config.finish(read_tekken(path))
+    if path.name in TIKTOKEN or (path.name in SENTENCEPIECE and _is_tiktoken(path)):
         return config.finish(_tiktoken(path, config))
     if path.name in SENTENCEPIECE:
         return config.finish(_sentencepiece(path, config))
@@ -228,30 +243,12 @@ def _is_tiktoken(path: Path) -> bool:
 
 
 def _tiktoken(path: Path, config: TokenizerConfig) -> Tokenizer:
-    """Read a vocabulary of byte-level BPE whose lines are a token in base 64 and its id; lower ids merge first. The
-    file has no list of merges, as sentencepiece has none.
-    """
     if config.class_name not in _TIKTOKEN_WORDS:
         raise ConfigurationError(
             f"{path} is in tiktoken's format, and how the tokenizer class {config.class_name or '(none)'} cuts words "
             "is not known; add a tokenizer.json to the folder"
         )
-    names = _names_of_bytes()
-    try:
-        lines = (line.split() for line in path.read_bytes().splitlines() if line)
-        tokens = {int(id_): base64.b64decode(token, validate=True) for token, id_ in lines}
-    except (ValueError, binascii.Error) as error:
-        raise ConfigurationError(f"{path} is broken: a line is not a token in base 64 and its id") from error
-    vocab = {"".join(names[byte] for byte in tokens[id_]): id_ for id_ in sorted(tokens)}
-    merges = [pair for token in vocab for pair in _pairs(token, vocab)]
-    return of_bytes(BPE(vocab, merges, ignore_merges=True), _TIKTOKEN_WORDS[config.class_name])
-
-
-def _names_of_bytes() -> list[str]:
-    """The character by which byte-level BPE names each byte: printable ones name themselves, then U+0100 and on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    spare_codes = iter(range(0x100, 0x200))
-    return [chr(byte if byte in printable else next(spare_codes)) for byte in range(256)]
+    return _composing(read_tiktoken(path, _TIKTOKEN_WORDS[config.class_name]), config)
 
 
 def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
@@ -262,19 +259,13 @@ def _byte_level(model_dir: Path, config: TokenizerConfig) -> Tokenizer:
         )
     vocab, merges = BPE.read_file(*(str(model_dir / name) for name in BYTE_LEVEL))
     add_prefix_space = bool(config.raw.get("add_prefix_space", False))
-    tokenizer = of_bytes(BPE(vocab, merges), _BYTE_LEVEL_WORDS[config.class_name], add_prefix_space=add_prefix_space)
+    words = _BYTE_LEVEL_WORDS[config.class_name]
+    return _composing(of_bytes(BPE(vocab, merges), words, add_prefix_space=add_prefix_space), config)
+
+
+def _composing(tokenizer: Tokenizer, config: TokenizerConfig) -> Tokenizer:
     if config.class_name in _COMPOSES:
         tokenizer.normalizer = normalizers.NFC()
-    return tokenizer
-
-
-def of_bytes(model: BPE, words: str, *, add_prefix_space: bool = False) -> Tokenizer:
-    """A tokenizer of byte-level BPE that cuts a text into words by a pattern; GPT2_WORDS has none."""
-    tokenizer = Tokenizer(model)
-    cut = [pre_tokenizers.Split(Regex(words), "isolated")] if words else []
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space, use_regex=not words)
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*cut, as_bytes])
-    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 
@@ -353,7 +344,7 @@ def _bpe(model: Any, config: Mapping[str, Any], *, exact_spaces: bool) -> Tokeni
     vocab = {piece.piece: id_ for id_, piece in enumerate(model.pieces)}
     special = {piece.piece for piece in model.pieces if piece.type in (_CONTROL, _USER_DEFINED)}
     unknown = model.pieces[model.trainer_spec.unk_id].piece
-    merges = [pair for piece in vocab if piece not in special for pair in _pairs(piece, vocab)]
+    merges = [pair for piece in vocab if piece not in special for pair in pairs_of(piece, vocab)]
     tokenizer = Tokenizer(
         BPE(vocab, merges, unk_token=unknown, fuse_unk=True, byte_fallback=bool(model.trainer_spec.byte_fallback))
     )
@@ -366,13 +357,6 @@ def _bpe(model: Any, config: Mapping[str, Any], *, exact_spaces: bool) -> Tokeni
     steps = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     tokenizer.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if add_space else steps)
     return tokenizer
-
-
-def _pairs(piece: str, vocab: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Return all pairs of pieces whose concatenation is this piece, sorted by their ids."""
-    cuts = ((piece[:at], piece[at:]) for at in range(1, len(piece)))
-    pairs = [(left, right) for left, right in cuts if left in vocab and right in vocab]
-    return sorted(pairs, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
 
 
 def _unigram(model: Any, config: Mapping[str, Any]) -> Tokenizer:

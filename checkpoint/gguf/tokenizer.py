@@ -8,8 +8,9 @@ from typing import Any
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from checkpoint.byte_tokens import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, of_bytes
 from checkpoint.gguf.file import GgufFile
-from checkpoint.tokenizer_files import GPT2_WORDS, LLAMA3_WORDS, QWEN2_WORDS, TokenizerConfig, of_bytes
+from checkpoint.tokenizer_files import TokenizerConfig
 from mesh.domain.errors import ConfigurationError
 
 _NORMAL, _CONTROL, _USER_DEFINED, _BYTE = 1, 3, 4, 6  # of llama.cpp and of sentencepiece alike

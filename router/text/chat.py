@@ -26,6 +26,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from checkpoint.config_json import read_json
+from checkpoint.model_files import tokenizer_settings
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from router.text import template_marks, template_turns
@@ -198,7 +199,7 @@ class ChatTemplate:
 
         Raises ConfigurationError.
         """
-        config = read_json(model_dir / "tokenizer_config.json", optional=True)
+        config = tokenizer_settings(model_dir)
         older = read_json(model_dir / "chat_template.json", optional=True)
         templates = _by_name(older.get("chat_template")) | _by_name(config.get("chat_template"))
         for path in model_dir.glob(NAMED_TEMPLATES):

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import unicodedata
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -18,8 +19,19 @@ from transformers import AutoTokenizer
 
 from checkpoint.model_files import BYTE_LEVEL, tokenizer_fingerprint
 from mesh.domain.errors import ConfigurationError
+from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
-from tests.fakes.tokenizers import TEXT, write_glm4, write_gpt2, write_llama, write_t5
+from tests.fakes.tokenizers import (
+    TEKKEN_WORDS,
+    TEXT,
+    write_glm4,
+    write_gpt2,
+    write_hunyuan,
+    write_kimi,
+    write_llama,
+    write_t5,
+    write_tekken,
+)
 
 TEXTS = [
     "Hello world",
@@ -209,18 +221,19 @@ _GLM4_WORDS = "|".join(
 )
 
 
+def awkward_texts() -> list[str]:
+    rng = random.Random(3)
+    words = "".join(TEXT).split(" ")
+    mixed = ("".join(rng.choice([" ", "", "\n", "'s"]) + rng.choice(words) for _ in range(30)) for _ in range(20))
+    return [*TEXTS, *mixed]
+
+
 def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
     tokens = write_glm4(tmp_path)
     special = {token: len(tokens) + i for i, token in enumerate(("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>"))}
     theirs = tiktoken.Encoding("glm4", pat_str=_GLM4_WORDS, mergeable_ranks=tokens, special_tokens=special)
     ours = load(tmp_path)
-    rng = random.Random(3)
-    words = "".join(TEXT).split(" ")
-    texts = [
-        *TEXTS,
-        *("".join(rng.choice([" ", "", "\n", "'s"]) + rng.choice(words) for _ in range(30)) for _ in range(20)),
-    ]
-    for text in texts:
+    for text in awkward_texts():
         ids = theirs.encode(text, allowed_special=set(special))
         assert ours.encode(text, add_special_tokens=False) == ids, text
         assert ours.encode(text, add_special_tokens=True) == [special["[gMASK]"], special["<sop>"], *ids], text
@@ -229,10 +242,50 @@ def test_ids_are_those_of_tiktoken(tmp_path: Path) -> None:
     assert chat == [special["[gMASK]"], special["<sop>"], special["<|user|>"], *theirs.encode("\nHello")]
 
 
+_KIMI_WORDS = "|".join(
+    [
+        r"[\p{Han}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]+"
+        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?",
+        *_GLM4_WORDS.split("|")[-5:],
+    ]
+)
+_HUNYUAN_WORDS = _GLM4_WORDS.replace("{1,3}", "")
+
+
+@pytest.mark.parametrize(
+    ("write", "words", "special"),
+    [
+        (
+            write_kimi,
+            _KIMI_WORDS,
+            {"[BOS]": 0, "<|im_end|>": 2, "<|tool_call_begin|>": 11, "<|reserved_token_675|>": 255},
+        ),
+        (write_hunyuan, _HUNYUAN_WORDS, {"<|endoftext|>": 0, "<|eos|>": 3, "<|extra_204|>": 209}),
+    ],
+    ids=["kimi", "hunyuan"],
+)
+def test_ids_of_classes_that_checkpoints_ship_are_those_of_tiktoken(
+    write: Callable[[Path], dict[bytes, int]], words: str, special: dict[str, int], tmp_path: Path
+) -> None:
+    tokens = write(tmp_path)
+    theirs = tiktoken.Encoding("theirs", pat_str=words, mergeable_ranks=tokens, special_tokens={})
+    ours = load(tmp_path)
+    for text in [*awkward_texts(), "GPT4发布于2023年 中文English中文 the models' weights I'Ve"]:
+        composed = unicodedata.normalize("NFC", text) if write is write_hunyuan else text
+        if "<|endoftext|>" not in text:
+            assert ours.encode(text, add_special_tokens=True) == theirs.encode(composed), text
+    for token, place in special.items():
+        assert ours.encode(f"a{token}", add_special_tokens=False)[-1] == len(tokens) + place
+    assert ours.eos_token_ids == {len(tokens) + (1 if write is write_kimi else 3)}
+
+
 def test_tiktoken_of_classes_that_are_not_known_is_refused_by_name(tmp_path: Path) -> None:
     write_glm4(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "TikTokenTokenizer"}')
-    with pytest.raises(ConfigurationError, match=r"the tokenizer class TikTokenTokenizer cuts words is not known; add"):
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "XTokenizer"}')
+    with pytest.raises(ConfigurationError, match=r"the tokenizer class XTokenizer cuts words is not known; add"):
         load(tmp_path)
 
 
@@ -243,6 +296,45 @@ def test_a_broken_vocabulary_of_tiktoken_is_named(tmp_path: Path) -> None:
         path.write_text(path.read_text() + f"{line}\n")
         with pytest.raises(ConfigurationError, match=r"tokenizer\.model is broken: a line is not a token in base 64"):
             load(tmp_path)
+
+
+@pytest.mark.parametrize("special", [None, ["<unk>", "<s>", "</s>", "[THINK]"]], ids=["unlisted", "listed"])
+def test_mistral_has_special_tokens_in_front_of_tiktokens(tmp_path: Path, special: list[str] | None) -> None:
+    """As mistral-common has, which cuts and merges by tiktoken."""
+    ranks = write_tekken(tmp_path, special)
+    theirs = tiktoken.Encoding("tekken", pat_str=TEKKEN_WORDS, mergeable_ranks=ranks, special_tokens={})
+    ours = load(tmp_path)
+    for text in awkward_texts():
+        if "<s>" in text:
+            continue
+        ids = [50 + rank for rank in theirs.encode(text)]
+        assert ours.encode(text, add_special_tokens=True) == [1, *ids], text
+        assert "".join(piece.text for piece in ours.pieces(ids)) == ours.decode(ids) == text
+    chat = ours.encode(f"{special[3] if special else '[INST]'}</s><SPECIAL_49>", add_special_tokens=False)
+    assert chat == [3, 2, 49]
+    assert (ours.eos_token_ids, len(ours.special_ids)) == ({2}, 50)
+    (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}[INST]{{ messages[0].content }}[/INST]")
+    template = ChatTemplate.load(tmp_path)
+    assert template is not None
+    assert template.render([ChatMessage("user", "Hi")]) == "<s>[INST]Hi[/INST]"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"config": {}}, "KeyError: 'default_num_special_tokens'"),
+        ({"vocab": []}, "it does not have 400 tokens in a row"),
+        ({"vocab": [{"rank": 0, "token_bytes": "?"}]}, "Error: "),
+        ({"special_tokens": [{"rank": 1, "token_str": "<s>"}]}, "ranks of special tokens are not 0, 1, 2"),
+        ({"special_tokens": [{"rank": i, "token_str": "<s>"} for i in (0, 1)]}, "special tokens must be 50 different"),
+    ],
+)
+def test_a_broken_vocabulary_of_mistral_is_named(change: dict[str, object], message: str, tmp_path: Path) -> None:
+    write_tekken(tmp_path)
+    path = tmp_path / "tekken.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(ConfigurationError, match=rf"tekken\.json is broken: .*{message}"):
+        load(tmp_path)
 
 
 def test_broken_files_are_named(tmp_path: Path) -> None:

@@ -13,6 +13,17 @@ TEXT = [
     "Ein Löwe läuft über die Straße. L'été dernier, à Orléans. 日本語の文章です。 Привет, мир! 😀😂",
     "def f(x):\n    return x  # two  spaces\n\tand a tab",
 ] * 30
+TEKKEN_WORDS = "|".join(
+    [
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+        r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+        r"\p{N}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 
 def write_sentencepiece(folder: Path, model_type: str, config: dict[str, object], **options: object) -> Path:
@@ -76,18 +87,62 @@ def write_gpt2(folder: Path, **config: object) -> Path:
 
 def write_glm4(folder: Path) -> dict[bytes, int]:
     """As GLM-4's: tokenizer.model in tiktoken's format, special tokens behind. Returns the ids of the tokens."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = ByteLevelBPETokenizer()
-    tokenizer.train_from_iterator(TEXT, vocab_size=420, show_progress=False)
-    byte_of = {name: byte for byte, name in enumerate(_names_of_bytes())}
-    tokens = {bytes(byte_of[char] for char in token): id_ for token, id_ in tokenizer.get_vocab().items()}
-    lines = sorted((id_, base64.b64encode(token).decode()) for token, id_ in tokens.items())
-    (folder / "tokenizer.model").write_text("".join(f"{token} {id_}\n" for id_, token in lines))
+    tokens = _write_tiktoken(folder / "tokenizer.model")
     special = ("<|endoftext|>", "[gMASK]", "<sop>", "<|user|>", "<|assistant|>")
-    added = {str(len(lines) + i): {"content": token, "special": True} for i, token in enumerate(special)}
+    added = {str(len(tokens) + i): {"content": token, "special": True} for i, token in enumerate(special)}
     config = {"tokenizer_class": "ChatGLM4Tokenizer", "eos_token": "<|endoftext|>", "added_tokens_decoder": added}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return tokens
+
+
+def write_kimi(folder: Path) -> dict[bytes, int]:
+    """As Kimi K2's: tiktoken.model, and a list of some of the 256 tokens behind it. Returns the ids of the others."""
+    tokens = _write_tiktoken(folder / "tiktoken.model")
+    listed = {0: ("[BOS]", True), 1: ("[EOS]", True), 2: ("<|im_end|>", True), 11: ("<|tool_call_begin|>", False)}
+    added = {str(len(tokens) + i): {"content": token, "special": special} for i, (token, special) in listed.items()}
+    config = {"tokenizer_class": "TikTokenTokenizer", "eos_token": "[EOS]", "added_tokens_decoder": added}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokens
+
+
+def write_hunyuan(folder: Path) -> dict[bytes, int]:
+    """As Hunyuan's: hy.tiktoken, whose special tokens its code knows. Returns the ids of the others."""
+    tokens = _write_tiktoken(folder / "hy.tiktoken")
+    config = {"tokenizer_class": "HYTokenizer", "eos_token": "<|eos|>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return tokens
+
+
+def _write_tiktoken(path: Path) -> dict[bytes, int]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tokens = _ranked_tokens()
+    path.write_text("".join(f"{base64.b64encode(token).decode()} {rank}\n" for token, rank in tokens.items()))
+    return tokens
+
+
+def write_tekken(folder: Path, special: list[str] | None = None) -> dict[bytes, int]:
+    """As Mistral's: tekken.json alone, with more tokens than its vocabulary takes, which has 50 special ones in front.
+    Returns the ranks of the other tokens.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    tokens = _ranked_tokens()
+    entries = [{"rank": rank, "token_bytes": base64.b64encode(token).decode()} for token, rank in tokens.items()]
+    config = {"pattern": TEKKEN_WORDS, "default_num_special_tokens": 50, "default_vocab_size": 450, "version": "v3"}
+    stored: dict[str, object] = {"config": config, "vocab": entries}
+    if special is not None:
+        listed = [{"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(special)]
+        stored["special_tokens"] = listed[::-1]
+    (folder / "tekken.json").write_text(json.dumps(stored))
+    return {token: rank for token, rank in tokens.items() if rank < 400}
+
+
+def _ranked_tokens() -> dict[bytes, int]:
+    """Byte-level BPE of 420 tokens, the bytes first, in the order in which they merge."""
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(TEXT, vocab_size=420, show_progress=False)
+    byte_of = {name: byte for byte, name in enumerate(_names_of_bytes())}
+    ids = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
+    return {bytes(byte_of[char] for char in token): id_ for id_, token in ids}
 
 
 def _names_of_bytes() -> list[str]:

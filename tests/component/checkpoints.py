@@ -340,6 +340,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "granite-4": lambda: llama_like(
         "granitemoehybrid",
         layer_types=["mamba", "attention", "mamba"],
+        mamba_expand=1,
         mamba_n_heads=8,
         mamba_d_state=24,
         mamba_proj_bias=True,
@@ -356,6 +357,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "granite-4-dense": lambda: llama_like(
         "granitemoehybrid",
         layer_types=["mamba", "attention", "mamba"],
+        mamba_expand=1,
         mamba_n_heads=4,
         mamba_n_groups=2,
         mamba_d_state=16,
@@ -385,7 +387,9 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-h1": lambda: llama_like("falcon_h1", **_FALCON_H1),
     "falcon-h1-norm": lambda: llama_like("falcon_h1", mamba_rms_norm=True, **_FALCON_H1),
     "falcon-h1-34b": lambda: llama_like("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False, **_FALCON_H1),
-    "bamba": lambda: llama_like("bamba", attn_layer_indices=[1], mamba_n_heads=8, mamba_d_state=16, mlp_bias=True),
+    "bamba": lambda: llama_like(
+        "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=8, mamba_d_state=16, mlp_bias=True
+    ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
     "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),

@@ -1,7 +1,7 @@
 """SelectiveScan: Mamba 2 (Transformers are SSMs, Dao and Gu 2024) behind a short convolution.
 
-Each head has a matrix S [key_dim, value_dim], a rate a < 0 and a skip d. A token with key k, query q, value v and step t
-(the paper's A, D, B, C, x and delta) makes
+Each head has a matrix S [key_dim, value_dim], a rate a < 0 and a skip d. A token with key k, query q, value v and step
+t (the paper's A, D, B, C, x and delta) makes
 
     S <- exp(t a) S + k (t v)^T;  its result is S^T q + d v
 

@@ -21,7 +21,7 @@ from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, Linear
 from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
-from engine.models.recurrent.part import Recur, RecurrentPart, take_recurrent
+from engine.models.recurrent.mixer import Recur, RecurrentPart, take_recurrent
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
@@ -204,19 +204,18 @@ def take_layer(
     """
     prefix = f"layers.{index}."
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    qkv = o = qk_norm = mlp = None
+    qkv = o = qk_norm = None
+    mlp: Mlp | None = None
     summing, facts = ranks if ranks is not None and ranks.sums else None, config.experts
     if config.has_attention(index):
         qkv, o = (_take_linear(parameters, prefix + name, linears) for name in ("qkv", "o"))
         num_ranks = 1 if ranks is None else ranks.degrees.tensor
         qk_norm = take_head_norms(parameters, prefix, config, num_ranks, None if summing is None else summing.sum)
-    if not has_mlp(config, index):
-        pass
-    elif facts is None or not facts.layers[index]:
-        mlp = _take_mlp(parameters, prefix, config, linears)
-    else:
+    if facts is not None and facts.layers[index]:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
+    elif has_mlp(config, index):
+        mlp = _take_mlp(parameters, prefix, config, linears)
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),

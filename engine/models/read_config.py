@@ -48,7 +48,7 @@ from engine.models.families.llama import (
     starcoder2,
 )
 from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, nemotron_h
-from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
+from engine.models.families.mixtures import deepseek, granite_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -58,7 +58,6 @@ from engine.models.families.routed import (
     ernie4_5_moe,
     flex_olmo,
     glm4_moe,
-    granite_moe,
     hunyuan_moe,
     minimax_m2,
     olmoe,

@@ -382,7 +382,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
         num_experts_per_tok=3,
         moe_intermediate_size=32,
         moe_shared_expert_intermediate_size=48,
-        routed_scaling_factor=2.5,
+        routed_scaling_factor=1.5,
     ),
     "falcon-h1": lambda: llama_like("falcon_h1", **_FALCON_H1),
     "falcon-h1-norm": lambda: llama_like("falcon_h1", mamba_rms_norm=True, **_FALCON_H1),

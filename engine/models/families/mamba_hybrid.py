@@ -11,7 +11,7 @@ from math import inf
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, numbers, text, texts
 from engine.models.families.lfm2 import recurrent_layers
 from engine.models.families.llama import granite, llama
-from engine.models.families.routed import granite_moe, sigmoid_experts
+from engine.models.families.mixtures import granite_moe, sigmoid_experts
 from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
 from engine.models.recurrent.config import RecurrentConfig, ScanConfig
 from mesh.domain.errors import ConfigurationError

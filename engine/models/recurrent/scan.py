@@ -35,9 +35,9 @@ class SelectiveScan:
         self._skip = parameters.take(f"{prefix}skip").to(torch.float32)
         norm = parameters.take_optional(f"{prefix}recurrent_norm")
         self._norm = None if norm is None else norm.to(torch.float32)
-        self._widths = [facts.value_width, facts.value_width, facts.key_width, facts.key_width, facts.num_heads]
+        widths = [facts.value_width, facts.value_width, facts.key_width, facts.key_width, facts.num_heads]
         self._factors = torch.ones(facts.projected, device=self._rate.device)
-        for part, factor in zip(self._factors.split(self._widths), facts.scan.factors, strict=False):
+        for part, factor in zip(torch.split(self._factors, widths), facts.scan.factors, strict=False):
             part.fill_(factor)
 
     def for_kernels(self) -> Scan:
@@ -74,7 +74,7 @@ class SelectiveScan:
         gate, mixed, steps = self._parts(rows)
         v, k, q = self._heads(self._conv.scan(mixed, conv_states[0]))
         decays, out = self._rate * steps, self._skip[:, None] * v
-        grouped = matrices[0].unflatten(0, (self._facts.num_key_heads, -1))
+        grouped = torch.unflatten(matrices[0], 0, (self._facts.num_key_heads, -1))
         for first in range(0, len(rows), _CHUNK):
             chunk = slice(first, first + _CHUNK)
             out[chunk] += _scan_chunk(v[chunk] * steps[chunk, :, None], k[chunk], q[chunk], decays[chunk], grouped)
@@ -110,7 +110,7 @@ class SelectiveScan:
         if self._norm is None:
             return out * gate
         gate_first = self._facts.scan.norm == "gated"
-        grouped = (out * gate if gate_first else out).unflatten(1, (self._facts.num_key_heads, -1))
+        grouped = torch.unflatten(out * gate if gate_first else out, 1, (self._facts.num_key_heads, -1))
         scale = torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self._eps)
         normed = (grouped * scale).flatten(1) * self._norm
         return normed if gate_first else normed * gate

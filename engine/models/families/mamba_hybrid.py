@@ -4,7 +4,6 @@ Granite 4 and Bamba have attention in a few layers. Falcon-H1 has both in every 
 Layers of Nemotron-H are Mamba 2, attention, an MLP or experts alone.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from math import inf
 
@@ -17,6 +16,7 @@ from engine.models.recurrent.config import RecurrentConfig, ScanConfig
 from mesh.domain.errors import ConfigurationError
 
 _OLDER_NAMES = {"mamba": "linear_attention", "attention": "full_attention"}
+_INFINITY = {"__float__": "Infinity"}
 _OF_PATTERN = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 
 
@@ -73,13 +73,9 @@ def falcon_h1(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     attention_in, attention_out = factor("attention_in"), factor("attention_out")
     gate, down = _factors(raw, "mlp_multipliers", 2)
     residual_scale = attention_in * attention_out
-    norm = (
-        ("before" if flag(raw, "mamba_norm_before_gate", default=True) else "gated")
-        if (flag(raw, "mamba_rms_norm", default=False))
-        else ""
-    )
+    norm = "before" if flag(raw, "mamba_norm_before_gate", default=True) else "gated"
     scan = ScanConfig(
-        norm=norm,
+        norm=norm if flag(raw, "mamba_rms_norm", default=False) else "",
         factors=tuple(factor("ssm_in") * each for each in _factors(raw, "ssm_multipliers", 5)),
         out_factor=factor("ssm_out") / residual_scale,
     )
@@ -132,18 +128,10 @@ def nemotron_h(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     if any(has_experts):
         shared = integer(raw, "moe_shared_expert_intermediate_size", default=7688)
         experts = replace(sigmoid_experts(plain, raw), layers=has_experts, shared_size=shared)
-    names = {"n_heads": "mamba_num_heads", "d_head": "mamba_head_dim", "n_groups": "n_groups"}
-    names |= {
-        "d_state": "ssm_state_size",
-        "d_conv": "conv_kernel",
-        "conv_bias": "use_conv_bias",
-        "proj_bias": "use_bias",
-    }
-    sizes = {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128}
-    scan = {f"mamba_{name}": (sizes | dict(raw)).get(stored) for name, stored in names.items()}
-    width = integer(scan, "mamba_n_heads") * integer(scan, "mamba_d_head")
-    scan["time_step_limit"] = raw.get("time_step_limit")
-    recurrent = _mamba(plain, scan, tuple(kind == "linear_attention" for kind in kinds), width=width)
+    sizes = {"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, **raw}
+    width = integer(sizes, "mamba_num_heads", default=128) * integer(sizes, "mamba_head_dim")
+    layers, bias = tuple(kind == "linear_attention" for kind in kinds), flag(raw, "use_bias", default=False)
+    recurrent = replace(_mamba(plain, sizes, layers, width=width), bias=bias)
     return replace(
         plain,
         tensors=_NEMOTRON_H,
@@ -184,24 +172,27 @@ def _mamba(
     width: int | None = None,
     scan: ScanConfig | None = None,
 ) -> RecurrentConfig:
-    """Mamba 2 with heads of `width` together, in the words of most families."""
+    """Mamba 2 with heads of `width` together, in the words of all families."""
     if plain.activation != "silu":
         raise ConfigurationError(f"config.json: {plain.activation!r} as activation of Mamba 2 is not supported")
-    heads, groups = integer(raw, "mamba_n_heads", default=128), integer(raw, "mamba_n_groups", default=1)
+    heads = integer(raw, "mamba_n_heads", "mamba_num_heads", default=128)
+    groups = integer(raw, "mamba_n_groups", "n_groups", default=1)
     width = _inner_size(plain, raw) if width is None else width
-    value_dim = width // heads if raw.get("mamba_d_head", "auto") in ("auto", None) else integer(raw, "mamba_d_head")
+    value_dim = width // heads
+    if raw.get("mamba_d_head") != "auto":
+        value_dim = integer(raw, "mamba_d_head", "mamba_head_dim", default=value_dim)
     if heads * value_dim != width or heads % groups:
         raise ConfigurationError(
             f"config.json: {heads} heads of {value_dim} in {groups} groups do not fit a Mamba 2 layer of {width}"
         )
-    state = integer(raw, "mamba_d_state", default=256)
+    state = integer(raw, "mamba_d_state", "ssm_state_size", default=256)
     return RecurrentConfig(
         kind="scan",
         layers=layers,
-        kernel=integer(raw, "mamba_d_conv", default=4, least=2),
+        kernel=integer(raw, "mamba_d_conv", "conv_kernel", default=4, least=2),
         channels=width + 2 * groups * state,
         bias=flag(raw, "mamba_proj_bias", default=False),
-        conv_bias=flag(raw, "mamba_conv_bias", default=True),
+        conv_bias=flag(raw, "mamba_conv_bias", default=flag(raw, "use_conv_bias", default=True)),
         num_heads=heads,
         num_key_heads=groups,
         key_dim=state,
@@ -213,10 +204,9 @@ def _mamba(
 def _step_limits(raw: RawConfig) -> tuple[float, float]:
     """The least and the largest step. transformers writes infinity as an object."""
     given = raw.get("time_step_limit")
-    limits = [
-        float(each["__float__"]) if isinstance(each, Mapping) else float(each)
-        for each in ((0.0, inf) if given is None else given)
-    ]
-    if len(limits) != 2 or not 0.0 <= limits[0] <= limits[1]:
+    stated = [0.0, inf] if given is None else given if isinstance(given, list) else []
+    limits = [inf if each == _INFINITY else each for each in stated]
+    are_numbers = len(limits) == 2 and all(type(each) in (int, float) for each in limits)
+    if not are_numbers or not 0 <= limits[0] <= limits[1]:
         raise ConfigurationError(f"config.json: time_step_limit must be two numbers from 0 on, got {given!r:.100}")
-    return limits[0], limits[1]
+    return float(limits[0]), float(limits[1])

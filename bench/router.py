@@ -37,7 +37,8 @@ import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
 from mesh.interrupts import run_async, run_program, showing
-from router.admission.placement import PlacementQuery, PrefixChain, place
+from router.admission.placement import PlacementQuery, place
+from router.admission.prefix_chain import PrefixChain
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
 from tandem_cli.plan import quiet_logs

@@ -43,7 +43,7 @@ def _open(settings: DecodeSettings, engine_parts: EngineParts, runtime: WorkerRu
     service = DecodeService(
         engine_parts.engine,
         receiver,
-        block_size=settings.block_size,
+        layout=engine_parts.kv_cache.layout,
         is_draining=runtime.is_draining,
         metrics=metrics,
     )

@@ -36,6 +36,7 @@ from mesh.domain.errors import (
     TransferCorrupt,
     WorkerBusy,
 )
+from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, failure_of
 from mesh.tracing import end_span, mark_failed
@@ -74,13 +75,13 @@ class DecodeService:
         engine: EngineLoop,
         receiver: RankedReceiver,
         *,
-        block_size: int,
+        layout: KVLayout,
         is_draining: Callable[[], bool],
         metrics: DecodeMetrics,
     ) -> None:
         self._engine = engine
         self._receiver = receiver
-        self._block_size = block_size
+        self._layout = layout
         self._is_draining = is_draining
         self._metrics = metrics
         self._owners: dict[SequenceKey, _Owner] = {}
@@ -193,8 +194,8 @@ class DecodeService:
             ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
-                block_ids=tuple(sequence.block_table),
-                first_block=ready_tokens // self._block_size,
+                block_ids=self._layout.transfer_order(sequence.block_table),
+                first_block=ready_tokens // self._layout.block_size,
                 num_tokens=sequence.num_tokens,
             )
         )

@@ -51,13 +51,14 @@ def batch_order(item: ScheduledSequence) -> tuple[bool, str]:
 class ScheduledBatch:
     """The work of one step. Items with a single token come first.
 
-    `copies` are pairs of blocks (source, target) to copy before the forward pass. `number` identifies the batch to the
-    scheduler while the batch is in flight.
+    `copies` are pairs of blocks (source, target) to copy before the forward pass, `saves` those to copy after it.
+    `number` identifies the batch to the scheduler while the batch is in flight.
     """
 
     items: tuple[ScheduledSequence, ...]
     copies: tuple[tuple[int, int], ...] = ()
     number: int = 0
+    saves: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -144,8 +144,8 @@ def streams_for(device: torch.device) -> Streams | None:
 
 
 class BlockCopies:
-    """Copies of one cache's blocks. `units` below is a part of it, uint8 [layers, 2, blocks, units, heads, bytes]; a
-    payload is the same part of the named blocks, in C order.
+    """Copies of one cache's blocks. `units` below is a part of it, uint8 [layers, planes, blocks, units, heads, bytes];
+    a payload is the same part of the named blocks, in C order.
 
     `note_written` and `note_changed` are called by the threads that launch on the model's stream, the others by any.
     """

@@ -9,7 +9,8 @@ Two parts of the scheduler share blocks between sequences. PrefixCache finds ind
 tokens, and publishes the sequence's own full blocks. Forks are several choices of one prompt that share its KV (copy on
 write): a fork shares the full blocks of the prompt with its origin. Both will write to the last, partly filled block,
 so the fork gets a copy of it. The copy is made before the fork's first step; until then the fork also holds the
-original. Both will write to a recurrent state, too: it is copied before the next step of any sequence.
+original. Both will write to a recurrent state, too: it is copied before the next step of any sequence. A sequence that
+continues from a snapshot (snapshots.py) copies its state as a fork does.
 """
 
 import time
@@ -19,7 +20,7 @@ from dataclasses import dataclass, field
 from engine.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.sequence import SequenceState
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
-from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash
+from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash, state_hash
 from mesh.domain.worker import CacheEvent
 
 
@@ -49,6 +50,9 @@ class CacheLog:
 class BlockPool:
     """Allocates block ids `0 .. num_blocks - 1`. Freed blocks stay findable by the hash of their content.
 
+    A snapshot is several blocks with a recurrent state, under the hash of the block at whose end the sequence had it.
+    They are cached together, and leave together, at the latest with that block.
+
     `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content.
     `clock` measures times to live, in seconds.
     """
@@ -64,6 +68,7 @@ class BlockPool:
         self._references = [0] * num_blocks
         self._hash_of: list[BlockHash | None] = [None] * num_blocks
         self._block_of: dict[BlockHash, int] = {}
+        self._snapshots: dict[BlockHash, tuple[int, ...]] = {}
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._cached = EvictionQueue(num_blocks, clock)
         self._hinted: dict[int, Worth] = {}  # of the blocks that clients have given hints for
@@ -79,8 +84,8 @@ class BlockPool:
 
     @property
     def indexed_hashes(self) -> list[BlockHash]:
-        """Hashes of all blocks in the index, held or free."""
-        return list(self._block_of)
+        """Hashes of all blocks in the index, held or free, and those that announce snapshots."""
+        return [*self._block_of, *map(state_hash, self._snapshots)]
 
     def match(self, hashes: Iterable[BlockHash]) -> list[int]:
         """Blocks with the longest indexed prefix of `hashes`. They are not held yet: call `hold` before `allocate`."""
@@ -91,6 +96,12 @@ class BlockPool:
                 break
             matched.append(block_id)
         return matched
+
+    def snapshot(self, block_hash: BlockHash) -> tuple[int, ...]:
+        """Blocks with the state at the end of the block with this hash; none if there is no snapshot. `hold` them
+        before `allocate`.
+        """
+        return self._snapshots.get(block_hash, ())
 
     def num_allocatable_beside(self, matched: Sequence[int]) -> int:
         """Blocks that could still be allocated once `matched` are held."""
@@ -124,13 +135,33 @@ class BlockPool:
     def _forget_content(self, block_id: int, *, is_worth_keeping: bool) -> None:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
+        if self._block_of[block_hash] != block_id:
+            self._forget_snapshot(block_hash, taken=block_id)
+            return
         if self._on_evict is not None and is_worth_keeping:
             self._on_evict(block_id, block_hash)
+        self._forget_hash(block_id)
+        del self._block_of[block_hash]
+        self.log.add(block_hash, evicted=True)
+        self._forget_snapshot(block_hash)
+
+    def _forget_snapshot(self, block_hash: BlockHash, taken: int | None = None) -> None:
+        """Make the blocks of a snapshot blank, if there is one, but for one that is `taken` already. Nobody holds them:
+        whoever does holds the block with this hash, too.
+        """
+        blocks = self._snapshots.pop(block_hash, ())
+        for block_id in blocks:
+            self._forget_hash(block_id)
+            if block_id != taken:
+                self._cached.remove(block_id)
+                self._blank.append(block_id)
+        if blocks:
+            self.log.add(state_hash(block_hash), evicted=True)
+
+    def _forget_hash(self, block_id: int) -> None:
         self._hinted.pop(block_id, None)
         self._unhinted.pop(block_id, None)
         self._hash_of[block_id] = None
-        del self._block_of[block_hash]
-        self.log.add(block_hash, evicted=True)
 
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
         """Index a held, complete block by the hash of its content. A second copy of the same content stays private."""
@@ -138,6 +169,19 @@ class BlockPool:
             self._hash_of[block_id] = block_hash
             self._block_of[block_hash] = block_id
             self.log.add(block_hash, evicted=False)
+
+    def publish_snapshot(self, block_ids: Sequence[int], block_hash: BlockHash) -> None:
+        """Index held blocks as the snapshot at the end of an indexed block. A second one stays private."""
+        if block_hash in self._block_of and block_hash not in self._snapshots:
+            self._snapshots[block_hash] = tuple(block_ids)
+            for block_id in block_ids:
+                self._hash_of[block_id] = block_hash
+            self.log.add(state_hash(block_hash), evicted=False)
+
+    def drop_snapshot(self, block_hash: BlockHash) -> None:
+        """Give up a snapshot, unless somebody holds it."""
+        if all(self._references[block_id] == 0 for block_id in self.snapshot(block_hash)):
+            self._forget_snapshot(block_hash)
 
     def free(self, block_ids: Sequence[int], tenant: str = "", hints: CacheHints = NO_HINTS) -> None:
         """Drop one holder of each block, with its tenant and its client's hints. Pass a sequence's blocks in order: the
@@ -198,19 +242,25 @@ class BlockPool:
             raise ValueError("the hash index points at blocks of other content")
         if any(self._hash_of[block_id] is not None for block_id in self._blank):
             raise ValueError("a blank block has content")
+        for block_hash, blocks in self._snapshots.items():
+            if block_hash not in self._block_of or len({self._references[block_id] for block_id in blocks}) != 1:
+                raise ValueError("a snapshot is without its block, or held in part")
+            if any(self._hash_of[block_id] != block_hash for block_id in blocks):
+                raise ValueError("a snapshot has blocks of other content")
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCache:
     """The prefix cache of one scheduler. If it is not `enabled`, it finds and publishes nothing.
 
-    `whole_prompts`: see SchedulerConfig.
+    `whole_prompts`: see SchedulerConfig. `state_blocks` come before those of tokens in a block table.
     """
 
     pool: BlockPool
     block_size: int
     enabled: bool
     whole_prompts: bool
+    state_blocks: int = 0
 
     def hashes(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of all blocks that were full when the sequence came. Computed once, for the look-up and `publish`."""
@@ -238,7 +288,7 @@ class PrefixCache:
         hashes = sequence.block_hashes
         while (len(hashes) + 1) * self.block_size <= sequence.num_computed_tokens:
             hashes.append(self._hash_after(sequence, hashes))
-            self.pool.publish(sequence.block_table[len(hashes) - 1], hashes[-1])
+            self.pool.publish(sequence.block_table[self.state_blocks + len(hashes) - 1], hashes[-1])
 
     def _hash_after(self, sequence: SequenceState, hashes: list[BlockHash]) -> BlockHash:
         """The hash of the block after those that have `hashes`."""
@@ -255,7 +305,7 @@ class PrefixCache:
 
 
 class Forks:
-    """The forks of one scheduler whose copies are not made yet."""
+    """The sequences of one scheduler whose copies are not made yet: forks, and those that continue from a snapshot."""
 
     def __init__(self, pool: BlockPool, block_size: int, state_blocks: int = 0) -> None:
         self._pool = pool
@@ -279,12 +329,18 @@ class Forks:
         self._pool.hold(shared)
         fork.block_table += own[:first] + shared + own[first:]
         fork.block_hashes = origin.block_hashes[:num_shared]
+        fork.last_snapshot, fork.is_transferred = origin.last_snapshot, origin.is_transferred
         copied = [*range(first), *([end] if num_copied_tokens else [])]
-        fork.copies = [(origin.block_table[place], fork.block_table[place]) for place in copied]
-        if fork.copies:
-            self._pool.hold(source for source, _ in fork.copies)
-            self._due.append(fork)
+        originals = [origin.block_table[place] for place in copied]
+        self._pool.hold(originals)
+        self.copy(originals, fork, [fork.block_table[place] for place in copied])
         return True
+
+    def copy(self, originals: Sequence[int], sequence: SequenceState, own: Sequence[int]) -> None:
+        """Let blocks of a sequence begin as copies of others, which it holds from now on until they are copied."""
+        sequence.copies = list(zip(originals, own, strict=True))
+        if sequence.copies:
+            self._due.append(sequence)
 
     def copies(self, number: int, batch: Iterable[SequenceState]) -> tuple[tuple[int, int], ...]:
         """Pairs of blocks (source, target) for the batch with this number to copy: those of its own forks. Others may

@@ -31,8 +31,9 @@ Buffer = bytes | bytearray | memoryview
 class KVCache:
     """Keys and values of the layers and heads in `span`, by default the whole model. Implements kvtransfer's KVStore.
 
-    The tensor is `[layers, 2, num_blocks, block_size, heads, head_dim]`. In int8 each row has 4 more bytes, its scale,
-    and a different element order (`engine/kernels/cpu/kv_segments.py`).
+    The tensor is `[layers, planes, num_blocks, block_size, heads, head_dim]`: keys and values, or one plane that is
+    both, see KVLayout. In int8 each row has 4 more bytes, its scale, and a different element order
+    (`engine/kernels/cpu/kv_segments.py`).
 
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
@@ -57,7 +58,7 @@ class KVCache:
         layers, heads = self.span.layers.count, self.span.heads.count
         dtype = kv_type(layout.dtype)
         num_all = num_blocks + num_spare
-        shape = (layers, 2, num_all, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
+        shape = (layers, layout.num_planes, num_all, layout.block_size, heads, layout.row_bytes // dtype.itemsize)
         if memory is None:
             flat = _zeros(self.payload_bytes(num_all, self.span), device)
         else:
@@ -66,8 +67,9 @@ class KVCache:
         self._layers = list(self._tensor.unbind(0))
         if not self._tensor.is_cuda:
             prepare()
-        # [layers, 2, num_blocks + num_spare, units, heads, bytes of a unit]
-        self._units = self._tensor.view(torch.uint8).view(layers, 2, num_all, layout.block_units, heads, -1)
+        # [layers, planes, num_blocks + num_spare, units, heads, bytes of a unit]
+        units = self._tensor.view(torch.uint8)
+        self._units = units.view(layers, layout.num_planes, num_all, layout.block_units, heads, -1)
         streams = streams_for(device)
         self._copies = None if streams is None else BlockCopies(streams)  # None: the host reads and writes the cache
 
@@ -81,7 +83,7 @@ class KVCache:
         return elements(self._tensor)
 
     def layer(self, layer: int) -> Tensor:
-        """Keys and values of model layer `layer`: [2, num_blocks, block_size, heads, head_dim]."""
+        """Keys and values of model layer `layer`: [planes, num_blocks, block_size, heads, head_dim]."""
         return self._layers[layer - self.span.layers.first]
 
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
@@ -116,7 +118,8 @@ class KVCache:
         return _nothing if self._copies is None else self._copies.pin(memory)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
-        """Copy `span` of these blocks to `out`, C order [layers, 2, len(block_ids), units, heads, bytes of a unit].
+        """Copy `span` of these blocks to `out`, in C order [layers, planes, len(block_ids), units, heads, bytes of a
+        unit].
 
         Raises ValueError if `out` has the wrong size or is read-only, IndexError for a block, layer or head that is not
         in this cache.
@@ -211,7 +214,7 @@ class KVCache:
             raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
 
     def _select(self, block_ids: Sequence[int], span: KVSpan) -> Tensor:
-        """[layers, 2, num_blocks, units, heads, bytes of a unit] of `span`."""
+        """[layers, planes, num_blocks, units, heads, bytes of a unit] of `span`."""
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")
         layers = self._units[span.layers.slice_in(self.span.layers)]
@@ -290,8 +293,10 @@ def payload_array(payload: Buffer, layout: KVLayout, num_blocks: int, span: KVSp
     needed = num_blocks * span.num_layer_heads * layout.cell_bytes
     if flat.size != needed:
         raise ValueError(f"buffer has {flat.size} bytes, {needed} are needed")
-    unit_bytes = layout.cell_bytes // (2 * layout.block_units)
-    return flat.reshape(span.layers.count, 2, num_blocks, layout.block_units, span.heads.count, unit_bytes)
+    unit_bytes = layout.cell_bytes // (layout.num_planes * layout.block_units)
+    return flat.reshape(
+        span.layers.count, layout.num_planes, num_blocks, layout.block_units, span.heads.count, unit_bytes
+    )
 
 
 def part_of(piece: KVSpan, span: KVSpan) -> tuple[slice | EllipsisType, ...]:

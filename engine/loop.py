@@ -183,8 +183,9 @@ class Engine:
         before they are freed.
         """
         if sequence.status is SequenceStatus.WAITING_FOR_KV:
-            shared = sequence.num_cached_tokens // self.scheduler.config.block_size
-            self._runner.clear_blocks(sequence.block_table[shared:])
+            config, table = self.scheduler.config, sequence.block_table
+            first, num_shared = config.state_blocks, sequence.num_cached_tokens // config.block_size
+            self._runner.clear_blocks([*table[:first], *table[first + num_shared :]])
         self.scheduler.remove(sequence)
         if not self.scheduler.is_computing(sequence):
             self._forget(sequence)

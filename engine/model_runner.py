@@ -117,6 +117,8 @@ class ModelRunner:
         sample_rows: Tensor | None,
     ) -> list[RunnerOutput]:
         hidden = finish()
+        for source, target in batch.saves:
+            self.kv_cache.copy_block(source, target)
         self._use_threads()
         total, tokens = self._sample(batch, hidden, sample_rows, sequences)
         broken = items_not_finite(hidden, starts, total)

@@ -86,7 +86,10 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
         block_size=settings.block_size,
         dtype=dtype,
     )
-    if isinstance(config, EncoderDecoderConfig) or config.recurrent is None:
+    if isinstance(config, EncoderDecoderConfig):
+        return layout
+    layout = replace(layout, keys_are_values=config.kv_planes == 1)
+    if config.recurrent is None:
         return layout
     return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
 

@@ -43,6 +43,7 @@ from engine.block_pool import BlockPool, Forks, PrefixCache
 from engine.runner import RunnerOutput
 from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
+from engine.snapshots import Snapshots
 from mesh.domain.errors import InvalidRequest, MeshError, TooLarge, WorkerBusy
 from mesh.domain.kv import BlockHash
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
@@ -89,7 +90,8 @@ class Scheduler:
 
     All blocks of a sequence are freed in `_free`: by `_end`, after its last token, unless it is handed over; by
     `_preempt`; and by `remove`, which ends it in any state, or by the `update` of the batch in flight that it is in.
-    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), and the original of a copied fork (`Forks`).
+    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), the original of a copied fork (`Forks`), and
+    snapshots once they are taken (`Snapshots`).
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
@@ -100,7 +102,10 @@ class Scheduler:
         self._slots: dict[SequenceKey, SequenceState] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, SequenceState] = {}
         self._forks = Forks(pool, config.block_size, config.state_blocks)
-        self._prefixes = PrefixCache(pool, config.block_size, config.prefix_caching, config.whole_prompts)
+        self._prefixes = PrefixCache(
+            pool, config.block_size, config.prefix_caching, config.whole_prompts, config.state_blocks
+        )
+        self._snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
         self._in_flight = BatchesInFlight()
         self._counters = _Counters()
         self._pending = _Pending()
@@ -131,7 +136,10 @@ class Scheduler:
         """
         self._require_new(sequence)
         self._require_fits(sequence)
-        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.hashes(sequence))):
+        hashes = self._prefixes.hashes(sequence)
+        if self.config.state_blocks:  # the last token is computed once more, and writes to its block
+            hashes = hashes[: (sequence.num_tokens - 1) // self.config.block_size]
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, hashes, self.pool.match(hashes))):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
@@ -244,7 +252,8 @@ class Scheduler:
             return ScheduledBatch(())
         sequences = [item.sequence for item in items]
         number = self._in_flight.begin(sequences)
-        return ScheduledBatch(tuple(items), self._forks.copies(number, sequences), number)
+        copies = self._forks.copies(number, sequences)
+        return ScheduledBatch(tuple(items), copies, number, self._snapshots.take(items))
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
@@ -349,7 +358,7 @@ class Scheduler:
 
     def _chunk(self, sequence: SequenceState, budget: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
-        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        num_tokens = self._snapshots.tokens_until(sequence, min(sequence.num_uncomputed_tokens, budget))
         if self.config.whole_prompts:
             num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
         is_repeated = start + num_tokens == sequence.num_tokens and self._repeats_last(sequence)
@@ -374,7 +383,7 @@ class Scheduler:
         """Admit a waiting sequence if there are a slot and blocks for it, and enough of both remain for the oldest
         waiting one.
         """
-        if not (self._has_slot_for(sequence) and self._take_slot(sequence, self._prefixes.reusable(sequence))):
+        if not (self._has_slot_for(sequence) and self._take_computed_slot(sequence)):
             return False
         del self._waiting[sequence.key]
         sequence.status = SequenceStatus.RUNNING
@@ -390,19 +399,39 @@ class Scheduler:
         num_kept = 0 if self._oldest_beside(sequence) is None else 1
         return len(self._slots) + num_kept < self.config.max_num_seqs
 
-    def _take_slot(self, sequence: SequenceState, hashes: list[BlockHash]) -> bool:
-        """Occupy a slot with blocks for all tokens of the sequence; indexed blocks are reused where `hashes` match.
+    def _take_computed_slot(self, sequence: SequenceState) -> bool:
+        """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
+        hashes = self._prefixes.reusable(sequence)
+        matched = self.pool.match(hashes)
+        if not self.config.state_blocks:
+            return self._take_slot(sequence, hashes, matched)
+        reused = self._snapshots.find(hashes[: len(matched)])
+        snapshot = self.pool.snapshot(hashes[reused - 1]) if reused else ()
+        # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
+        if not self._take_slot(sequence, hashes, matched[:reused], snapshot) and not (
+            reused and self._take_slot(sequence, hashes, [])
+        ):
+            return False
+        self._snapshots.begin(sequence, len(matched))
+        return True
+
+    def _take_slot(
+        self, sequence: SequenceState, hashes: list[BlockHash], matched: list[int], snapshot: Sequence[int] = ()
+    ) -> bool:
+        """Occupy a slot with blocks for all tokens of the sequence: those `matched` by `hashes`, and others. The state
+        begins as the one in `snapshot`.
 
         Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """
         oldest = self._oldest_beside(sequence)
         spare = 0 if oldest is None else self._num_blocks_for(oldest)
-        matched = self.pool.match(hashes)
-        num_missing = self._num_blocks_for(sequence) - len(matched)
-        if num_missing > self.pool.num_allocatable_beside(matched) - self._headroom() - spare:
+        num_missing, states = self._num_blocks_for(sequence) - len(matched), self.config.state_blocks
+        if num_missing > self.pool.num_allocatable_beside([*matched, *snapshot]) - self._headroom() - spare:
             return False
-        self.pool.hold(matched)
-        sequence.block_table += matched + (self.pool.allocate(num_missing) or [])
+        self.pool.hold([*matched, *snapshot])
+        own = self.pool.allocate(num_missing) or []
+        sequence.block_table += own[:states] + matched + own[states:]
+        self._forks.copy(snapshot, sequence, own[: len(snapshot)])
         num_cached = len(matched) + self._restore(sequence, hashes, len(matched))
         sequence.block_hashes = hashes[:num_cached]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached * self.config.block_size
@@ -414,6 +443,7 @@ class Scheduler:
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
         found = list(takewhile(kept.__contains__, hashes[first:]))
         if self.evicted is not None and found:
+            first += self.config.state_blocks
             block_ids = sequence.block_table[first : first + len(found)]
             self.evicted.restore(block_ids, [kept[block_hash] for block_hash in found])
             for block_id, block_hash in zip(block_ids, found, strict=True):
@@ -489,8 +519,12 @@ class Scheduler:
                 self._free_draft_blocks(sequence)
             else:
                 sequence.num_computed_tokens = item.end
-                self._prefixes.publish(sequence)
+                self._publish(item)
         return results
+
+    def _publish(self, item: ScheduledSequence) -> None:
+        self._prefixes.publish(item.sequence)
+        self._snapshots.publish(item)
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
@@ -505,7 +539,7 @@ class Scheduler:
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1 - item.is_repeated
-        self._prefixes.publish(sequence)
+        self._publish(item)
         self._start_forks(sequence)
         result = SequenceOutput(
             *sequence.key,
@@ -552,6 +586,7 @@ class Scheduler:
     def _free(self, sequence: SequenceState) -> None:
         sequence.status = SequenceStatus.FINISHED
         self._forks.drop(sequence)
+        self._snapshots.end(sequence)
         request = sequence.request
         self.pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
         sequence.block_table.clear()

@@ -44,7 +44,9 @@ class SequenceState:
     `with_draft`. `forks` are other choices of the same prompt that wait for its KV. `copies` are pairs of a block of
     the original sequence and one of this one; the former is held until it has been copied. `from_disk` are blocks of
     the prompt that memory lacked, until the sequence is admitted. `is_transferred`: another worker computed its prompt.
-    With a recurrent state, the first blocks of `block_table` hold that, see KVLayout.
+    With a recurrent state, the first blocks of `block_table` hold that, see KVLayout. `snapshot_ends` are the positions
+    in the prompt at which a snapshot of it is still to be taken, `last_snapshot` is that of the last one taken or begun
+    from, and `saving` are blocks that the step in flight fills with one (snapshots.py).
     """
 
     request: SequenceSpec
@@ -62,6 +64,9 @@ class SequenceState:
     copies: list[tuple[int, int]] = field(default_factory=list)
     from_disk: BlockPayloads = field(default_factory=BlockPayloads)
     is_transferred: bool = False
+    snapshot_ends: list[int] = field(default_factory=list)
+    last_snapshot: int = 0
+    saving: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.token_ids)
@@ -81,7 +86,7 @@ class SequenceState:
     @property
     def held_blocks(self) -> list[int]:
         """All blocks with a reference from this sequence."""
-        return [*self.block_table, *(source for source, _ in self.copies)]
+        return [*self.block_table, *self.saving, *(source for source, _ in self.copies)]
 
     @property
     def is_over(self) -> bool:

@@ -46,7 +46,7 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks`: see KVLayout; with any, prefixes are not cached, and no token is computed that may be wrong.
+    `state_blocks`: see KVLayout; with any, no token is computed that may be wrong, and one batch is in flight.
     """
 
     block_size: int
@@ -69,8 +69,8 @@ class SchedulerConfig:
                 f"max_batch_tokens ({self.max_batch_tokens}) must be >= max_num_seqs ({self.max_num_seqs}): "
                 "every running sequence needs one token a step"
             )
-        if self.state_blocks and self.prefix_caching:
-            raise ConfigurationError("a model with recurrent layers has no prefix cache")
+        if self.state_blocks and self.max_in_flight > 1:
+            raise ConfigurationError("a model with recurrent layers computes one batch at a time")
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks of a sequence with `num_tokens` tokens."""

@@ -73,7 +73,16 @@ _LOAD = (
     "accepted_tokens",
 )
 
-_LAYOUT = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "state_blocks")
+_LAYOUT = (
+    "model_fingerprint",
+    "num_layers",
+    "num_kv_heads",
+    "head_dim",
+    "block_size",
+    "dtype",
+    "state_blocks",
+    "keys_are_values",
+)
 
 
 def sampling_to_proto(params: SamplingParams) -> sampling_pb2.SamplingParams:

@@ -227,8 +227,8 @@ class PrefillService:
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
-                blocks = final_blocks(item, self._layout)
-                table = tuple(item.sequence.block_table) if prompt.transfer is None else ()
+                blocks = final_blocks(item, self._layout.block_size)
+                table = self._layout.transfer_order(item.sequence.block_table) if prompt.transfer is None else ()
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
@@ -252,7 +252,8 @@ class PrefillService:
             prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
             # A recurrent state changes until the prompt's end. Whatever layers it is of, it fills blocks of all.
             if final.ends_prompt and first_layer + num_layers == self._layout.num_layers:
-                prompt.transfer.announce(kv.Span(0, self._layout.state_blocks), self._layout.whole.layers)
+                states = kv.Span(final.blocks.stop, self._layout.state_blocks)
+                prompt.transfer.announce(states, self._layout.whole.layers)
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
@@ -284,16 +285,15 @@ class PrefillService:
                 prompt.first_token.set_exception(error)
 
 
-def final_blocks(item: ScheduledSequence, layout: kv.KVLayout) -> range:
-    """Return the positions of KV blocks that this step completes and that no later step changes.
+def final_blocks(item: ScheduledSequence, block_size: int) -> range:
+    """Return the positions of KV blocks that this step completes and that no later step changes, in transfer order.
 
     The first step, which starts after the cached prefix, also includes the prefix. A partly filled last block is final
     only if the prompt ends in it.
     """
-    size = layout.block_size
-    start = 0 if item.start == item.sequence.num_cached_tokens else item.start // size
-    end = -(-item.end // size) if item.needs_sampling else item.end // size
-    return range(layout.state_blocks + start, layout.state_blocks + max(start, end))
+    start = 0 if item.start == item.sequence.num_cached_tokens else item.start // block_size
+    end = -(-item.end // block_size) if item.needs_sampling else item.end // block_size
+    return range(start, max(start, end))
 
 
 async def _first_token(first_token: asyncio.Future[SequenceOutput], transfer: Outgoing) -> SequenceOutput:

@@ -111,7 +111,8 @@ class Attempt:
 
     def on_reserved(self, ready_tokens: int) -> None:
         self._reservation.confirm()
-        if self._request.attempt == 0:
+        # Behind KV without a recurrent state the prompt is computed nonetheless: the prefill worker counts what it had.
+        if self._request.attempt == 0 and not self.placement.decode.layout.state_blocks:
             self._choice.note_cached(min(ready_tokens, self._request.num_prompt_tokens))
         if not self._reserved.done():
             self._reserved.set_result(ready_tokens)

@@ -36,7 +36,8 @@ from mesh.domain.request import Fork, SequenceSpec
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.tasks import backoff_s
 from router.admission.in_flight import CapacityReservation
-from router.admission.placement import Placement, PlacementQuery, PrefixChain
+from router.admission.placement import Placement, PlacementQuery
+from router.admission.prefix_chain import PrefixChain
 from router.admission.queue import PlacementQueue
 from router.attempt import Attempt, AttemptTimeouts
 from router.choice import Choice, WaitingFork

@@ -157,7 +157,7 @@ def load_engine_host(
         max_batch_tokens=limits.max_batch_tokens,
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
-        # Some position encodings depend on the prompt's length, and recurrent states are not kept for each block.
+        # Some position encodings depend on the prompt's length.
         prefix_caching=settings.prefix_caching and config.shareable_prefixes,
         whole_prompts=config.whole_prompts,
         max_in_flight=runner_settings.pipeline_parallel,
@@ -210,17 +210,19 @@ def _weights_of_kv(settings: WorkerSettings) -> WeightFiles | None:
 def _kv_disk(
     settings: WorkerSettings, config: SchedulerConfig, runner: HostedRunner, weights: WeightFiles
 ) -> DiskCache | None:
-    """None for models whose prompts share no KV. Raises ConfigurationError.
+    """None for models whose prompts share no KV, or need a state besides. Raises ConfigurationError.
 
     The layout's fingerprint has a sample of the weights, which serves to compare workers of one time. A folder outlives
     many changes of a model, so its name has all bytes.
     """
-    if config.whole_prompts or not config.prefix_caching:
-        log.warning("kv_disk is not used: prompts of this model share no KV", model=settings.model)
+    if config.whole_prompts or config.state_blocks or not config.prefix_caching:
+        reason = "does not keep recurrent states" if config.state_blocks else "prompts of this model share no KV"
+        log.warning(f"kv_disk is not used: {reason}", model=settings.model)
         return None
     weights.require_unchanged()
     layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))
-    kind = f"{layout!r}:{weights.digest}:{runner.attention_backend}"
+    planes = ":keys are values" if layout.keys_are_values else ""
+    kind = f"{layout!r}{planes}:{weights.digest}:{runner.attention_backend}"
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
 

@@ -206,15 +206,15 @@ class AttentionBackend(Protocol):
         """Write keys and values to their slots, then attend causally -> [num_tokens, num_heads, head_dim].
 
         queries: [num_tokens, num_heads, head_dim]. keys, values: [num_tokens, num_kv_heads, head_dim], not necessarily
-        contiguous. layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], written in place. With a window, a
-        query sees the last `window` positions, including its own. sinks: fp32 [num_heads] of a shape that has them. The
-        caller owns the result.
+        contiguous. layer_cache: [2, num_blocks, block_size, num_kv_heads, head_dim], written in place; [1, ...] if keys
+        are values (see KVLayout). With a window, a query sees the last `window` positions, including its own. sinks:
+        fp32 [num_heads] of a shape that has them. The caller owns the result.
         """
         ...
 
 
 def write_slots(keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
     """AttentionBackend.write for caches in floating point, with torch."""
-    slots = as_bytes(layer_cache).view(2, -1, *layer_cache.shape[3:])  # [2, num_slots, num_kv_heads, head_dim]
-    for to, rows in zip(slots, (keys, values), strict=True):
+    slots = as_bytes(layer_cache).flatten(1, 2)  # [planes, num_slots, num_kv_heads, head_dim]
+    for to, rows in zip(slots, (keys, values), strict=False):  # with one plane, keys are values
         to.index_copy_(0, slot_mapping, as_bytes(as_stored(rows, layer_cache.dtype)))

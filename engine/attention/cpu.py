@@ -26,7 +26,7 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
-from engine.kernels.cpu.machine import KEYS, LOG2_E, QUERY_TILE_ROWS
+from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
 from engine.models.rope import Rotation
@@ -62,8 +62,8 @@ def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence
 
 
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
-    """The kernels' view of a shape. layer_cache: [2, num_blocks, block_size, num_kv_heads, elements of a row]."""
-    _, num_blocks, block_size, _, row = layer_cache.shape
+    """The kernels' view of a shape. layer_cache: [planes, num_blocks, block_size, num_kv_heads, elements of a row]."""
+    num_planes, num_blocks, block_size, _, row = layer_cache.shape
     return HeadShape(
         num_heads=shape.num_heads,
         num_kv_heads=shape.num_kv_heads,
@@ -71,6 +71,7 @@ def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
         row_bytes=row * layer_cache.element_size(),
         block_size=block_size,
         num_slots=num_blocks * block_size,
+        num_planes=num_planes,
         scale=np.float32(shape.scale * LOG2_E),
         softcap=np.float32((shape.softcap or 0.0) * LOG2_E),
     )
@@ -122,7 +123,7 @@ class CpuAttention:
         self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape)
         rows, step = queries.shape[0], shape.num_heads * shape.head_dim
-        padded = self._buffers[0].get("queries", (rows + QUERY_TILE_ROWS) * step)
+        padded = self._buffers[0].get("queries", (rows + TILE_ROWS) * step)
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)

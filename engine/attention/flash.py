@@ -68,7 +68,7 @@ class FlashAttention:
             decoded = self._library.flash_attn_with_kvcache(
                 queries[:num_decodes, None],
                 layer_cache[0],
-                layer_cache[1],
+                layer_cache[-1],
                 cache_seqlens=metadata.context_lens[:num_decodes],
                 block_table=metadata.block_tables[:num_decodes],
                 window_size=span,
@@ -88,7 +88,7 @@ class FlashAttention:
         result: Tensor = self._library.flash_attn_varlen_func(
             queries,
             layer_cache[0],
-            layer_cache[1],
+            layer_cache[-1],
             cu_seqlens_q=metadata.query_starts[num_decodes:] - num_decodes,
             cu_seqlens_k=key_starts,
             max_seqlen_q=metadata.max_chunk_queries,

@@ -72,7 +72,7 @@ class TorchAttention:
         num_blocks = -(-metadata.max_decode_context // block_size)
         tables = metadata.block_tables[:num_decodes, :num_blocks]
         # [num_decodes, num_blocks, block_size, num_kv_heads, head_dim] -> [num_decodes, num_kv_heads, keys, head_dim]
-        gathered = (as_bytes(layer_cache)[i][tables].view(layer_cache.dtype) for i in range(2))
+        gathered = (as_bytes(layer_cache)[plane][tables].view(layer_cache.dtype) for plane in (0, -1))
         keys, values = (heads.flatten(1, 2).transpose(1, 2).to(queries.dtype) for heads in gathered)
         mask = self._decode_mask(metadata, keys.shape[2], window, queries.dtype)
         return self._weigh(queries[:num_decodes, :, None], keys, values, mask, sinks)[:, :, 0]
@@ -184,7 +184,7 @@ def _gather(
     end_block = -(-chunk.context_len // block_size)
     first_key = first_block * block_size
     table = metadata.block_tables[chunk.row, first_block:end_block]
-    # [2, num_blocks, block_size, num_kv_heads, head_dim] -> [2, num_keys, num_kv_heads, head_dim]
+    # [planes, num_blocks, block_size, num_kv_heads, head_dim] -> [planes, num_keys, num_kv_heads, head_dim]
     blocks = as_bytes(layer_cache).index_select(1, table).view(layer_cache.dtype)
     context = blocks.flatten(1, 2)[:, : chunk.context_len - first_key]
-    return context[0].transpose(0, 1), context[1].transpose(0, 1), first_key
+    return context[0].transpose(0, 1), context[-1].transpose(0, 1), first_key

@@ -119,7 +119,7 @@ class TritonAttention:
                 slot_mapping,
                 *keys.stride()[:2],
                 *values.stride()[:2],
-                layer_cache.stride(0),
+                _values_step(layer_cache),
                 ROW=row,
                 HEAD_DIM=self._shape.head_dim,
                 PADDED_ROW=_power_of_two(row),
@@ -200,7 +200,7 @@ class TritonAttention:
                 *(sequences.first, sequences.max_queries, num_splits),
                 metadata.block_tables.stride(0),
                 *layer.queries.stride()[:2],
-                cache.stride(0),
+                _values_step(cache),
                 MIN_QUERIES=sequences.min_queries,
                 GROUP=group,
                 NUM_KV_HEADS=shape.num_kv_heads,
@@ -248,6 +248,11 @@ def _num_splits(sequences: _Sequences, window: int | None) -> int:
         return num_splits
     num_keys = window + sequences.max_queries - 1  # that some query sees; they may begin anywhere in a split
     return min(num_splits, (num_keys - 1 + SPLIT_TOKENS - 1) // SPLIT_TOKENS + 1)
+
+
+def _values_step(layer_cache: Tensor) -> int:
+    """Elements from the keys to the values."""
+    return layer_cache.stride(0) * (layer_cache.shape[0] - 1)
 
 
 def _dense_heads(heads: Tensor) -> Tensor:

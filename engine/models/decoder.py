@@ -134,8 +134,9 @@ class Decoder:
         scale, sinks = self._scales.get(index), self._layers[index - self.layers.first].sinks
         if scale is None:
             return self._attention.attend(queries, keys, values, layer_cache, window, metadata, sinks).flatten(1)
-        scaled = (queries * scale.key, keys / scale.key, values / scale.value)
-        return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * scale.value
+        of_values = scale.key if self._cache.layout.keys_are_values else scale.value
+        scaled = (queries * scale.key, keys / scale.key, values / of_values)
+        return self._attention.attend(*scaled, layer_cache, window, metadata, sinks).flatten(1) * of_values
 
     def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
         assert self._states is not None

@@ -297,7 +297,7 @@ class ModelConfig:
     def shareable_prefixes(self) -> bool:
         """True if the KV of leading tokens does not depend on later tokens, as prefix caching requires."""
         ropes = (self.rope, self.window_rope) if self.positions == "rotary" else ()
-        return self.recurrent is None and not any(rope and rope.depends_on_prompt_length for rope in ropes)
+        return not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
         """True if the layer has a recurrent state."""
@@ -317,6 +317,11 @@ class ModelConfig:
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
         return computed if self.recurrent is None else Span(*self.recurrent.kv_layers(computed.first, computed.end))
+
+    @property
+    def kv_planes(self) -> int:
+        """Arrays of KV in a layer: keys and values, or one whose rows are both."""
+        return 2 if self.latent is None else 1
 
     @property
     def result_dim(self) -> int:

@@ -96,6 +96,9 @@ class KVLayout:
     of shape `[block_size, heads held, head_dim]` in C order. In int8 the shape is `[block_size / 16, heads held, rows
     and scales of 16 tokens]`, in the order of `engine/kernels/cpu/kv_segments.py`.
 
+    Where `keys_are_values`, as in latent attention, a block has one array, whose rows are keys and values at once. In
+    int8 it has the order of values.
+
     A model with recurrent layers has no KV of these, but a state of each sequence. The first `state_blocks` blocks of a
     sequence hold it (`engine/models/recurrent/state.py`), those behind them the KV of its tokens.
     """
@@ -107,6 +110,7 @@ class KVLayout:
     block_size: int
     dtype: str
     state_blocks: int = field(default=0, repr=False)
+    keys_are_values: bool = field(default=False, repr=False)
 
     @property
     def whole(self) -> KVSpan:
@@ -114,9 +118,14 @@ class KVLayout:
         return KVSpan(Span(0, self.num_layers), Span(0, self.num_kv_heads))
 
     @property
+    def num_planes(self) -> int:
+        """Arrays of a block in one layer: keys and values, or one that is both."""
+        return 1 if self.keys_are_values else 2
+
+    @property
     def cell_bytes(self) -> int:
         """Bytes of one block of one head in one layer, keys and values."""
-        return 2 * self.block_size * self.row_bytes
+        return self.num_planes * self.block_size * self.row_bytes
 
     @property
     def layer_block_bytes(self) -> int:
@@ -147,6 +156,12 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """The number of blocks of a sequence with `num_tokens` tokens."""
         return self.state_blocks - (-num_tokens // self.block_size)
+
+    def transfer_order(self, block_table: Sequence[int]) -> tuple[int, ...]:
+        """The blocks of a sequence by the positions that transfers give them: those of tokens, then those of its state.
+        So the blocks that a receiver has already are the first ones.
+        """
+        return (*block_table[self.state_blocks :], *block_table[: self.state_blocks])
 
     def max_tokens_in(self, num_blocks: int) -> int:
         """The length of the longest sequence that so many blocks hold."""
@@ -248,6 +263,11 @@ def root_hash(scope: str, whole_prompt: Sequence[int] = ()) -> BlockHash:
 def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
     """Return the hash of the block that holds `token_ids` and follows the block with hash `parent`."""
     return blake2b(parent + array("I", token_ids).tobytes(), digest_size=_HASH_BYTES).digest()
+
+
+def state_hash(block_hash: BlockHash) -> BlockHash:
+    """Return the hash that announces a recurrent state at the end of this block, beside the block's own."""
+    return next_hash(block_hash, ())
 
 
 def block_hashes(

@@ -23,7 +23,7 @@ class PushRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[TransferOpen, _Mapping]] = ..., chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., commit: _Optional[_Union[TransferCommit, _Mapping]] = ..., renew: _Optional[_Union[TransferRenew, _Mapping]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "state_blocks")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "state_blocks", "keys_are_values")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class KvLayout(_message.Message):
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    KEYS_ARE_VALUES_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
@@ -38,7 +39,8 @@ class KvLayout(_message.Message):
     block_size: int
     dtype: str
     state_blocks: int
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., state_blocks: _Optional[int] = ...) -> None: ...
+    keys_are_values: bool
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., state_blocks: _Optional[int] = ..., keys_are_values: _Optional[bool] = ...) -> None: ...
 
 class KvSpan(_message.Message):
     __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")

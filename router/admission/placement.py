@@ -21,8 +21,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from mesh.domain.kv import BlockHash, next_hash, root_hash
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
+from router.admission.prefix_chain import PrefixChain
 from router.workers.membership import WorkerView, capacity_tokens
 
 # A prefill worker gets work for this many steps ahead: enough to never idle, not enough to build up a queue.
@@ -132,42 +132,6 @@ class Roster:
 
 def _column(values: Iterable[int]) -> Numbers:
     return np.array(list(values), np.int64)
-
-
-class PrefixChain:
-    """Block hashes of a prompt, computed lazily as far as some worker has them cached, and only once."""
-
-    def __init__(self, token_ids: Sequence[int], kv_scope: str, whole_prompt: Sequence[int] = ()) -> None:
-        self._token_ids = token_ids
-        self._root = root_hash(kv_scope, whole_prompt)
-        self._hashes: list[BlockHash] = []
-
-    def num_cached_tokens(self, view: WorkerView) -> int:
-        """Number of leading prompt tokens whose blocks this worker has cached."""
-        if not view.cached:
-            return 0
-        size = view.info.layout.block_size
-        num_blocks = 0
-        while (num_blocks + 1) * size <= len(self._token_ids) and self._hash(num_blocks, size) in view.cached:
-            num_blocks += 1
-        return num_blocks * size
-
-    def num_cached_at(self, roster: Roster) -> Numbers:
-        """`num_cached_tokens` of each worker. The first block tells most of them apart."""
-        num_tokens = np.zeros(len(roster), np.int64)
-        size = roster.views[0].info.layout.block_size if roster.views else 0
-        if roster.views and size <= len(self._token_ids):
-            first = self._hash(0, size)
-            for row, view in enumerate(roster.views):
-                if first in view.cached:
-                    num_tokens[row] = self.num_cached_tokens(view)
-        return num_tokens
-
-    def _hash(self, index: int, size: int) -> BlockHash:
-        if index == len(self._hashes):
-            parent = self._hashes[-1] if self._hashes else self._root
-            self._hashes.append(next_hash(parent, self._token_ids[index * size : (index + 1) * size]))
-        return self._hashes[index]
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,9 +252,10 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     fit &= decode_has_capacity(query, decoders, snapshot.num_canary_slots)
     if not fit.any():
         return NoPlacement.NO_DECODE_CAPACITY
-    cached = query.chain.num_cached_at(decoders)
+    cached = query.chain.num_cached_at(decoders.views)
     row = _choose(query, decoders, fit, decode_cost(query, decoders, cached))
-    decode, uncached = decoders.views[row].info, query.num_tokens - int(cached[row])
+    decode = decoders.views[row].info
+    uncached = query.num_tokens - query.chain.num_reusable_tokens(decoders.views[row])
     locally = query.prefill_locally or decode.incarnation in snapshot.local_only
     prefillers = snapshot.prefill
     fit = prefillers.with_adapter(query.adapter) & (prefillers.capacity_tokens >= query.num_tokens)
@@ -301,7 +266,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     if not fit.any():
         can_help = decoders.prefill_tokens[row] + uncached <= snapshot.prefill_overflow
         return Placement(None, decode) if can_help else NoPlacement.NO_PREFILL_CAPACITY
-    cost = prefill_cost(query, prefillers, query.chain.num_cached_at(prefillers))
+    cost = prefill_cost(query, prefillers, query.chain.num_reusable_at(prefillers.views))
     return Placement(prefillers.views[_choose(query, prefillers, fit, cost)].info, decode)
 
 

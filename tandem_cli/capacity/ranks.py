@@ -61,7 +61,7 @@ def rank_memory(
     for rank in range(degrees.num_ranks):
         share = rank_share(config, rank, degrees)
         kv_layers = config.num_kv_layers_before(share.layers.end) - config.num_kv_layers_before(share.layers.first)
-        kv_bytes = 2 * kv_layers * share.heads.count * config.head_dim * precision.kv_bytes
+        kv_bytes = config.kv_planes * kv_layers * share.heads.count * config.head_dim * precision.kv_bytes
         cores = None if num_cores is None else _cores(rank, degrees.num_ranks, num_cores)
         weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
         of_adapters = adapter_bytes / degrees.tensor * share.layers.count / config.num_layers

@@ -43,7 +43,8 @@ class ModelSize:
     `linear_params` counts all linear layers, with all experts, but without the output matrix. `vocabulary_params`
     counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `vector_params` counts all
     vectors and learned positions. `expert_params` counts the routed experts, of which a token uses `experts_per_token`
-    out of `num_experts` per layer. `num_recurrent_layers` have no KV; a sequence's states there take `state_bytes`.
+    out of `num_experts` per layer. `kv_planes`: see ModelConfig. `num_recurrent_layers` have no KV; a sequence's states
+    there take `state_bytes`.
     """
 
     linear_params: int
@@ -57,6 +58,7 @@ class ModelSize:
     expert_params: int = 0
     num_experts: int = 1
     experts_per_token: int = 1
+    kv_planes: int = 2
     num_recurrent_layers: int = 0
     state_bytes: int = 0
 
@@ -94,9 +96,9 @@ class ModelSize:
         return self.step_params - self.expert_params * untouched
 
     def kv_bytes_per_token(self, kv_dtype_bytes: float) -> float:
-        """2 (keys, values) x layers x KV heads x head_dim x bytes. "Efficient Memory Management for LLM Serving with
-        PagedAttention" (Kwon et al. 2023), section 3."""
-        return 2 * self.num_kv_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
+        """2 (keys, values; 1 if both are one) x layers x KV heads x head_dim x bytes. "Efficient Memory Management for
+        LLM Serving with PagedAttention" (Kwon et al. 2023), section 3."""
+        return self.kv_planes * self.num_kv_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
 
     def attention_flops(self, num_queries: float, context_tokens: float) -> float:
         """Scores and weighted sum, all layers: 2 x 2 x layers x heads x head_dim x queries x context."""
@@ -122,6 +124,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         expert_params=experts,
         num_experts=config.experts.num_experts if config.experts else 1,
         experts_per_token=config.experts.top_k if config.experts else 1,
+        kv_planes=config.kv_planes,
         num_recurrent_layers=config.num_layers - config.num_kv_layers,
         state_bytes=config.recurrent.num_bytes if config.recurrent else 0,
     )

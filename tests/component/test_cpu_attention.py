@@ -49,6 +49,8 @@ BENT_SHAPES = [
     AttentionShape(6, 1, 96, alibi=(0.5, 0.25, 0.125, 0.06, 0.03, 0.015), has_sinks=True),
     AttentionShape(8, 1, 64, has_sinks=True),
 ]
+ONE_PLANE = [AttentionShape(20, 1, 64), AttentionShape(3, 1, 80)]
+"""With rows that are keys and values at once."""
 
 
 def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated: int = 0) -> ForwardMetadata:
@@ -65,8 +67,9 @@ def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated:
 
 
 def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
-    """One layer of random KV, as [2, num_blocks, block_size, num_kv_heads, elements of a row]."""
-    layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, block_size, dtype)
+    """One layer of random KV, as [planes, num_blocks, block_size, num_kv_heads, elements of a row]."""
+    is_one = shape in ONE_PLANE
+    layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, block_size, dtype, keys_are_values=is_one)
     cache = KVCache(layout, NUM_TOKENS // block_size, CPU).layer(0)
     if dtype != "int8":
         return cache.copy_(torch.randn(cache.shape))
@@ -77,25 +80,25 @@ def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
 
 
 def int8_parts(cache: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Views of a layer in int8: bytes [2, parts, heads, 16 * head_dim], scales [2, parts, heads, 16]."""
-    heads = cache.flatten(1).view(2, -1, cache.shape[3], 16 * cache.shape[4])
+    """Views of a layer in int8: bytes [planes, parts, heads, 16 * head_dim], scales [planes, parts, heads, 16]."""
+    heads = cache.flatten(1).view(len(cache), -1, cache.shape[3], 16 * cache.shape[4])
     size = 16 * head_dim
     return heads[..., :size], heads.view(torch.float32)[..., size // 4 :]
 
 
 def as_floats(cache: Tensor, head_dim: int) -> Tensor:
-    """The numbers that a cache stands for, as [2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """The numbers that a cache stands for, as [planes, num_blocks, block_size, num_kv_heads, head_dim]."""
     if cache.dtype != torch.int8:
         return cache.float()
     numbers, scales = int8_parts(cache, head_dim)
     keys = numbers[0].unflatten(-1, (head_dim // 4, 16, 4)).transpose(2, 3).flatten(3)
-    values = numbers[1].unflatten(-1, (4, head_dim, 4)).transpose(3, 4).flatten(2, 3)
-    rows = torch.stack([keys, values]) * scales[..., None]
+    values = numbers[-1].unflatten(-1, (4, head_dim, 4)).transpose(3, 4).flatten(2, 3)
+    rows = torch.stack([keys, values][-len(cache) :]) * scales[..., None]
     return rows.transpose(2, 3).contiguous().view(*cache.shape[:-1], head_dim)
 
 
 def written(cache: Tensor, metadata: ForwardMetadata) -> Tensor:
-    """Keys and values [2, num_tokens, num_kv_heads, row] of a step's tokens."""
+    """Keys and values [planes, num_tokens, num_kv_heads, row] of a step's tokens."""
     return cache.flatten(1, 2)[:, metadata.slot_mapping]
 
 
@@ -112,15 +115,16 @@ def require_same(
     """
     num_tokens = metadata.positions.shape[0]
     queries = 3 * torch.randn(num_tokens, shape.num_heads, shape.head_dim)
-    new = torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+    new = torch.randn(len(cache), num_tokens, shape.num_kv_heads, shape.head_dim)
     sinks = 4 * torch.randn(shape.num_heads) if shape.has_sinks else None
     caches = [cache, *(cache.clone() for _ in numbers_of_threads[1:])]
     ours = [
-        CpuAttention(shape, num_threads).attend(queries, *new, own, window, metadata, sinks)
+        CpuAttention(shape, num_threads).attend(queries, new[0], new[-1], own, window, metadata, sinks)
         for num_threads, own in zip(numbers_of_threads, caches, strict=True)
     ]
     floats = as_floats(cache, shape.head_dim)
-    theirs = TorchAttention(shape).attend(queries, *written(floats, metadata), floats, window, metadata, sinks)
+    of_step = written(floats, metadata)
+    theirs = TorchAttention(shape).attend(queries, of_step[0], of_step[-1], floats, window, metadata, sinks)
     for each, own in zip(ours, caches, strict=True):
         assert torch.equal(own, cache)
         torch.testing.assert_close(each, theirs, atol=atol, rtol=1e-4)
@@ -128,7 +132,7 @@ def require_same(
 
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("shape", [*SHAPES, *BENT_SHAPES], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *BENT_SHAPES, *ONE_PLANE], ids=str)
 def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) -> None:
     torch.manual_seed(0)
     for block_size, numbers_of_threads in ((16, (1, 3)), (32, (2,))):
@@ -138,7 +142,7 @@ def test_same_as_torch(shape: AttentionShape, dtype: str, window: int | None) ->
 
 @pytest.mark.parametrize("window", [None, 300, 1024, 1500])
 @pytest.mark.parametrize(("dtype", "atol"), [("float32", 1e-5), ("float16", 1e-5), ("int8", 3e-4)])
-@pytest.mark.parametrize("shape", [*SHAPES[:3], *BENT_SHAPES[1:]], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES[:3], *BENT_SHAPES[1:], *ONE_PLANE], ids=str)
 def test_generated_tokens_are_those_of_torch(
     shape: AttentionShape, dtype: str, atol: float, window: int | None
 ) -> None:
@@ -152,7 +156,7 @@ def test_generated_tokens_are_those_of_torch(
 @pytest.mark.skipif(not multiplies_bf16(), reason="the CPU has no instructions for bf16, or the kernel keeps AMX")
 @pytest.mark.parametrize("window", [None, 1, 16, 37, 1000])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
-@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.head_dim % 32 == 0], ids=str)
+@pytest.mark.parametrize("shape", [shape for shape in [*SHAPES, *ONE_PLANE] if shape.head_dim % 32 == 0], ids=str)
 def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -> None:
     torch.manual_seed(0)
     metadata, cache = step(16), filled_cache(shape, dtype, 16)
@@ -173,22 +177,24 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     end_products(amx)
     # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
     floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()
-    expected = TorchAttention(shape).attend(rounded, *written(floats, metadata), floats, window, metadata)
+    of_step = written(floats, metadata)
+    expected = TorchAttention(shape).attend(rounded, of_step[0], of_step[-1], floats, window, metadata)
     torch.testing.assert_close(out[metadata.num_decodes :], expected[metadata.num_decodes :], atol=0.01, rtol=0.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, *ONE_PLANE], ids=str)
 @pytest.mark.parametrize(("dtype", "error"), [("float32", 0.0), ("float16", 2**-11), ("int8", 0.501 / 127)])
 def test_rows_of_the_cache_are_rounded_to_the_nearest(shape: AttentionShape, dtype: str, error: float) -> None:
     torch.manual_seed(1)
     metadata, cache = step(16), filled_cache(shape, dtype, 16)
     before, num_tokens = cache.clone(), metadata.positions.shape[0]
     new = (
-        torch.randn(2, num_tokens, shape.num_kv_heads, shape.head_dim)
+        torch.randn(len(cache), num_tokens, shape.num_kv_heads, shape.head_dim)
         * torch.logspace(-3, 3, num_tokens)[:, None, None]
     )
     new[:, 0] = 0.0
-    CpuAttention(shape, 1).attend(torch.zeros(num_tokens, shape.num_heads, shape.head_dim), *new, cache, None, metadata)
+    queries = torch.zeros(num_tokens, shape.num_heads, shape.head_dim)
+    CpuAttention(shape, 1).attend(queries, new[0], new[-1], cache, None, metadata)
     after, before = as_floats(cache, shape.head_dim), as_floats(before, shape.head_dim)
     found = written(after, metadata)
     assert bool(((found - new).abs() <= error * new.abs().amax(-1, keepdim=True)).all())
@@ -197,11 +203,13 @@ def test_rows_of_the_cache_are_rounded_to_the_nearest(shape: AttentionShape, dty
 
 
 @pytest.mark.parametrize("window", [None, 300])
-def test_results_depend_neither_on_threads_nor_on_chunks(window: int | None) -> None:
+@pytest.mark.parametrize("shape", [SHAPES[1], ONE_PLANE[0]], ids=str)
+def test_results_depend_neither_on_threads_nor_on_chunks(shape: AttentionShape, window: int | None) -> None:
     torch.manual_seed(3)
-    shape, cache = SHAPES[1], filled_cache(SHAPES[1], "float16", 16)
+    cache = filled_cache(shape, "float16", 16)
     end, generated = 1300, 40
-    queries, new = torch.randn(end, 9, 64), torch.randn(2, end, 3, 64)
+    queries = torch.randn(end, shape.num_heads, shape.head_dim)
+    new = torch.randn(len(cache), end, shape.num_kv_heads, shape.head_dim)
     table = random.Random(1).sample(range(NUM_TOKENS // 16), -(-end // 16))
 
     def attend(backend: CpuAttention, first: int, last: int) -> Tensor:
@@ -209,7 +217,7 @@ def test_results_depend_neither_on_threads_nor_on_chunks(window: int | None) -> 
         sequence.block_table += table
         batch = ScheduledBatch((ScheduledSequence(sequence, first, last - first),))
         metadata = StepInputBuilder(16).build(batch).on_device(SharedMemory()).metadata
-        return backend.attend(queries[first:last], *new[:, first:last], cache, window, metadata)
+        return backend.attend(queries[first:last], new[0, first:last], new[-1, first:last], cache, window, metadata)
 
     whole = attend(CpuAttention(shape, 1), 0, end)
     for num_threads, cuts in ((2, (7, 512, 513, 1270)), (3, (100, 600, 1260, 1261)), (5, ())):

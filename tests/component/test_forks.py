@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,24 +23,24 @@ from tests.fakes.requests import make_request
 Checkpoint = Callable[[str], Path]
 
 
+def new_scheduler(runner: ModelRunner, num_blocks: int = 0, **limits: Any) -> Scheduler:
+    layout = runner.kv_cache.layout
+    config = SchedulerConfig(
+        layout.block_size, max_num_seqs=16, max_model_len=512, state_blocks=layout.state_blocks, **limits
+    )
+    return Scheduler(config, BlockPool(num_blocks or runner.kv_cache.num_blocks))
+
+
 def run(
     runner: ModelRunner,
     asked: list[SequenceState],
     speculator: Speculator | None = None,
     max_batch_tokens: int = 64,
+    scheduler: Scheduler | None = None,
 ) -> tuple[dict[str, list[SampledToken]], int]:
-    """Tokens by request, and the number of prompt tokens computed."""
-    pool = BlockPool(runner.kv_cache.num_blocks)
-    layout = runner.kv_cache.layout
-    config = SchedulerConfig(
-        layout.block_size,
-        max_batch_tokens,
-        16,
-        max_model_len=512,
-        prefix_caching=False,
-        state_blocks=layout.state_blocks,
-    )
-    scheduler = Scheduler(config, pool)
+    """Tokens by request, and the number of prompt tokens computed; without a prefix cache, or with the scheduler's."""
+    scheduler = scheduler or new_scheduler(runner, max_batch_tokens=max_batch_tokens, prefix_caching=False)
+    pool = scheduler.pool
     engine = Engine(scheduler, runner, speculator=speculator)
     for sequence in asked:
         scheduler.add(sequence)

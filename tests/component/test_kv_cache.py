@@ -75,6 +75,7 @@ HASHED = {
     "by the kernel": KVLayout("model", num_layers=3, num_kv_heads=3, head_dim=16, block_size=16, dtype="float32"),
     "int8": KVLayout("model", num_layers=3, num_kv_heads=3, head_dim=64, block_size=32, dtype="int8"),
     "too small for the kernel": layout("bfloat16"),
+    "keys are values": KVLayout("model", 3, 3, head_dim=64, block_size=32, dtype="int8", keys_are_values=True),
 }
 
 

@@ -16,6 +16,7 @@ from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
+from mesh.domain.request import SequenceSpec
 from tests.component.arms import settings
 from tests.component.driving import Driver
 from tests.component.parity import (
@@ -26,7 +27,7 @@ from tests.component.parity import (
     require_prompt_logprobs,
     run_mixed,
 )
-from tests.component.test_forks import choices, run
+from tests.component.test_forks import choices, new_scheduler, run
 from tests.component.test_model_parity import check_replay
 from tests.fakes.requests import make_request
 
@@ -45,6 +46,39 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, lengt
         shared, own = together[each.request_id], run(runner, [SequenceState(each)])[0][each.request_id]
         assert [token.id for token in shared] == [token.id for token in own]
         assert [token.logprob for token in shared] == pytest.approx([token.logprob for token in own], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "num_blocks", "cached"), [("lfm2", 24, [0, 48, 0, 64, 0, 32]), ("qwen3.5", 64, [0, 48, 0, 64, 80, 80])]
+)
+def test_prompts_say_the_same_behind_a_snapshot(
+    checkpoint: Checkpoint, family: str, num_blocks: int, cached: list[int]
+) -> None:
+    """Turns of a chat, a branch with forks, seen twice, and turns again. 24 blocks are too few for all of it."""
+    runner = load_model_runner(settings(checkpoint(family)))
+    ids = [7 * i % 250 for i in range(120)]
+    branch = replace(choices(0), token_ids=(*ids[:44], *ids[:30]), num_prompt_tokens=74)
+    turns = [make_request("0", tokens, max_new_tokens=9) for tokens in (ids[:60], ids[:90], ids, ids[:90])]
+    asked = [*turns[:2], branch, branch, *turns[2:]]
+    scheduler = new_scheduler(runner, num_blocks, max_batch_tokens=48)
+    computed = [run(runner, with_forks(request))[0] for request in asked]
+    before, num_cached = 0, []
+    for request, alone in zip(asked, computed, strict=True):
+        tokens, total = run(runner, with_forks(request), scheduler=scheduler)
+        num_cached.append(len(request.token_ids) - (total - before))
+        before = total
+        assert tokens.keys() == alone.keys()
+        for name, expected in alone.items():
+            assert [token.id for token in tokens[name]] == [token.id for token in expected]
+            mine, own = ([token.logprob for token in each] for each in (tokens[name], expected))
+            assert mine == pytest.approx(own, abs=3e-5)
+    assert num_cached == cached
+
+
+def with_forks(request: SequenceSpec) -> list[SequenceState]:
+    sequence = SequenceState(request)
+    sequence.forks = [SequenceState(fork) for fork in request.forked()]
+    return [sequence]
 
 
 @pytest.mark.parametrize(

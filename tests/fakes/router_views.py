@@ -4,7 +4,8 @@ from typing import Any
 
 from mesh.domain.kv import KVLayout, block_hashes
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
-from router.admission.placement import MeshSnapshot, PlacementQuery, PrefixChain
+from router.admission.placement import MeshSnapshot, PlacementQuery
+from router.admission.prefix_chain import PrefixChain
 from router.traffic import Traffic, TrafficTable
 from router.workers.membership import WorkerView
 

@@ -118,23 +118,36 @@ class FakeRunner:
             self.gate.clear()
         for source, target in batch.copies:
             self.store.data[:, :, target] = self.store.data[:, :, source]
+        is_lost = [not self._update_state(item) for item in batch.items]
         for first in range(0, self.store.layout.num_layers, self._layers_per_group):
             for item in batch.items:
                 for position, token_id in enumerate(item.token_ids(), item.start):
                     self._slot(item.sequence, position, first)[:] = token_id
             if on_layers is not None:
                 on_layers(batch, first, self._layers_per_group)
-        return lambda: [self._output(item) for item in batch.items]
+        for source, target in batch.saves:
+            self.store.data[:, :, target] = self.store.data[:, :, source]
+        return lambda: [self._output(item, is_lost=lost) for item, lost in zip(batch.items, is_lost, strict=True)]
 
     def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""
 
     def _slot(self, sequence: SequenceState, position: int, first_layer: int) -> np.ndarray:
         size = self.store.layout.block_size
-        block_id = sequence.block_table[position // size]
+        block_id = sequence.block_table[self.store.layout.state_blocks + position // size]
         return self.store.data[first_layer : first_layer + self._layers_per_group, :, block_id, position % size]
 
-    def _output(self, item: ScheduledSequence) -> RunnerOutput:
+    def _update_state(self, item: ScheduledSequence) -> bool:
+        """Write the recurrent state, if the layout has one, as it is after the step's tokens. False if it was not as it
+        must be before them.
+        """
+        blocks = item.sequence.block_table[: self.store.layout.state_blocks]
+        before, end = self.store.data[:, :, blocks], item.end - item.is_repeated
+        expected = fake_token(item.sequence.token_ids[: item.start])
+        self.store.data[:, :, blocks] = fake_token(item.sequence.token_ids[:end])
+        return item.start == 0 or bool((before == expected).all())
+
+    def _output(self, item: ScheduledSequence, *, is_lost: bool = False) -> RunnerOutput:
         sequence = item.sequence
         prompt_logprobs = ()
         if sequence.request.prompt_logprobs:
@@ -146,6 +159,7 @@ class FakeRunner:
         for position in range(item.end):
             values = {int(v) for first in (0, 2) for v in self._slot(sequence, position, first).ravel()}
             seen.append(values.pop() if len(values) == 1 else -99)
+        seen[0] = -99 if is_lost else seen[0]
         top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.request.top_logprobs))
         tokens = []
         for end in range(item.end - len(item.drafts), item.end + 1):

@@ -32,15 +32,21 @@ async def test_tokens_through_both_workers(transport: str, length: int) -> None:
         await rig.wait_whole()
 
 
-async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards() -> None:
-    async with worker_rig(settings=TransferSettings()) as rig, fake_router(rig) as router:
+@pytest.mark.parametrize("state_blocks", [0, 2])
+async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards(state_blocks: int) -> None:
+    """With recurrent states, too: the state comes whole, even if the KV is here in part."""
+    workers = {role: EngineRig.make(state_blocks=state_blocks, num_blocks=128) for role in ("prefill", "decode")}
+    async with worker_rig(**workers, settings=TransferSettings()) as rig, fake_router(rig) as router:
         prompts = [[5] * (i % 11) + list(range(i, i + 9)) for i in range(1, 13)]
         requests = [make_request(f"r{i}", prompt, max_new_tokens=7 + i) for i, prompt in enumerate(prompts)]
         results = await asyncio.gather(*(router.run(request) for request in requests))
         for i, (prompt, result) in enumerate(zip(prompts, results, strict=True)):
             assert result == fake_continuation(prompt, 7 + i)
-        again = await router.run(make_request("again", prompts[3], max_new_tokens=5))
-        assert again == fake_continuation(prompts[3], 5)
+        num_computed = rig.prefill.scheduler.load().computed_tokens
+        again = await router.run(make_request("again", prompts[9], max_new_tokens=5))
+        assert again == fake_continuation(prompts[9], 5)
+        num_computed = rig.prefill.scheduler.load().computed_tokens - num_computed
+        assert num_computed == (19 - 8 if state_blocks else 19 - 16)  # behind the snapshot; behind full blocks
         await rig.wait_whole()
 
 

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
@@ -53,10 +53,14 @@ class EngineRig:
         max_batch_tokens: int = 16,
         max_num_seqs: int = 16,
         speculator: Speculator | None = None,
+        state_blocks: int = 0,
     ) -> "EngineRig":
-        config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens, max_num_seqs, max_model_len=200)
+        layout = replace(FAKE_LAYOUT, state_blocks=state_blocks)
+        config = SchedulerConfig(
+            layout.block_size, max_batch_tokens, max_num_seqs, max_model_len=200, state_blocks=state_blocks
+        )
         scheduler = Scheduler(config, BlockPool(num_blocks))
-        return cls(scheduler, FakeRunner(FakeKVStore(num_blocks)), asyncio.Event(), speculator)
+        return cls(scheduler, FakeRunner(FakeKVStore(num_blocks, layout)), asyncio.Event(), speculator)
 
     async def wait_whole(self, loop: EngineLoop, within_s: float = LIMIT_S) -> None:
         """Return once every block is free again; raise TimeoutError if that takes too long."""
@@ -139,7 +143,7 @@ async def worker_rig(
         decode_service = DecodeService(
             decode_engine,
             receiver,
-            block_size=FAKE_LAYOUT.block_size,
+            layout=decode.runner.store.layout,
             is_draining=draining.is_set,
             metrics=decode_metrics,
         )

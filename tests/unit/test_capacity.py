@@ -11,8 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import BUNDLED
-from engine.models.read_config import load_config
+from engine.models.read_config import load_config, load_decoder_config
+from engine.resolve import kv_layout
+from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import Degrees
 from tandem_cli.capacity.prediction import (
     Load,
     PassTimes,
@@ -26,6 +29,7 @@ from tandem_cli.capacity.prediction import (
     rate_of_users,
     workers_for,
 )
+from tandem_cli.capacity.ranks import rank_memory
 from tandem_cli.capacity.roofline import (
     DEVICES,
     WEIGHT_BYTES,
@@ -70,6 +74,19 @@ def test_llama_3_8b(llama: ModelSize) -> None:
     assert capacity.critical_batch == pytest.approx(989.4e12 / 3.35e12)
     # Weights without the embedding: 15.0 GB over 3.35 TB/s, and 2,000 tokens of KV.
     assert capacity.decode_step_s(1, 2000) == pytest.approx((15_009_316_864 + 2000 * 131_072) / 3.35e12)
+
+
+def test_latents_are_keys_and_values_at_once(tmp_path: Path) -> None:
+    config = {**LLAMA_3_8B, "architectures": ["DeepseekV2ForCausalLM"], "num_hidden_layers": 3, "q_lora_rank": None}
+    config |= {"num_experts_per_tok": 2, "n_routed_experts": 8, "moe_intermediate_size": 1408}
+    config |= {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_decoder_config(tmp_path)
+    assert model_size(found).kv_bytes_per_token(2) == 3 * (512 + 64) * 2
+    layout = kv_layout(found, RunnerSettings(tmp_path, load_format="dummy", kv_dtype="float16"))
+    assert layout.block_bytes == layout.block_size * 3 * (512 + 64) * 2
+    (memory,) = rank_memory(found, replace(HALF, kv="float16"), Degrees(), None)
+    assert memory.kv_bytes_per_token == 3 * (512 + 64) * 2
 
 
 def test_parameters_are_those_of_the_checkpoint() -> None:

@@ -29,6 +29,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+HIDDEN = -1e30
+"""The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
 
 class Part(NamedTuple):
@@ -83,6 +85,7 @@ class HeadShape(NamedTuple):
     row_bytes: int  # bytes of one head of one token in the cache, keys or values
     block_size: int
     num_slots: int
+    num_planes: int  # arrays of a layer's cache: keys and values, or rows that are both
     scale: np.float32  # factor of the scores, times log2(e): softmax uses powers of two
     softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
@@ -129,7 +132,7 @@ class AttentionScratch(NamedTuple):
     factors: Floats
     peaks: Floats  # of a prompt: each query's highest score so far, for the heads that share keys
     totals: Floats  # like peaks: sums of powers so far
-    limbs: Bytes  # queries as KV in int8 is multiplied with them; see decode_vectors.prepare_queries
+    limbs: Bytes  # queries as KV is multiplied with them: see decode_vectors.prepare_queries, shared_rows.attend_shared
 
 
 class Splits(NamedTuple):

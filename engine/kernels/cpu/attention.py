@@ -35,9 +35,9 @@ def attend(attending: Attending, cache: Cache, layer: int, window: int, part: Pa
     If `has_splits`, all threads then call `join`.
     """
     shape, batch, memory = attending.shape, attending.batch, memory_of(attending, layer)
-    half_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
-    keys = address(cache) + 2 * layer * half_bytes
-    kv = LayerKV(keys, keys + half_bytes, cache[0], window)
+    plane_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
+    keys = address(cache) + shape.num_planes * layer * plane_bytes
+    kv = LayerKV(keys, keys + (shape.num_planes - 1) * plane_bytes, cache[0], window)
     work = _decode_work(batch, window) * shape.num_kv_heads
     first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
     done, result = 0, 0

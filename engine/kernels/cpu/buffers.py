@@ -13,8 +13,8 @@ from engine.kernels.cpu.arguments import AttentionScratch, Batch, Halves, HeadSh
 from engine.kernels.cpu.machine import (
     AMX_QUERY_ROWS,
     CACHE_LINE_BYTES,
+    FLOAT_BYTES,
     KEY_TILE,
-    KEYS,
     LANES,
     LIMBS_TAIL_BYTES,
     SPLIT,
@@ -71,6 +71,10 @@ class Buffers:
         packed = keys * shape.head_dim if has_prompt else 0
         floats, halves = (0, packed) if bf16 else (packed, 0)
         num_queries = int(batch.query_starts[-1]) * shape.num_heads // shape.num_kv_heads
+        lanes = round_up(shape.num_heads, LANES)
+        query_bytes = shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL_BYTES)
+        if shape.num_planes == 1:  # queries and sums of rows, see shared_rows.py
+            query_bytes = 2 * lanes * shape.head_dim * FLOAT_BYTES
         return AttentionScratch(
             scores=self.get("scores", max(AMX_QUERY_ROWS * (keys + KEY_TILE), shape.num_heads * SPLIT)),
             keys=self.get("keys", floats),
@@ -80,11 +84,11 @@ class Buffers:
             rows16=self.get(
                 "rows16", AMX_QUERY_ROWS * max(keys + KEY_TILE, shape.head_dim) if halves else 0, np.uint16
             ),
-            tile=self.get("tile", max(AMX_QUERY_ROWS * KEY_TILE, KEYS * shape.head_dim)),
-            factors=self.get("query_factors", max(AMX_QUERY_ROWS, round_up(shape.num_heads, LANES))),
-            peaks=self.get("peaks", num_queries if has_prompt else 0),
-            totals=self.get("totals", max(num_queries if has_prompt else 0, shape.num_heads)),
-            limbs=self.get("limbs", shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL_BYTES), np.uint8),
+            tile=self.get("tile", max(AMX_QUERY_ROWS * KEY_TILE, KEY_TILE * shape.head_dim)),
+            factors=self.get("query_factors", max(AMX_QUERY_ROWS, lanes)),
+            peaks=self.get("peaks", max(num_queries if has_prompt else 0, lanes)),
+            totals=self.get("totals", max(num_queries if has_prompt else 0, lanes)),
+            limbs=self.get("limbs", query_bytes, np.uint8),
         )
 
     def splits(self, shape: HeadShape, batch: Batch) -> Splits:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.amx import BF16_QUERY_ROWS, multiply_bf16_tile
-from engine.kernels.cpu.arguments import Address, AttentionMemory, HeadShape, LayerKV, Matrix, Part, Range
+from engine.kernels.cpu.arguments import HIDDEN, Address, AttentionMemory, HeadShape, LayerKV, Matrix, Part, Range
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values
 from engine.kernels.cpu.machine import (
@@ -29,7 +29,7 @@ from engine.kernels.cpu.machine import (
     VECTOR_BYTES,
     keys_at_once,
 )
-from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers, sink_weight
+from engine.kernels.cpu.scores import adjust_scores, highest_score, powers, sink_weight
 from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.kernels.cpu.vectors import (
     fill_row,

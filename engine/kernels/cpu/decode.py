@@ -10,12 +10,23 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, Element, HeadShape, LayerKV, Matrix, Part, Range
+from engine.kernels.cpu.arguments import (
+    HIDDEN,
+    Address,
+    AttentionMemory,
+    Element,
+    HeadShape,
+    LayerKV,
+    Matrix,
+    Part,
+    Range,
+)
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode_vectors import CacheRows, add_values, prepare_queries, score_keys
 from engine.kernels.cpu.kv_segments import head_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, KEYS, LANES, MAX_QUERY_ROWS, SLOT_BYTES, SPLIT, VECTOR_BYTES
-from engine.kernels.cpu.scores import HIDDEN, adjust_scores, highest_score, powers, sink_weight
+from engine.kernels.cpu.scores import adjust_scores, highest_score, powers, sink_weight
+from engine.kernels.cpu.shared_rows import attend_shared, sums_of
 from engine.kernels.cpu.vectors import (
     fill_row,
     mix_rows,
@@ -91,7 +102,9 @@ def attend_decode(query: DecodeQuery, own: Range, shape: HeadShape, memory: Atte
         first_head = _heads_before(own.first - done, size, shape.num_kv_heads)
         end_head = _heads_before(own.end - done, size, shape.num_kv_heads)
         done += size * shape.num_kv_heads
-        if first_head < end_head:
+        if first_head < end_head and shape.num_planes == 1:
+            _attend_shared_split(query, number, tokens, shape, memory, kv)
+        elif first_head < end_head:
             if prepared.step == 0:
                 at = memory.query_rows + query.row * memory.query_bytes
                 fill_row(memory.factors, (shape.num_heads + LANES - 1) // LANES, _ONE)
@@ -143,6 +156,28 @@ def _attend_split(
         for g in range(num_rows):
             row, total = out + g * dim * FLOAT_BYTES, read_float(memory.totals + g * FLOAT_BYTES)
             scale_row(row, dim // LANES, _ONE / total, row)
+
+
+@jit
+def _attend_shared_split(
+    query: DecodeQuery, number: int, tokens: Range, shape: HeadShape, memory: AttentionMemory, kv: LayerKV
+) -> None:
+    """`_attend_split` with all heads, over rows that they share."""
+    slots = memory.segments + query.seq * memory.segments_bytes
+    attend_shared(memory.query_rows + query.row * memory.query_bytes, slots, tokens, shape, memory, kv)
+    splits, dim = splits_of(query.visible), shape.head_dim
+    is_whole = splits.end - splits.first == 1
+    first = (query.result + number - splits.first) * shape.num_heads
+    for head in range(shape.num_heads):
+        row, at = first + head, head * FLOAT_BYTES
+        peak, total = read_float(memory.peaks + at), read_float(memory.totals + at)
+        out, factor = memory.split_rows + row * dim * FLOAT_BYTES, _ONE
+        if is_whole:
+            out, factor = memory.out + query.row * memory.out_bytes + head * dim * FLOAT_BYTES, _ONE / total
+        else:
+            write_float(memory.split_peaks + row * FLOAT_BYTES, peak)
+            write_float(memory.split_totals + row * FLOAT_BYTES, total)
+        scale_row(sums_of(shape, memory) + head * dim * FLOAT_BYTES, dim // LANES, factor, out)
 
 
 @jit

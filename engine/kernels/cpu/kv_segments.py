@@ -4,7 +4,8 @@ fp32 and fp16 segments are rows, [16 tokens][heads][head_dim]; fp16 is kept as u
 int8 segments are grouped by head and laid out as VNNI multiplies them: GROUP bytes of one sum in each lane. A head has
 16 vectors of bytes for each 16 of head_dim, then the tokens' 16 scales in fp32. Keys: [head_dim / 4][16 tokens]
 [4 dims]; the lane of a token sums its dot product. Values: [4][head_dim][4 tokens]; the lane of a dim sums its weighted
-sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token.
+sum. Nothing is converted or folded on the way. Both layouts have `row_bytes` bytes for each head of a token. Rows that
+are keys and values at once lie as values.
 
 `element` is any element of the cache; its dtype selects the layout at compile time: compiled code calls the functions
 without a body, and `select_by_dtype` replaces them. Arguments of vector loops are as in `vectors.py`; `segment` is an
@@ -179,6 +180,31 @@ def read_byte_values(typing: TypingContext, segment: NumbaType, num_vectors: Num
 
 
 @emitted
+def transpose_byte_values(
+    typing: TypingContext, segment: NumbaType, num_vectors: NumbaType, out: NumbaType
+) -> Intrinsic:
+    """Convert a segment's value rows to fp32 [head_dim][16]."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        segment_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        row_bytes = builder.mul(args[1], INT64(VECTOR_BYTES))
+        scales = emit.load(scales_at(emit, segment_at, args[1]), FLOATS)
+        with emit.loop(args[1], []) as loop:
+            rows: list[Value] = []
+            for group in range(KEYS // GROUP):
+                rows += _fours(
+                    emit, emit.at(vector_at(emit, segment_at, loop.index), builder.mul(row_bytes, INT64(group)))
+                )
+            target = emit.at(out_at, builder.mul(loop.index, INT64(LANES * VECTOR_BYTES)))
+            for i, lanes in enumerate(_transposed(builder, rows)):
+                emit.store(builder.fmul(lanes, scales), emit.at(target, i * VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(*[_INTP] * 3), generate
+
+
+@emitted
 def read_rows(
     typing: TypingContext, rows: NumbaType, step: NumbaType, num_vectors: NumbaType, out: NumbaType, element: NumbaType
 ) -> Intrinsic:
@@ -286,7 +312,8 @@ def write_head(
 def _write_bytes(
     key: Address, value: Address, segments: HeadSegments, token: int, shape: HeadShape, element: Element
 ) -> None:
-    write_key(key, shape.head_dim // LANES, segments.keys, token)
+    if shape.num_planes > 1:
+        write_key(key, shape.head_dim // LANES, segments.keys, token)
     write_value(value, shape.head_dim // LANES, segments.values, token)
 
 
@@ -295,7 +322,8 @@ def _write_rows(
 ) -> None:
     offset = token * shape.num_kv_heads * shape.row_bytes
     write_row(key, shape.head_dim // LANES, segments.keys + offset, element)
-    write_row(value, shape.head_dim // LANES, segments.values + offset, element)
+    if shape.num_planes > 1:
+        write_row(value, shape.head_dim // LANES, segments.values + offset, element)
 
 
 def read_keys(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
@@ -304,7 +332,10 @@ def read_keys(head: Address, shape: HeadShape, out: Address, element: Element) -
 
 
 def _read_keys_of_bytes(head: Address, shape: HeadShape, out: Address, element: Element) -> None:
-    read_byte_keys(head, shape.head_dim // LANES, out)
+    if shape.num_planes > 1:
+        read_byte_keys(head, shape.head_dim // LANES, out)
+    else:
+        transpose_byte_values(head, shape.head_dim // LANES, out)
 
 
 def _read_keys_of_rows(head: Address, shape: HeadShape, out: Address, element: Element) -> None:

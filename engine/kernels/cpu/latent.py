@@ -68,11 +68,11 @@ def put_queries(
 def rotate_and_store_latents(
     latent: Latent, layer: int, rows: LatentRows, attending: Attending, cache: Cache, rope: int, part: Range
 ) -> None:
-    """Write the latents and rotated keys of the rows in the range to the cache, as keys and as values, and the rotated
-    dimensions of their queries to those of attention.
+    """Write the latents and rotated keys of the rows in the range to the cache, where they are keys and values at once,
+    and the rotated dimensions of their queries to those of attention.
     """
     shape, batch, queries = attending.shape, attending.batch, attending.queries
-    layer_at = address(cache) + 2 * layer * shape.num_slots * shape.row_bytes
+    layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * shape.row_bytes
     rotated, key = latent.rotated, np.empty(shape.head_dim, np.float32)
     norm = Norm(latent.kv_norms[layer], latent.eps)
     for r in range(part.first, part.end):

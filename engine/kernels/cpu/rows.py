@@ -188,7 +188,7 @@ def rotate_and_store(
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = (num_heads + 2 * num_kv_heads) * dim
-    layer_at = address(cache) + 2 * layer * shape.num_slots * num_kv_heads * shape.row_bytes
+    layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
         if len(norms.weight) and not norms.rotated:
@@ -213,7 +213,7 @@ def write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: 
     segment = token_slot.layer + (token_slot.slot - token) * token_bytes
     for head in range(shape.num_kv_heads):
         at, target = head * shape.head_dim * FLOAT_BYTES, head_of(segment, head, shape, element)
-        segments = HeadSegments(target, target + shape.num_slots * token_bytes)
+        segments = HeadSegments(target, target + (shape.num_planes - 1) * shape.num_slots * token_bytes)
         write_head(keys + at, values + at, segments, token, shape, element)
 
 

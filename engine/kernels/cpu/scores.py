@@ -7,7 +7,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, AttentionMemory, HeadShape
+from engine.kernels.cpu.arguments import HIDDEN, Address, AttentionMemory, HeadShape
 from engine.kernels.cpu.compiler import (
     FLOAT,
     FLOATS,
@@ -31,8 +31,6 @@ from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
 from engine.kernels.cpu.vectors import read_float
 
 _INTP = types.intp
-HIDDEN = -1e30
-"""The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 _MAXIMA = 4
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
 _TWICE_LOG2_E = 2.0 * LOG2_E

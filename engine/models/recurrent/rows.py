@@ -36,13 +36,13 @@ class StateRows:
 
 def state_rows(recurrent: RecurrentConfig, layout: KVLayout) -> StateRows:
     """Raises ConfigurationError if blocks of this layout can hold no fp32 numbers."""
-    piece_bytes = layout.layer_block_bytes // 2
+    piece_bytes = layout.layer_block_bytes // layout.num_planes
     if piece_bytes % NUMBER_BYTES:
         raise ConfigurationError(
             f"blocks of {layout.block_size} tokens hold no recurrent states: block_size must be a multiple of 4"
         )
     numbers = piece_bytes // NUMBER_BYTES
-    width, num_pieces = gcd(numbers, MAX_ROW), 2 * layout.num_layers
+    width, num_pieces = gcd(numbers, MAX_ROW), layout.num_planes * layout.num_layers
     of_layer = -(-recurrent.state_numbers // width)
     rows_in_block = num_pieces * (numbers // width)
     num_blocks = -(-of_layer * sum(recurrent.layers) // rows_in_block)

@@ -64,11 +64,14 @@ class SchedulerLife(RuleBasedStateMachine):
     live = Bundle("live")
     whole_prompts = False
     max_in_flight = 1
+    state_blocks = 0
 
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: list[tuple[ScheduledBatch, list[list[int]]]] = []
-        self.scheduler = new_scheduler(whole_prompts=self.whole_prompts, max_in_flight=self.max_in_flight)
+        self.scheduler = new_scheduler(
+            whole_prompts=self.whole_prompts, max_in_flight=self.max_in_flight, state_blocks=self.state_blocks
+        )
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
@@ -117,11 +120,16 @@ class SchedulerLife(RuleBasedStateMachine):
     @rule(sequence=live)
     def commit(self, sequence: SequenceState) -> None:
         was_waiting, forks = sequence.status is SequenceStatus.WAITING_FOR_KV, sequence.forks
+        if was_waiting:
+            self.receive(sequence)
         self.scheduler.commit(sequence.key, 1)
-        assert not was_waiting or sequence.num_uncomputed_tokens == 1
+        assert not was_waiting or sequence.num_uncomputed_tokens == 1 + (self.state_blocks > 0)
         if was_waiting:
             assert sequence.forks == []
             assert not [fork for fork in forks if fork.status is SequenceStatus.WAITING]
+
+    def receive(self, sequence: SequenceState) -> None:
+        """The KV of a reserved sequence arrives."""
 
     @rule(sequence=consumes(live))
     def abort(self, sequence: SequenceState) -> None:
@@ -134,7 +142,7 @@ class SchedulerLife(RuleBasedStateMachine):
     def step(self, token_id: int, guess: bool, place: int) -> None:
         """Plan a batch; once as many are in flight as may be, any one of them is computed."""
         batch = self.scheduler.schedule()
-        if guess and self.max_in_flight == 1:
+        if guess and self.max_in_flight == 1 and not self.state_blocks:
             batch = self.speculator.extend(batch, self.scheduler)
         self.check_planned(batch)
         if batch.items:
@@ -166,7 +174,7 @@ class SchedulerLife(RuleBasedStateMachine):
         for item in batch.items:  # what guesses did not use is given back
             sequence = item.sequence
             assert sequence.num_tokens <= sequence.request.max_total_tokens
-            assert len(sequence.block_table) <= -(-sequence.num_tokens // BLOCK)
+            assert len(sequence.block_table) <= self.state_blocks - (-sequence.num_tokens // BLOCK)
             assert sequence.is_over or sequence.num_uncomputed_tokens >= 1
             assert sequence.status is not SequenceStatus.FINISHED or sequence.block_table == []
         for sequence in self.scheduler.take_preempted():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh import wire
 from mesh.cache_hints import hints_from_proto
 from mesh.domain.cache_hints import CacheHints, KeepPriority
-from mesh.domain.errors import InvalidRequest
+from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, Structure, StructureKind
 from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, SequenceFailure, SequenceOutput, TokenLogprob
@@ -148,7 +148,7 @@ def test_output_round_trip() -> None:
 
 
 def test_worker_round_trip() -> None:
-    layout = KVLayout("fp", 2, 4, 8, 16, "float32")
+    layout = KVLayout("fp", 2, 4, 8, 16, "float32", state_blocks=3, keys_are_values=True)
     endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
         info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)
@@ -158,6 +158,9 @@ def test_worker_round_trip() -> None:
         for degree in ("tensor_parallel", "pipeline_parallel"):
             older.ClearField(degree)
             assert getattr(wire.worker_from_proto(older), degree) == 1
+        older.layout.ClearField("keys_are_values")
+        with pytest.raises(LayoutMismatch, match="keys_are_values: True here, False there"):
+            layout.require_same(wire.worker_from_proto(older).layout)
     load = WorkerLoad(1, 2, 3, 4, 5, 6)
     assert wire.load_from_proto(wire.load_to_proto(load)) == load
     with pytest.raises(InvalidRequest, match="role"):

@@ -58,7 +58,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
         and capacity_tokens(c.info) >= query.num_tokens
         and c.info.incarnation not in query.cut_off
     ]
-    uncached = query.num_tokens - query.chain.num_cached_tokens(decode.view)
+    uncached = query.num_tokens - query.chain.num_reusable_tokens(decode.view)
     locally = query.prefill_locally or decode.info.incarnation in snapshot.local_only
     if not prefillers or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode.info)
@@ -117,7 +117,7 @@ def prefill_cost(query: PlacementQuery, candidate: Candidate) -> float:
 
     Long prompts ahead of a short one take as much of each pass as the short prompts do.
     """
-    in_flight, uncached = candidate.in_flight, query.num_tokens - query.chain.num_cached_tokens(candidate.view)
+    in_flight, uncached = candidate.in_flight, query.num_tokens - query.chain.num_reusable_tokens(candidate.view)
     if not is_short(query.num_tokens, candidate.info):
         return in_flight.prefill_tokens + uncached
     num_long = in_flight.prefill_tokens - in_flight.short_prefill_tokens

@@ -1,17 +1,19 @@
 """Filter and policy over made-up snapshots."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mesh.domain.kv import KVLayout, block_hashes
+from mesh.domain.kv import KVLayout, block_hashes, state_hash
 from mesh.domain.worker import Adapter, WorkerState
-from router.admission.placement import InFlight, NoPlacement, Placement, PrefixChain, place
+from router.admission.placement import InFlight, NoPlacement, Placement, place
+from router.admission.prefix_chain import PrefixChain
 from router.tenants import Tenant
 from tests.fakes.requests import make_request
-from tests.fakes.router_views import BLOCK, decode, prefill, query, snapshot
+from tests.fakes.router_views import BLOCK, LAYOUT, decode, prefill, query, snapshot
 
 
 def names(placed: Any) -> Any:
@@ -203,6 +205,21 @@ def test_an_encoders_prefix_is_worth_nothing_to_another_prompt() -> None:
     assert PrefixChain(range(12), "m", range(9)).num_cached_tokens(view) == 12 // BLOCK * BLOCK
     assert PrefixChain(range(12), "m", range(10)).num_cached_tokens(view) == 0
     assert PrefixChain(range(12), "m").num_cached_tokens(view) == 0
+
+
+@pytest.mark.parametrize(
+    ("snapshots", "reusable", "expected"), [((), 0, "p0"), ((2, 5), 8, "p1"), ((2, 4, 5), 16, "p1")]
+)
+def test_a_recurrent_model_goes_on_from_a_snapshot(snapshots: tuple[int, ...], reusable: int, expected: str) -> None:
+    """At the end of which blocks a worker has the state decides what it need not compute; KV that arrives needs none."""
+    layout, hashes = replace(LAYOUT, state_blocks=1), block_hashes(range(24), BLOCK, "m")
+    warm = prefill("p1", layout=layout, cached=range(16))
+    warm.cached.update(state_hash(hashes[number - 1]) for number in snapshots)
+    chain = PrefixChain(range(24), "m")
+    assert (chain.num_cached_tokens(warm), chain.num_reusable_tokens(warm)) == (16, reusable)
+    busy = {"p1": InFlight(num_seqs=1, prefill_tokens=4)}
+    placed = place(query(24), snapshot(prefill(layout=layout), warm, decode(layout=layout), in_flight=busy))
+    assert names(placed) == (expected, "d0")
 
 
 def test_a_chain_hashes_only_what_somebody_has() -> None:

@@ -1,0 +1,108 @@
+"""Snapshots of recurrent states: where they are taken, and which one a sequence continues from. No tensors.
+
+KV of a prefix is shared block by block. A recurrent state is there only where a step has ended, and the next step
+changes it. So a step of a prompt ends where a later prompt may go on, and then the state is copied into blocks that
+belong to the prefix cache. A later prompt shares the blocks of tokens up to there, and begins with a copy of the state.
+
+    end of the prompt   the last end of a block before the tokens that a chat template puts in front of an answer: the
+                        next turn has others there
+    a branch            the end of cached blocks without a snapshot: where two prompts have parted, a third one may
+    in an answer        which the next turn repeats, if the prompt was computed here, too; the last one only
+
+A snapshot takes memory for many tokens, so it must save a part of so many. (Radix attention over Mamba's states in
+SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of prompts.)
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.batch import ScheduledSequence
+from engine.block_pool import BlockPool
+from engine.sequence import SequenceState
+from mesh.domain.kv import BlockHash
+
+_ANSWERS_START = 8
+"""Tokens at the end of a prompt that the next turn may lack: a template's "assistant", and the mark of reasoning."""
+_LEAST_SAVED = 16
+"""A snapshot of so many blocks must save one block of tokens."""
+
+
+class Snapshots:
+    """The snapshots of one scheduler. Without `state_blocks` there are none, and blocks of tokens are all that is
+    shared.
+    """
+
+    def __init__(self, pool: BlockPool, block_size: int, state_blocks: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._state_blocks = state_blocks
+        self._gap = max(1, state_blocks // _LEAST_SAVED) * block_size
+
+    def find(self, hashes: Sequence[BlockHash]) -> int:
+        """The number of leading blocks at whose end there is a snapshot, the largest; 0 without any."""
+        return next((n for n in range(len(hashes), 0, -1) if self._pool.snapshot(hashes[n - 1])), 0)
+
+    def begin(self, sequence: SequenceState, num_matched: int) -> None:
+        """Plan the snapshots of a prompt that begins at its `num_computed_tokens`, while `num_matched` of its blocks of
+        tokens are cached.
+        """
+        if not self._state_blocks:
+            return
+        size, last = self._block_size, sequence.num_computed_tokens
+        prompt_end = max(0, sequence.num_tokens - _ANSWERS_START) // size * size
+        sequence.last_snapshot, sequence.snapshot_ends = last, []
+        for end in (min(num_matched * size, prompt_end), prompt_end):
+            if end - last >= self._gap:
+                sequence.snapshot_ends.append(end)
+                last = end
+
+    def tokens_until(self, sequence: SequenceState, num_tokens: int) -> int:
+        """So many of the next `num_tokens` tokens may be computed in one step."""
+        start = sequence.num_computed_tokens
+        return next((min(num_tokens, end - start) for end in sequence.snapshot_ends if end > start), num_tokens)
+
+    def take(self, items: Iterable[ScheduledSequence]) -> tuple[tuple[int, int], ...]:
+        """Pairs of blocks (source, target) that the batch with these items copies after its pass. A snapshot for which
+        no blocks are free is not taken.
+        """
+        pairs: list[tuple[int, int]] = []
+        for item in items:
+            if self._is_due(item):
+                item.sequence.saving = self._pool.allocate(self._state_blocks) or []
+                pairs += zip(item.sequence.block_table, item.sequence.saving, strict=False)
+        return tuple(pairs)
+
+    def _is_due(self, item: ScheduledSequence) -> bool:
+        sequence = item.sequence
+        if not self._state_blocks or item.end % self._block_size:
+            return False
+        if item.end in sequence.snapshot_ends:
+            return True
+        is_answer = item.end > len(sequence.request.token_ids) and not sequence.is_transferred
+        return is_answer and item.end - sequence.last_snapshot >= self._gap
+
+    def publish(self, item: ScheduledSequence) -> None:
+        """Add the snapshot that the step of this item has taken, if any, once its blocks of tokens are published."""
+        sequence = item.sequence
+        if not sequence.saving:
+            return
+        if sequence.last_snapshot > len(sequence.request.token_ids):
+            self._pool.drop_snapshot(self._hash_at(sequence, sequence.last_snapshot))
+        self._pool.publish_snapshot(sequence.saving, self._hash_at(sequence, item.end))
+        sequence.last_snapshot = item.end
+        self._release(sequence, sequence.saving)
+        sequence.saving = []
+
+    def end(self, sequence: SequenceState) -> None:
+        """Release what a sequence holds that ends, and let its last snapshot stay as long as its blocks of tokens."""
+        self._release(sequence, sequence.saving)
+        sequence.saving = []
+        if 0 < sequence.last_snapshot <= len(sequence.block_hashes) * self._block_size:
+            blocks = self._pool.snapshot(self._hash_at(sequence, sequence.last_snapshot))
+            self._pool.hold(blocks)
+            self._release(sequence, blocks)
+
+    def _release(self, sequence: SequenceState, block_ids: Sequence[int]) -> None:
+        self._pool.free(block_ids, sequence.request.cache_namespace, sequence.request.cache_hints)
+
+    def _hash_at(self, sequence: SequenceState, end: int) -> BlockHash:
+        return sequence.block_hashes[end // self._block_size - 1]

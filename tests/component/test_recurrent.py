@@ -49,7 +49,12 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, lengt
 
 
 @pytest.mark.parametrize(
-    ("family", "num_blocks", "cached"), [("lfm2", 24, [0, 48, 0, 64, 0, 32]), ("qwen3.5", 64, [0, 48, 0, 64, 80, 80])]
+    ("family", "num_blocks", "cached"),
+    [
+        ("lfm2", 24, [0, 48, 0, 64, 0, 32]),
+        ("qwen3.5", 64, [0, 48, 0, 64, 80, 80]),
+        ("falcon-h1", 64, [0, 48, 0, 64, 80, 80]),
+    ],
 )
 def test_prompts_say_the_same_behind_a_snapshot(
     checkpoint: Checkpoint, family: str, num_blocks: int, cached: list[int]

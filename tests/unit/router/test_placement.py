@@ -207,9 +207,7 @@ def test_an_encoders_prefix_is_worth_nothing_to_another_prompt() -> None:
     assert PrefixChain(range(12), "m").num_cached_tokens(view) == 0
 
 
-@pytest.mark.parametrize(
-    ("snapshots", "reusable", "expected"), [((), 0, "p0"), ((2, 5), 8, "p1"), ((2, 4, 5), 16, "p1")]
-)
+@pytest.mark.parametrize(("snapshots", "reusable", "expected"), [((), 0, "p0"), ((2, 5), 8, "p1"), ((2, 4, 5), 16, "p1")])
 def test_a_recurrent_model_goes_on_from_a_snapshot(snapshots: tuple[int, ...], reusable: int, expected: str) -> None:
     """At the end of which blocks a worker has the state decides what it need not compute; KV that arrives needs none."""
     layout, hashes = replace(LAYOUT, state_blocks=1), block_hashes(range(24), BLOCK, "m")

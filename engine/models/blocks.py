@@ -22,5 +22,9 @@ the residual itself is normed (as in Vaswani et al. 2017). Behind: a sandwich wi
 and MLP. Single: the layer is attention, a recurrence, or an MLP alone, which reads the normed residual and is added."""
 
 
+def has_attention(config: "ModelConfig", layer: int) -> bool:
+    return config.recurrent is None or config.recurrent.has_attention(layer)
+
+
 def has_mlp(config: "ModelConfig", layer: int) -> bool:
-    return config.block != "single" or not (config.is_recurrent(layer) or config.has_attention(layer))
+    return config.block != "single" or not (config.is_recurrent(layer) or has_attention(config, layer))

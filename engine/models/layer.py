@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
-from engine.models.blocks import BLOCKS, has_mlp
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
@@ -207,7 +207,7 @@ def take_layer(
     qkv = o = qk_norm = None
     mlp: Mlp | None = None
     summing, facts = ranks if ranks is not None and ranks.sums else None, config.experts
-    if config.has_attention(index):
+    if has_attention(config, index):
         qkv, o = (_take_linear(parameters, prefix + name, linears) for name in ("qkv", "o"))
         num_ranks = 1 if ranks is None else ranks.degrees.tensor
         qk_norm = take_head_norms(parameters, prefix, config, num_ranks, None if summing is None else summing.sum)

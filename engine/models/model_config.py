@@ -303,9 +303,6 @@ class ModelConfig:
         """True if the layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
-    def has_attention(self, layer: int) -> bool:
-        return self.recurrent is None or self.recurrent.has_attention(layer)
-
     @property
     def num_kv_layers(self) -> int:
         """Number of layers with attention, which have KV."""

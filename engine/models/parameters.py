@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.blocks import BLOCKS, has_mlp
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.parameters import add_recurrent
@@ -153,7 +153,7 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         builder.norm(norm, getattr(names, norm))
     if config.is_recurrent(layer):
         add_recurrent(builder, config)
-    if config.has_attention(layer):
+    if has_attention(config, layer):
         if config.latent is None:
             _add_attention(builder, config)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 
 from checkpoint.config_json import read_json
 from checkpoint.tensors import StoredTensor, read_header
+from checkpoint.text_part import other_part
 from mesh.domain.errors import ConfigurationError
 
 CONFIG_FILE = "adapter_config.json"
@@ -60,7 +61,8 @@ class AdapterMatrix:
 @dataclass(frozen=True, slots=True)
 class AdapterFiles:
     """An adapter on disk. `matrices` are by the name of the module, as the base model's checkpoint has it. `base` is
-    what the adapter says it was trained on; "" if it says nothing.
+    what the adapter says it was trained on; "" if it says nothing. `other_parts`: parts of a multimodal model that it
+    changes, too, which are not served.
     """
 
     name: str
@@ -68,6 +70,7 @@ class AdapterFiles:
     digest: str
     base: str
     matrices: Mapping[str, AdapterMatrix]
+    other_parts: tuple[str, ...] = ()
 
     @property
     def rank(self) -> int:
@@ -154,11 +157,15 @@ def _read(name: str, folder: Path, max_rank: int, digest: str | None) -> Adapter
     config = read_json(folder / CONFIG_FILE)
     _refuse_unsupported(config)
     stored = read_header(folder / WEIGHTS_FILE)
-    matrices = {module: _matrix(module, tensors, config) for module, tensors in _by_module(stored).items()}
+    part_of = {tensor: other_part(tensor.removeprefix(_PREFIX)) for tensor in stored}
+    others = tuple(sorted({part for part in part_of.values() if part is not None}))
+    modules = _by_module({tensor: header for tensor, header in stored.items() if part_of[tensor] is None})
+    matrices = {module: _matrix(module, tensors, config) for module, tensors in modules.items()}
     if not matrices:
-        raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices")
+        only = f": it changes {', '.join(others)}, and only text parts are served" if others else ""
+        raise ConfigurationError(f"{folder / WEIGHTS_FILE} has no matrices{only}")
     base = str(config.get("base_model_name_or_path") or "")
-    adapter = AdapterFiles(name, folder, digest or _digest(folder, config), base, matrices)
+    adapter = AdapterFiles(name, folder, digest or _digest(folder, config), base, matrices, others)
     if adapter.rank > max_rank:
         raise ConfigurationError(f"its rank is {adapter.rank}, over max_lora_rank {max_rank}: raise max_lora_rank")
     return adapter

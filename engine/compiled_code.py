@@ -9,7 +9,7 @@ GPUs, where torch's own kernels run.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import structlog
@@ -95,7 +95,8 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
 
 
 def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str:
-    return "compiled" if why_eager(settings, config, layout) is None else "eager"
+    decoder = "compiled" if why_eager(settings, config, layout) is None else "eager"
+    return decoder if config.recurrent is None else f"{decoder}, {config.recurrent.kind}"
 
 
 @contextmanager
@@ -111,24 +112,26 @@ def reported_code(settings: RunnerSettings, config: AnyConfig, layout: KVLayout)
 
 def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runner]) -> CompiledCode:
     """Compile all that a worker with these settings needs, or load it from disk: load the model, and run a prompt and a
-    decode step. Raises ConfigurationError.
+    decode step, with KV for no more. Raises ConfigurationError.
     """
     before, begun_s = code_counts(), time.perf_counter()
-    runner = load(settings)
+    resolved, config = resolve(settings)
+    layout = kv_layout(config, resolved)
+    num_blocks = layout.num_blocks_for(_PROMPT_TOKENS + 1)
+    runner = load(replace(settings, num_blocks=num_blocks))
     try:
-        _run(runner)
+        _run(runner, num_blocks)
     finally:
         runner.close()
     counts = code_counts().since(before)
-    resolved, config = resolve(settings)
-    key = code_key(resolved, config, kv_layout(config, resolved))
+    key = code_key(resolved, config, layout)
     return CompiledCode(key, counts.num_loaded, counts.num_compiled, time.perf_counter() - begun_s)
 
 
-def _run(runner: Runner) -> None:
+def _run(runner: Runner, num_blocks: int) -> None:
     sampling = SamplingParams(max_new_tokens=2, seed=0, ignore_eos=True)
     sequence = SequenceState(SequenceSpec("compile", 0, tuple(range(1, _PROMPT_TOKENS + 1)), _PROMPT_TOKENS, sampling))
-    sequence.block_table = [0, 1]
+    sequence.block_table = list(range(num_blocks))
     for count in (_PROMPT_TOKENS, 1):
         batch = ScheduledBatch((ScheduledSequence(sequence, sequence.num_computed_tokens, count),))
         tokens = runner.begin(batch)()[0].tokens

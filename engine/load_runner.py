@@ -151,12 +151,16 @@ def load_speculator(
 
 def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSettings | None:
     """Settings of the draft model beside `model`; None without one. ConfigurationError if the models do not match."""
-    if speculation.kind != "none":
-        _require_drafts(load_config(model.model_dir))
+    config = load_config(model.model_dir)
+    if speculation.kind != "none" and (reason := why_no_drafts(config)):
+        raise ConfigurationError(
+            f"speculation does not fit {config.architecture}: {reason}; leave speculative and draft_model out"
+        )
     if speculation.draft_model is None:
         return None
-    for model_dir in (model.model_dir, speculation.draft_model):
-        _require_drafts(load_decoder_config(model_dir))
+    load_decoder_config(model.model_dir)
+    if reason := why_no_drafts(load_decoder_config(speculation.draft_model)):
+        raise ConfigurationError(f"draft_model {speculation.draft_model} cannot draft: {reason}; choose another")
     facts, draft_facts = read_model_facts(model.model_dir), read_model_facts(speculation.draft_model)
     for name in ("vocab_size", "tokenizer_fingerprint"):
         actual, expected = getattr(draft_facts, name), getattr(facts, name)
@@ -179,9 +183,8 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
     )
 
 
-def _require_drafts(config: AnyConfig) -> None:
-    """Raise ConfigurationError for models that cannot drop tokens that they have computed."""
+def why_no_drafts(config: AnyConfig) -> str | None:
+    """The reason why a model cannot drop tokens that it has computed, or None."""
     if isinstance(config, ModelConfig) and config.recurrent is not None:
-        raise ConfigurationError(
-            f"speculation does not fit {config.architecture}: its recurrent states cannot go back behind a wrong draft"
-        )
+        return "its recurrent states cannot go back behind a wrong draft"
+    return None

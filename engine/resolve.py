@@ -61,6 +61,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return "adapters of a model with experts"
     if config.latent is not None and settings.adapters:
         return "adapters of a model with latent attention"
+    if config.recurrent is not None and settings.adapters:
+        return "adapters of a model with recurrent layers"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 

@@ -23,9 +23,13 @@ def stored_name(name: str, stored: Mapping[str, StoredTensor]) -> str:
     return next((other for other in possible_names(name) if other in stored), name)
 
 
+_STACKED_SCALES = ("_scale_inv", "_scale", ".weight_scale_inv", ".weight_scale")
+"""Ends of the names of scales, behind the name of the tensor that stacks the matrices of experts."""
+
+
 def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint by name. Instead of those that stack experts it has the parts of each expert, under
-    the names of their sources. Raises ConfigurationError.
+    the names of their sources; so it has their scales. Raises ConfigurationError.
     """
     stored = dict(open_checkpoint(model_dir))
     members, stacks = dict[str, StoredTensor](), set[str]()
@@ -36,6 +40,12 @@ def open_stored(model_dir: Path, specs: Iterable[ParameterSpec]) -> dict[str, St
         if name in stored:
             members[source.name] = _member(stored[name], name, source.stack, source.shape)
             stacks.add(name)
+            for scales in (
+                scales for end in _STACKED_SCALES if (scales := name.removesuffix(".weight") + end) in stored
+            ):
+                of_member = _member_scales(stored[scales], scales, source.stack, source.shape[0], stored[name].shape)
+                members[f"{source.name.removesuffix('.weight')}.weight_scale"] = of_member
+                stacks.add(scales)
     return {name: tensor for name, tensor in stored.items() if name not in stacks} | members
 
 
@@ -57,6 +67,26 @@ def _member(whole: StoredTensor, name: str, stack: Stack, shape: tuple[int, ...]
         first=first,
         column_step=rows if is_transposed else 0,
     )
+
+
+def _member_scales(
+    whole: StoredTensor, name: str, stack: Stack, num_rows: int, matrices: tuple[int, ...]
+) -> StoredTensor:
+    """The scales of a member's `num_rows` rows: one, one for each row, or some for each block of rows. They lie as the
+    stacked `matrices` of this shape do; those of single rows may do otherwise.
+    """
+    members, all_rows, _ = stack.shape
+    own = (*whole.shape[1:], 1, 1)[:2]
+    is_transposed = matrices != stack.shape and own[0] != all_rows
+    rows, columns = own[::-1] if is_transposed else own
+    first, count = (0, all_rows) if rows == 1 else (stack.first_row * rows, num_rows * rows)
+    if first % all_rows or count % all_rows or whole.shape != (members, *own)[: len(whole.shape)]:
+        raise ConfigurationError(
+            f"{whole.path}: tensor {name} has shape {list(whole.shape)}, which is not that of scales of {members} "
+            f"experts with rows {stack.first_row} to {stack.first_row + num_rows - 1} apart from others"
+        )
+    scales = Stack(name, (members, rows, columns), stack.member, first // all_rows, is_transposed)
+    return _member(replace(whole, shape=(members, *own)), name, scales, (count // all_rows, columns))
 
 
 def find_modules(

@@ -26,8 +26,6 @@ from tandem_cli.plan import quiet_logs
 from tandem_cli.up_settings import UpSettings
 from worker.engine_host import load_runner_with_ranks, model_settings
 
-_NUM_BLOCKS = 4
-
 
 def compile_model(args: argparse.Namespace) -> int:
     """Compile the code, or find that it is there. Returns the exit status."""
@@ -55,7 +53,7 @@ def _all_settings(args: argparse.Namespace, chosen: dict[str, str]) -> Iterator[
     model_dir = find_model(ModelSource(args.model))
     for types in COMBINATIONS:
         name = ", ".join(f"{name} {value}" for name, value in types.items())
-        options = {**types, "load_format": "dummy", "num_blocks": _NUM_BLOCKS}
+        options = {**types, "load_format": "dummy"}
         yield name, RunnerSettings(model_dir, **options)  # type: ignore[arg-type]
 
 
@@ -69,7 +67,7 @@ def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, R
     flags += [f"--model={model_dir}", "--revision=", "--registry-address=none"]
     worker = load_settings(DecodeSettings, flags, prog="decode_worker").values
     load_format = worker.load_format if load_format_of(model_dir) == "auto" else "dummy"
-    settings = replace(model_settings(worker), load_format=load_format, num_blocks=_NUM_BLOCKS)
+    settings = replace(model_settings(worker), load_format=load_format)
     yield model, settings
     if (draft := worker.speculation().draft_model) is not None:
         yield (

@@ -149,6 +149,7 @@ def run(args: argparse.Namespace) -> int:
         args.batch = batches_to_plan(capacity, load, args.batch)
         ranks = [] if degrees == Degrees() else _rank_memory(args, config, capacity, degrees)
         measured_ms = _measured_ms(args, model_dir, degrees)
+        alternatives, refused = _alternatives(args, model_dir, partition)
     request = PlanRequest(
         load,
         args.batch,
@@ -168,7 +169,8 @@ def run(args: argparse.Namespace) -> int:
         "adapters": None if adapters is None else _about_adapters(adapters),
         "partition": None if partition is None else _about(partition),
         "quantized_checkpoint": None if quantization is None or partition is not None else str(quantization),
-        **plan_capacity(capacity, request, measured_ms),
+        **plan_capacity(capacity, request, measured_ms, alternatives),
+        "refused": refused,
     }
     if args.json:
         sys.stdout.write(json.dumps(plan) + "\n")
@@ -218,12 +220,11 @@ def _capacity(
 
 def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *, has_ranks: bool) -> Precision:
     is_cpu = not _has_gpus(args) and (has_ranks or args.bandwidth is None)
-    if is_cpu and args.quantize == "none":
+    if is_cpu and (args.quantize == "none" or (_is_here(args) and read_partition(model_dir) is None)):
         from engine.resolve import resolve
         from tandem_cli.capacity.ranks import precision_of
 
-        settings, _ = resolve(_worker_settings(args, model_dir))
-        return precision_of(settings, config)
+        return precision_of(*resolve(replace(_worker_settings(args, model_dir), quantize=args.quantize)))
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     return Precision(dtype if args.quantize == "none" else args.quantize, dtype, args.kv_dtype or "")
 
@@ -232,12 +233,31 @@ def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partitio
     """The quantization of a model that no option says: that of the partition, or what workers here make of it."""
     if partition is not None:
         return partition.quantize
-    is_here = (args.device or _HERE) == _HERE and args.bandwidth is None
-    if not is_here or read_quantization(model_dir) is None:
+    if not _is_here(args) or read_quantization(model_dir) is None:
         return "none"
     from engine.resolve import resolve
 
     return resolve(_worker_settings(args, model_dir))[0].quantize
+
+
+def _alternatives(
+    args: argparse.Namespace, model_dir: Path, partition: Partition | None
+) -> tuple[list[Precision] | None, dict[str, str]]:
+    """The precisions to show beside the chosen one, and those that workers here refuse, with the reasons. None: those
+    of any device. A partitioned model has its own only.
+    """
+    if not _is_here(args):
+        return None, {}
+    if partition is not None:
+        return [], {}
+    from tandem_cli.capacity.ranks import precisions_here
+
+    return precisions_here(_worker_settings(args, model_dir))
+
+
+def _is_here(args: argparse.Namespace) -> bool:
+    """True if the plan is for the CPU of this machine, which the engine can ask."""
+    return not _has_gpus(args) and args.bandwidth is None
 
 
 def _worker_settings(args: argparse.Namespace, model_dir: Path) -> "RunnerSettings":

@@ -40,6 +40,8 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
         num_bytes = _number(plan["adapters"]["num_bytes"])
         console.print(f"adapters: {num_loaded} of {len(names)} in memory at once, {num_bytes}B\n")
     console.print(FittingTable(_memory(plan)))
+    for weights, reason in plan["refused"].items():
+        console.print(f"not in {weights}: {reason}", markup=False)
     console.print()
     if ranks:
         console.print(FittingTable(_ranks(ranks, plan["context_tokens"])))

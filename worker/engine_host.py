@@ -189,7 +189,8 @@ def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles
         *(part.removeprefix("models--") for part in settings.model.lower().split("/")),
     }
     for adapter in adapters:
-        log.info("adapter known", name=adapter.name, rank=adapter.rank, digest=adapter.digest)
+        about = {"rank": adapter.rank, "digest": adapter.digest, "parts_not_served": adapter.other_parts}
+        log.info("adapter known", name=adapter.name, **about)
         base = adapter.base.lower().rstrip("/")
         if base and not {base.rpartition("/")[2], base.replace("/", "--")} & names:
             log.warning(

@@ -50,14 +50,20 @@ class TorchAttention:
         return out
 
     def attend_whole(
-        self, queries: Tensor, keys: Tensor, values: Tensor, distance: Tensor, window: int | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        distance: Tensor,
+        window: int | None,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Attention without a cache -> [num_queries, num_heads, head_dim]. `distance` [queries, keys] is that from
         query to key; keys at a distance below 0 are hidden.
         """
         mask = self._mask(distance, window, queries.dtype).transpose(0, 1)
         queries, keys, values = (rows.transpose(0, 1)[None] for rows in (queries, keys, values))
-        return self._weigh(queries, keys, values, mask)[0].transpose(0, 1)
+        return self._weigh(queries, keys, values, mask, sinks)[0].transpose(0, 1)
 
     def _attend_decodes(
         self,

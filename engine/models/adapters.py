@@ -77,8 +77,8 @@ def _require_known(adapter: AdapterFiles, specs: Sequence[ParameterSpec]) -> Non
         )
     if refused := [module for module in adapter.matrices if not known[module]]:
         raise ConfigurationError(
-            f"{_some(refused)} cannot have an adapter, only the matrices of attention, MLPs and experts can: train "
-            "the adapter without it, or merge it into its base model"
+            f"{_some(refused)} cannot have an adapter, only the matrices of attention, MLPs and experts can, but for "
+            "kv_b_proj: train the adapter without it, or merge it into its base model"
         )
 
 

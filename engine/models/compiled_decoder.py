@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from engine.attention.backend import AdapterRows, ForwardMetadata, attention_shape, one_token
+from engine.attention.backend import ForwardMetadata, attention_shape, one_token
 from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
 from engine.kernels.cpu.arguments import (
     SILU,
@@ -46,7 +46,8 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes, wide_size
 from engine.kernels.cpu.row_kernels import summarise
-from engine.kernels.cpu.step import Activations, ModelConstants, Work, output_rows, run_layers
+from engine.kernels.cpu.step import output_rows, run_layers
+from engine.kernels.cpu.step_arguments import Activations, ModelConstants, Work
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
@@ -56,6 +57,8 @@ from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rank_group import Alone, RankGroup
+from engine.models.recurrent.for_kernels import state_steps
+from engine.models.recurrent.state import RecurrentStates
 from engine.models.rope import ropes_of
 from engine.models.row_shares import (
     RowCosts,
@@ -64,6 +67,7 @@ from engine.models.row_shares import (
     batch_of,
     cut_rows,
     most_shares,
+    states_of,
 )
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
@@ -113,7 +117,8 @@ class CompiledDecoder:
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
         shape = head_shape(self._heads, cache.layer(self.layers.first))
-        self._model = model_constants(config, packed, layers, shape)
+        places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache, None).places
+        self._model = model_constants(config, packed, layers, shape, places)
         self._buffers = Buffers()
         if self._ranks.rank == 0:
             self._compile()
@@ -148,7 +153,7 @@ class CompiledDecoder:
             if self.threads.count != num_threads:  # lent cores are given back between groups
                 num_threads = self.threads.count
                 shares = self._row_shares(batch)
-                work = self._work(batch, metadata.adapters, [share.rows for share in shares])
+                work = self._work(batch, metadata, [share.rows for share in shares])
             held = Range(first - self.layers.first, end - self.layers.first)
             needed = [share.first_needed for share in shares]
             self.threads.run(partial(_run_layers, self._model, work, held), needed)
@@ -161,24 +166,26 @@ class CompiledDecoder:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
         return cut_rows(batch, count, self._row_costs)
 
-    def _work(self, batch: Batch, adapter_rows: Sequence[AdapterRows], shares: list[Range]) -> list[Work]:
+    def _work(self, batch: Batch, metadata: ForwardMetadata, shares: list[Range]) -> list[Work]:
         """The arguments of each thread; each share has as many threads."""
-        num_tokens, shape = len(batch.slots), self._model.shape
-        acts = self._activations(num_tokens, is_adapted=bool(adapter_rows))
+        num_tokens, shape, adapter_rows = len(batch.slots), self._model.shape, metadata.adapters
+        acts, states = self._activations(num_tokens, is_adapted=bool(adapter_rows)), state_steps(metadata)
         operands = self._operands(max(num_tokens, self._num_copies(num_tokens)), self._model.weights, shares)
         adapted = self._adapters.step(adapter_rows, num_tokens, self._ranks.buffers, self._thread_buffers)
         size, work = len(operands) // len(shares), []
         for number, rows in enumerate(shares):
             first, end = number * size, (number + 1) * size
-            of_share, own_acts, own_adapted = batch, acts, adapted[first:end]
+            of_share, own_acts, own_adapted, own_states = batch, acts, adapted[first:end], states
             if len(shares) > 1:
                 of_share, own_acts = batch_of(batch, rows), _activations_of(acts, rows)
                 own_adapted = [adapters_of(thread, rows) for thread in own_adapted]
+                own_states = states_of(states, rows, of_share) if len(states.tables) else states
             splits = self._thread_buffers[first].splits(shape, of_share)
             for thread in range(size):
                 scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
                 attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks)
-                work.append(Work(own_acts, operands[first + thread], attending, self._cache, own_adapted[thread]))
+                own = operands[first + thread], attending, self._cache, own_adapted[thread], own_states
+                work.append(Work(own_acts, *own))
         return work
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -243,7 +250,8 @@ class CompiledDecoder:
         gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
         q_width = config.num_heads * config.head_dim
         latent = self._latent_rows(rows)
-        width = q_width if config.latent else qkv_width(self._heads)
+        width = q_width if config.latent else qkv_width(self._heads, config)
+        projected, recurred = self._recurrent_rows(rows)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
         own_mixed = self._rows("latents" if config.latent else "mixed", rows, q_width, first_query)
@@ -263,6 +271,16 @@ class CompiledDecoder:
             own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
             latent=latent,
+            projected=projected,
+            recurred=recurred,
+        )
+
+    def _recurrent_rows(self, rows: int) -> tuple[Floats, Floats]:
+        facts = self.config.recurrent
+        if facts is None:
+            return _NO_ROWS, _NO_ROWS
+        return self._rows("projected", rows, round_up(facts.projected, PANEL)), self._rows(
+            "recurred", rows, facts.result_width
         )
 
     def _latent_rows(self, rows: int) -> LatentRows:
@@ -348,6 +366,8 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         ),
         routed=acts.routed,
         latent=acts.latent,
+        projected=acts.projected[own],
+        recurred=acts.recurred[own],
     )
 
 

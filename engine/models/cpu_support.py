@@ -14,18 +14,15 @@ from engine.kernels.cpu.arguments import (
     SPARSE_MIXER,
     XIELU,
 )
-from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
+from engine.kernels.cpu.machine import KEYS, LANES, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
 from engine.models.model_config import ModelConfig
+from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
-_REQUIRED_FACTS = {
-    "embed_size": None,
-    "final_norm": True,
-    "attention_gate": False,
-    "activation_factors": (1.0, 1.0),
-}
+_RECURRENCES = ("conv", "delta")
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True, "activation_factors": (1.0, 1.0)}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "silu": SILU,
@@ -47,8 +44,13 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
-    if config.recurrent is not None:
-        return "recurrent layers"
+    if (recurrent := config.recurrent) is not None:
+        if (missing := why_not_mixed(recurrent)) is not None:
+            return missing
+        if config.block != "sequential":
+            return f"recurrent layers in a block {config.block}"
+    if config.attention_gate and num_ranks > 1:
+        return "gates of attention over several ranks"
     for name, value in _REQUIRED_FACTS.items():
         if getattr(config, name) != value:
             return f"{name} {getattr(config, name)}"
@@ -78,13 +80,22 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     return why_not_paged(layout)
 
 
+def why_not_mixed(recurrent: RecurrentConfig) -> str | None:
+    """The reason why the kernel cannot compute recurrent layers, or None if it can."""
+    if recurrent.kind not in _RECURRENCES:
+        return f"recurrent layers of kind {recurrent.kind}"
+    widths = {"channels": recurrent.channels, "key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
+    wrong = next((f"{name} {width}" for name, width in widths.items() if width % LANES), None)
+    return None if wrong is None else f"recurrent layers with {wrong}, not a multiple of {LANES}"
+
+
 def why_not_paged(layout: KVLayout) -> str | None:
     """The reason why the attention kernels cannot read a cache of this layout, or None if they can."""
     if layout.dtype not in _CACHE_DTYPES:
         return f"KV in {layout.dtype}, not {', '.join(_CACHE_DTYPES)}"
     if layout.head_dim % KEYS:
         return f"heads of {layout.head_dim}, not a multiple of {KEYS}"
-    if layout.dtype == "int8" and layout.head_dim > MAX_SHORTS and not knows_vnni():
+    if layout.dtype == "int8" and not (layout.keys_are_values or layout.head_dim <= MAX_SHORTS or knows_vnni()):
         return f"heads of {layout.head_dim} with KV in int8, over {MAX_SHORTS} on a CPU without VNNI"
     if layout.block_size % KEYS:
         return f"blocks of {layout.block_size} tokens, not a multiple of {KEYS}"

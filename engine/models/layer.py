@@ -88,8 +88,9 @@ class Experts:
     never quantised. `experts`: by number, all of them or those of this rank.
 
     On a GPU, `on_device` computes steps of few rows, and those that are captured. Otherwise the host reads once how
-    many rows each expert has, and the experts run in order, each with all of its rows, so a row's result does not
-    depend on its batch.
+    many rows each expert has, and the experts run in order, each with all of its rows. torch's products of floats
+    differ in their last bits with the number of rows: in int8 only those of the router. So a row's result may depend on
+    its batch, unlike that of the compiled decoder, and near a tie even its experts may.
     """
 
     def __init__(

@@ -8,27 +8,44 @@ from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
     Int64s,
+    RecurrentWeights,
     Routing,
+    StatePlaces,
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
-from engine.kernels.cpu.step import Kind, ModelConstants
+from engine.kernels.cpu.recurrence import mix_address
+from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.models.blocks import BLOCKS
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names
+from engine.models.recurrent.for_kernels import NO_RECURRENCE, recurrent_layers
 from engine.models.rope import rope_of_layer
 
 
 def model_constants(
-    config: ModelConfig, packed: PackedDecoder, layers: Sequence[int], shape: HeadShape
+    config: ModelConfig,
+    packed: PackedDecoder,
+    layers: Sequence[int],
+    shape: HeadShape,
+    places: StatePlaces | None = None,
 ) -> ModelConstants:
-    """The constants of these layers, with heads of this shape."""
+    """The constants of these layers, with heads of this shape, and states in these places."""
+    are_recurrent = [config.is_recurrent(layer) for layer in layers]
+    recurrent = NO_RECURRENCE
+    if config.recurrent is not None and places is not None:
+        weights = RecurrentWeights(
+            packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.recurrent_norms
+        )
+        recurrent = recurrent_layers(weights, config.recurrent, config.norm_eps, places)
     return ModelConstants(
         weights=packed.weights,
         firsts=_numbers_of_qkv(config, layers),
+        numbers=_numbers(config, layers),
+        are_recurrent=np.array(are_recurrent, np.int64),
         output=packed.output,
         norms=packed.norms,
         final_norm=packed.final_norm,
@@ -41,7 +58,20 @@ def model_constants(
         kind=_kind(config),
         experts=_experts(config, packed, layers),
         latent=_latent(config, packed),
+        recurrent=recurrent,
+        mix_at=mix_address() if config.recurrent is not None else 0,
     )
+
+
+def _numbers(config: ModelConfig, layers: Sequence[int]) -> Int64s:
+    """The number of each layer among those with KV, or among recurrent ones."""
+    first, numbers = config.num_kv_layers_before(layers[0]), []
+    for layer in layers:
+        if config.recurrent is not None and config.is_recurrent(layer):
+            numbers.append(config.recurrent.num_before(layer))
+        else:
+            numbers.append(config.num_kv_layers_before(layer) - first)
+    return np.array(numbers, np.int64)
 
 
 def _kind(config: ModelConfig) -> Kind:
@@ -54,14 +84,15 @@ def _kind(config: ModelConfig) -> Kind:
         centred_heads=config.norm == "layer",
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=np.float32(config.clip_qkv or 0.0),
+        gates_attention=config.attention_gate,
     )
 
 
 def _numbers_of_qkv(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer's `qkv` among the matrices."""
+    """The number of each layer's `qkv`, or of what recurrent layers have instead, among the matrices."""
     names = [matrix_names(config, layer) for layer in layers]
     firsts = np.cumsum([0, *map(len, names)], dtype=np.int64)[:-1]
-    return firsts + np.array([of_layer.index("qkv") for of_layer in names], np.int64)
+    return firsts + np.array([int(of_layer[0] == "q_b") for of_layer in names], np.int64)
 
 
 def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:

@@ -5,6 +5,7 @@ A file is in the safetensors format. Its arrays begin at multiples of a cache li
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
+from engine.models.recurrent.for_kernels import stacked, take_weights
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError
@@ -67,6 +69,11 @@ class PackedDecoder(NamedTuple):
     kv_norms: Floats
     key_up: Array
     value_up: Array
+    taps: Floats  # of recurrent layers, with those below it; see RecurrentWeights
+    conv_biases: Floats
+    rates: Floats
+    rate_biases: Floats
+    recurrent_norms: Floats
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -83,19 +90,19 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
-    norms, head_norms, activation, sinks = [], [], [], []
+    norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
     routers, number = _empty_routers(config, len(layers)), 0
     latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
     for i, layer in enumerate(layers):
-        for name in matrix_names(config, share.layers.first + i):
-            _pack(packer, number, parameters.take_linear(f"{layer}.{name}"))
-            number += 1
+        number = _pack_layer(packer, number, parameters, config, share.layers.first + i)
         if has_experts(config, share.layers.first + i):
             _take_router(parameters, layer, i, routers)
+        if config.recurrent is not None and config.is_recurrent(share.layers.first + i):
+            recurrences.append(take_weights(parameters, f"{layer}.", config.recurrent, config.norm_eps))
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
-        head_norms.append(_head_norms(parameters, layer, config))
+        head_norms.append(_head_norms(parameters, share.layers.first + i, config))
         xielu = parameters.take_optional(f"{layer}.xielu")
         activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
         if config.attention_sinks:
@@ -116,7 +123,17 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
         *latents,
+        *stacked(recurrences),
     )
+
+
+def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: ModelConfig, layer: int) -> int:
+    """Pack the matrices of a layer, from this number on; returns the number of the next layer's first."""
+    for name in matrix_names(config, layer):
+        matrix = parameters.take_linear(f"layers.{layer}.{name}")
+        _pack(packer, number, _with_gates_last(matrix, config) if name == "qkv" else matrix)
+        number += 1
+    return number
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
@@ -128,6 +145,7 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
     up = "gate_up" if config.gated else "up"
     attention = ("q_b", "qkv", "o") if config.latent is not None and config.latent.query_rank else ("qkv", "o")
+    attention = ("recurrent_in", "recurrent_out") if config.is_recurrent(layer) else attention
     if config.experts is None or not config.experts.layers[layer]:
         return *attention, up, "down"
     parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
@@ -209,10 +227,13 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 
-def _head_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
+def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
-    taken = [parameters.take(f"{layer}.{name}").float().view(-1, config.head_dim) for name in ("q_norm", "k_norm")]
+    if config.is_recurrent(layer):
+        return np.zeros((2, config.head_dim), np.float32)  # not read
+    names = (f"layers.{layer}.q_norm", f"layers.{layer}.k_norm")
+    taken = [parameters.take(name).float().view(-1, config.head_dim) for name in names]
     weights: Floats = torch.cat(taken).numpy()
     return weights
 
@@ -226,15 +247,30 @@ def _take_at_start(parameters: Parameters, name: str, config: ModelConfig, share
     return rows
 
 
-def qkv_width(heads: AttentionShape) -> int:
-    """Width of a layer's queries, keys and values together."""
-    return (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearParameters:
+    """The matrix with gates of attention, if any, behind the values, not behind the queries."""
+    if not config.attention_gate:
+        return matrix
+    width = config.num_heads * config.head_dim
+
+    def ordered(values: Tensor) -> Tensor:
+        return torch.cat((values[:width], values[2 * width :], values[width : 2 * width]))
+
+    of_outputs = (matrix.scales, matrix.zeros, matrix.bias)
+    scales, zeros, bias = (None if values is None else ordered(values) for values in of_outputs)
+    return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
+
+
+def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:
+    """Width of a layer's queries, keys and values together, and of the gates of queries."""
+    gates = heads.num_heads if config.attention_gate else 0
+    return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
     attention = [MatrixShape(share.hidden.count, config.num_heads * config.result_dim, group=group)]
     if (latent := config.latent) is None:
-        qkv = qkv_width(attention_shape(config).shard(share.heads))
+        qkv = qkv_width(attention_shape(config).shard(share.heads), config)
         attention.insert(0, MatrixShape(qkv, config.hidden_size, group=group))
     else:
         q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
@@ -250,13 +286,20 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
             MatrixShape(share.hidden.count, width, group=group),
         ]
 
-    dense, experts = attention + mlp(share.inner.count, config.intermediate_size), config.experts
-    if experts is None:
-        return dense * share.layers.count
-    routed = attention + mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
-    routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
-    layers = range(share.layers.first, share.layers.end)
-    return [shape for layer in layers for shape in (routed if experts.layers[layer] else dense)]
+    dense, experts = mlp(share.inner.count, config.intermediate_size), config.experts
+    routed = []
+    if experts is not None:
+        routed = mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
+        routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
+    recurrent = []
+    if (facts := config.recurrent) is not None:
+        projected = MatrixShape(facts.projected, config.hidden_size, group=group)
+        recurrent = [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
+    shapes = []
+    for layer in range(share.layers.first, share.layers.end):
+        shapes += recurrent if config.is_recurrent(layer) else attention
+        shapes += routed if has_experts(config, layer) else dense
+    return shapes
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:

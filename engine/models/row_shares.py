@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.adapters import StepAdapters
-from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range
+from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range, StateSteps
 from engine.models.model_config import ModelConfig
 
 _MIN_ROWS = 64
@@ -49,7 +49,8 @@ class RowCosts:
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         mlp = (3 if config.gated else 2) * config.intermediate_size
         products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
-        return cls(products * operand_bytes / (2 * q_width * 4), config.windows)
+        attended = [1 if config.is_recurrent(layer) else window for layer, window in enumerate(config.windows)]
+        return cls(products * operand_bytes / (2 * q_width * 4), attended)
 
     def of_rows(self, positions: Int64s) -> NDArray[np.float64]:
         """One row at position 0 costs 1."""
@@ -96,6 +97,19 @@ def batch_of(batch: Batch, rows: Range) -> Batch:
         cos=np.ascontiguousarray(batch.cos[:, rows.first : rows.end]),
         sin=np.ascontiguousarray(batch.sin[:, rows.first : rows.end]),
         query_factors=np.ascontiguousarray(batch.query_factors[:, rows.first : rows.end]),
+    )
+
+
+def states_of(steps: StateSteps, rows: Range, of_share: Batch) -> StateSteps:
+    """The states of some rows of a step; the last token of a sequence may be in a later share."""
+    starts = steps.query_starts
+    first = int(np.searchsorted(starts, rows.first, "right")) - 1
+    end = first + len(of_share.context_lens)
+    return StateSteps(
+        tables=steps.tables[first:end],
+        is_repeated=steps.is_repeated[first:end] & (starts[first + 1 : end + 1] <= rows.end),
+        query_starts=of_share.query_starts,
+        context_lens=of_share.context_lens,
     )
 
 

@@ -110,7 +110,7 @@ class QuantizedMatrix:
 
 def unpack(packed: Tensor, num_bits: int) -> Tensor:
     """Integers of 4 or 8 bits without sign, the lowest bits first: int32 [rows, words] -> uint8 [rows, numbers]."""
-    octets = packed.contiguous().view(torch.uint8)
+    octets = packed.reshape(-1).view(torch.uint8).view(packed.shape[0], -1)  # a row of one word may have any stride
     if num_bits == 8:
         return octets
     return torch.stack((octets & 15, octets >> 4), -1).flatten(1)

@@ -121,21 +121,25 @@ def find_stacked(
     name: str, count: int, shape: Shape, stored: StoredTensors, quantization: Quantization | None
 ) -> QuantizedModule | None:
     """As `find_module`, for tensors that stack the matrices of `count` experts."""
-    if (blocks := f"{name}_blocks") not in stored:
+    matrices = (f"{name}_blocks", *(f"{name}.{matrix}" for matrix in _MATRICES))
+    matrix = next((candidate for candidate in matrices if candidate in stored), None)
+    if matrix is None:
         return None
-    where = f"{stored[blocks].path}: tensor {blocks}"
+    where, is_mxfp4 = f"{stored[matrix].path}: tensor {matrix}", matrix == matrices[0]
     storage = None if quantization is None else quantization.storage_of(name)
-    if storage is None or storage.format != "mxfp4":
-        raise ConfigurationError(f"{where} is in MXFP4, but quant_method of config.json is not mxfp4")
+    if storage is None or (storage.format == "mxfp4") != is_mxfp4:
+        kind = "in MXFP4" if is_mxfp4 else "quantised"
+        raise ConfigurationError(f"{where} is {kind}, but quant_method of config.json is not that ({quantization})")
     try:
-        parts = mxfp4.parts(storage, shape)
+        parts = _READERS[storage.format].parts(storage, shape)
     except ConfigurationError as error:
         raise ConfigurationError(f"{where}: {error}") from error
-    stacked = {
-        part: replace(details, shapes=tuple((count, *own) for own in details.shapes)) for part, details in parts.items()
-    }
-    names = {part: _stored_part(f"{name}_{part}", details, stored, where) or "" for part, details in stacked.items()}
-    return QuantizedModule(name, shape, storage, names, (), stored[blocks].dtype)
+    found: dict[str, str] = {}
+    for part, details in parts.items():
+        stacked = replace(details, shapes=tuple((count, *own) for own in details.shapes))
+        stored_part = _stored_part(f"{name}{'_' if is_mxfp4 else '.'}{part}", stacked, stored, where)
+        found |= {} if stored_part is None else {part: stored_part}
+    return QuantizedModule(name, shape, storage, found, (), stored[matrix].dtype)
 
 
 def stores_quantized(stored: StoredTensors) -> bool:

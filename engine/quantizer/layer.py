@@ -15,6 +15,7 @@ from engine.models.encodings import LinearParameters, Parameters
 from engine.models.layer import Experts, Mlp, SharedExpert, run_layer, take_layer
 from engine.models.linear import FloatOps
 from engine.models.model_config import ModelConfig
+from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.rope import RotaryEmbedding, rope_of_layer
 from engine.quantizer.grids import RoundRows
 
@@ -124,7 +125,8 @@ class FloatLayer:
     """Layer `index` in fp32, whose matrices are those of the file; `product_factors` are by the names of parameters.
     Takes its parameters. Raises ConfigurationError.
 
-    `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down.
+    `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down; a recurrent
+    layer has recurrent_in and recurrent_out in place of qkv and o.
     engine/models/parameters.py says which rows of a matrix are which. `routers`: the router of experts and the gate of
     a shared expert, which read what experts read and are not quantised. `changed`: norms, biases and routers that are
     no longer those of the file, as the file has them but for the order of rows.
@@ -160,8 +162,14 @@ class FloatLayer:
         rotation = None
         if ropes:
             rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
-        return run_layer(self.layer, self._heads, residual, rotation, partial(self._attend, pack))
+        attend, recur = partial(self._attend, pack), partial(_recur, pack)
+        return run_layer(self.layer, self._heads, residual, rotation, attend, recur)
 
     def _attend(self, pack: PackedPrompts, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         window = self.config.windows[self.index]
-        return self._attention.attend_whole(queries, keys, values, pack.distances(), window).flatten(1)
+        mixed = self._attention.attend_whole(queries, keys, values, pack.distances(), window, self.layer.sinks)
+        return mixed.flatten(1)
+
+
+def _recur(pack: PackedPrompts, mixer: RecurrentMixer, rows: Tensor) -> Tensor:
+    return mixer.whole(rows, torch.unique_consecutive(pack.prompts, return_counts=True)[1].tolist())

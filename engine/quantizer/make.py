@@ -27,6 +27,7 @@ from engine.models.decoder import Embedding, Output
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
 from engine.models.read_config import load_config
+from engine.models.recurrent.parameters import UNQUANTIZED
 from engine.models.rope import ropes_of
 from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
@@ -82,20 +83,15 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
     """Read config.json and the headers of tensors. Raises ConfigurationError if the checkpoint cannot be quantised."""
     if read_partition(folder) is not None:
         raise ConfigurationError(f"{folder} is partitioned: quantise the checkpoint that it was made from")
-    if (quantization := read_quantization(folder)) is not None:
+    if (quantization := read_quantization(folder)) is not None and not quantization.is_mxfp4:
         raise ConfigurationError(
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
     config = load_config(folder)
-    if not isinstance(config, ModelConfig) or config.recurrent is not None:
+    if not isinstance(config, ModelConfig):
         raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, only decoder-only models without recurrent layers can: "
-            "`tandem up --quantize int8` serves it in int8"
-        )
-    if config.tensors.stacked_experts:
-        raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, whose tensors each hold a matrix of all experts: `tandem up "
-            "--quantize int8` or int4 serves it"
+            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
+            "serves it in int8"
         )
     in_order = sorted(parameter_specs(config), key=_when_needed)
     stored = open_stored(folder, in_order)
@@ -188,8 +184,9 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
     kept = [checkpoint.config.tensors.lm_head, "lm_head"]
     for spec in checkpoint.specs:
         is_kept = spec.name.endswith((".router", ".shared_gate", ".key_up", ".value_up"))
-        if is_kept or (spec.is_matrix and not _is_quantized(spec)):
-            kept += [name.removesuffix(".weight") for name in _names(spec, checkpoint.stored)]
+        is_kept = is_kept or (spec.is_matrix and not _is_quantized(spec))
+        names = zip(spec.sources, _names(spec, checkpoint.stored), strict=True)
+        kept += [name.removesuffix(".weight") for source, name in names if is_kept or source.name.endswith(UNQUANTIZED)]
     kept += [f"re:.*{part}.*" for name in sorted(checkpoint.stored) if (part := other_part(name)) is not None]
     return list(dict.fromkeys(kept))
 
@@ -232,8 +229,6 @@ class _Maker:
         self._base = self._through(layer, self._held_out, self._base)
         matrices = self._quantize(layer)
         self._write(layer, matrices)
-        for name, matrix in matrices.items():
-            layer.linears[name].weight = matrix.dequantized()
         rounding = self._scheme.round_rows
         self._judged = self._through(layer, self._held_out, self._judged, rounding)
         self._calibrating = self._through(layer, self._calibration, self._calibrating, rounding)
@@ -283,7 +278,7 @@ class _Maker:
         vectors = [spec for spec in self._checkpoint.layer_specs(layer.index) if not spec.is_matrix]
         dtypes = {spec.name.rpartition(".")[2]: self._checkpoint.dtype_of(spec) for spec in vectors}
         without_factors = {f"{expert}.down" for expert in rare}
-        for names in folding_order(layer.config, layer.index):
+        for names in folding_order(layer):
             if names[0] in without_factors:
                 continue
             weights, seen = [layer.linears[name].weight for name in names], [statistics[name] for name in names]
@@ -302,21 +297,35 @@ class _Maker:
         return statistics
 
     def _write(self, layer: FloatLayer, matrices: Mapping[str, QuantizedMatrix]) -> None:
-        stored = self._checkpoint.stored
+        """Write a layer, and give it the matrices that readers of the file will have."""
+        stored, scheme = self._checkpoint.stored, self._scheme
+        stacks: dict[str, list[dict[str, Tensor]]] = {}  # the parts of each expert
         for spec in self._checkpoint.layer_specs(layer.index):
             name, first = spec.name.removeprefix(f"layers.{layer.index}."), 0
             if not spec.is_matrix and name not in layer.changed:
                 continue
+            numbers = layer.linears[name].weight if spec.is_matrix else layer.changed[name]
+            as_read = matrices[name].dequantized() if spec.is_matrix else numbers
             for source, tensor in zip(spec.sources, _names(spec, stored), strict=True):
                 rows = first + _file_order(source)
                 first += source.num_rows
-                self.replaced.add(tensor)
-                if not spec.is_matrix:
-                    self._writer.add(tensor, layer.changed[name][rows].to(_DTYPES[stored[tensor].dtype]))
+                self.replaced |= {tensor, f"{tensor}_blocks", f"{tensor}_scales"} & stored.keys()
+                if not spec.is_matrix or source.name.endswith(UNQUANTIZED):
+                    values = numbers[rows].to(_DTYPES[stored[tensor].dtype])
+                    self._writer.add(tensor, values)
+                    as_read[rows] = values.float()
                     continue
-                part = matrices[name].select(rows)
-                for kind, values in stored_tensors(part, self._scheme.weights, self._scheme.scales_dtype).items():
+                parts = stored_tensors(matrices[name].select(rows), scheme.weights, scheme.scales_dtype)
+                if source.member is not None:
+                    stacks.setdefault(tensor, []).append(parts)
+                    continue
+                for kind, values in parts.items():
                     self._writer.add(f"{tensor.removesuffix('.weight')}.{kind}", values)
+            if spec.is_matrix:
+                layer.linears[name].weight = as_read
+        for tensor, members in stacks.items():
+            for kind in members[0].keys() - {"weight_shape"}:
+                self._writer.add(f"{tensor}.{kind}", torch.stack([parts[kind] for parts in members]))
 
 
 def _file_order(source: Source) -> Tensor:

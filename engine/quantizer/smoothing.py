@@ -2,7 +2,8 @@
 
 A matrix is multiplied by factors along its inputs; the norm before it, or the rows of the matrix before it, are divided
 by them. Norms feed qkv and gate_up, in some models one norm both; the values of qkv feed o, and the second half of
-gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU.
+gate_up feeds down. A plain MLP's up feeds down through its activation, which factors pass only if it is ReLU; gates
+that clamp ups let none pass. A norm feeds a recurrent layer's first matrix, nothing that factors pass its second one.
 
 A norm before a mixture feeds gate_up of all experts, of the shared expert, and the routers, which get the factors too;
 each expert's gate_up feeds its own down.
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from engine.models.blocks import BLOCKS
+from engine.models.linear import CLAMPED_SWIGLU
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer
 from mesh.domain.errors import ConfigurationError
 
-_NORM_BEFORE = {"qkv": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
+_NORM_BEFORE = {"qkv": "input_norm", "recurrent_in": "input_norm", "gate_up": "post_norm", "up": "post_norm"}
 
 
 def require_norms(config: ModelConfig) -> None:
@@ -36,18 +38,19 @@ def require_norms(config: ModelConfig) -> None:
     )
 
 
-def folding_order(config: ModelConfig, index: int) -> tuple[tuple[str, ...], ...]:
-    """The matrices of layer `index` whose inputs can have factors; those with the same inputs together. Rows of qkv and
+def folding_order(layer: FloatLayer) -> tuple[tuple[str, ...], ...]:
+    """The matrices of a layer whose inputs can have factors; those with the same inputs together. Rows of qkv and
     gate_up are divided before factors for their inputs are sought.
     """
-    parts, up = [""], "gate_up" if config.gated else "up"
-    if config.experts is not None and config.experts.layers[index]:
-        parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
-        parts += ["shared."] if config.experts.shared_size else []
-    ups, downs = tuple(part + up for part in parts), tuple((f"{part}down",) for part in parts)
-    from_norms = (("qkv", *ups),) if config.block == "parallel-shared" else (("qkv",), ups)
-    values = (("o",),) if config.latent is None else ()  # results of heads follow from the latent, which norms feed
-    return (*values, *(downs if config.gated or config.activation == "relu" else ()), *from_norms)
+    config, names, up = layer.config, layer.linears, "gate_up" if layer.config.gated else "up"
+    first = tuple(name for name in ("qkv", "recurrent_in") if name in names)
+    ups = tuple(name for name in names if name.rpartition(".")[2] == up)
+    downs = tuple((name,) for name in names if name.rpartition(".")[2] == "down")
+    from_norms = ((*first, *ups),) if config.block == "parallel-shared" else (first, ups)
+    # Results of latent heads follow from the latent, which norms feed.
+    values = (("o",),) if "o" in names and config.latent is None else ()
+    passes = config.activation == "relu" or (config.gated and config.activation != CLAMPED_SWIGLU)
+    return tuple(matrices for matrices in (*values, *(downs if passes else ()), *from_norms) if matrices)
 
 
 def tie(layer: FloatLayer, name: str, factors: Tensor) -> Tensor:
@@ -66,8 +69,10 @@ def fold(layer: FloatLayer, names: tuple[str, ...], factors: Tensor, dtypes: Map
     """
     kind = names[0].rpartition(".")[2]
     if kind in _NORM_BEFORE:
-        factors = _divide_norm(layer, _NORM_BEFORE[kind], factors, dtypes)
-        if getattr(layer.layer, _NORM_BEFORE[kind]) is layer.layer.post_norm:
+        is_only_norm = layer.layer.post_norm is layer.layer.input_norm
+        name = "input_norm" if is_only_norm else _NORM_BEFORE[kind]
+        factors = _divide_norm(layer, name, factors, dtypes)
+        if is_only_norm or name == "post_norm":
             _multiply_routers(layer, factors, dtypes)
     else:
         up = names[0].removesuffix(kind) + ("gate_up" if layer.config.gated else "up")

@@ -52,14 +52,7 @@ class ForkServer:
         # Not in its command line, where whoever looks for a service would find it.
         self._socket.send(json.dumps(self._modules).encode())
         with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "mesh.fork_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=self._environ,
-                start_new_session=True,
-            )
+            self._process = execute(theirs.fileno(), self._environ)
         self.pid = self._process.pid
 
     async def start(
@@ -162,6 +155,18 @@ class ForkedProcess:
         os.close(self._pidfd)
         os.close(self._stdin_fd)
         self._exited.set()
+
+
+def execute(socket_fd: int, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start the fork server, which inherits the socket."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "mesh.fork_server", str(socket_fd)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        pass_fds=(socket_fd,),
+        env=environ,
+        start_new_session=True,
+    )
 
 
 async def _reader(fd: int, limit: int) -> asyncio.StreamReader:

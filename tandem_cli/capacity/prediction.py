@@ -204,9 +204,15 @@ class PlanRequest:
     price_per_hour: float | None = None
 
 
-def plan_capacity(capacity: Capacity, request: PlanRequest, measured_ms: Mapping[str, float]) -> PlanResult:
-    """All figures of the plan, with units in their names. Keys of `measured_ms` are names of
-    passes."""
+def plan_capacity(
+    capacity: Capacity,
+    request: PlanRequest,
+    measured_ms: Mapping[str, float],
+    alternatives: Sequence[Precision] | None = None,
+) -> PlanResult:
+    """All figures of the plan, with units in their names. Keys of `measured_ms` are names of passes. `alternatives`:
+    precisions whose memory is shown, too; None: those that some device may have.
+    """
     load = request.load
     batch = largest_batch(capacity, load, request.batches)
     if batch is not None and request.users is not None:
@@ -214,9 +220,11 @@ def plan_capacity(capacity: Capacity, request: PlanRequest, measured_ms: Mapping
         load = replace(load, requests_per_s=rate)
     context_tokens = load.input_tokens + load.output_tokens
     predictions = predict(capacity, load, request.batches, measured_ms)
+    chosen = capacity.precision
+    others = _alternatives(chosen) if alternatives is None else alternatives
     return {
-        "precision": asdict(capacity.precision),
-        "memory": [_memory(capacity, precision, context_tokens) for precision in _precisions(capacity.precision)],
+        "precision": asdict(chosen),
+        "memory": [_memory(capacity, precision, context_tokens) for precision in dict.fromkeys((chosen, *others))],
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "context_tokens": context_tokens,
         "critical_batch": capacity.critical_batch,
@@ -233,12 +241,10 @@ def plan_capacity(capacity: Capacity, request: PlanRequest, measured_ms: Mapping
     }
 
 
-def _precisions(chosen: Precision) -> list[Precision]:
-    """The chosen precision, followed by the alternatives to it."""
+def _alternatives(chosen: Precision) -> list[Precision]:
     own_kv = "" if chosen.kv == chosen.other else chosen.kv  # as asked, or of a CPU, where narrow weights have wide KV
     alternatives = [Precision(name, name, own_kv) for name in ("float32", "bfloat16")]
-    alternatives += [Precision(name, chosen.other, own_kv) for name in QUANTIZED]
-    return [chosen, *(precision for precision in alternatives if precision != chosen)]
+    return alternatives + [Precision(name, chosen.other, own_kv) for name in QUANTIZED]
 
 
 def _memory(capacity: Capacity, precision: Precision, context_tokens: int) -> PlanResult:

@@ -7,7 +7,7 @@ of every matrix. Embedding and output matrix belong to the first stage. Scales a
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.models.share import Cut, RankShare, rank_share, require_own_heads, share_specs
 from engine.quantized_formats.config import read_quantization
-from engine.resolve import kv_layout
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
-from tandem_cli.capacity.roofline import Precision
+from tandem_cli.capacity.roofline import QUANTIZED, Precision
 
 _BLOCK_SIZE = 16
 
@@ -73,6 +73,21 @@ def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     """The precision of a runner whose settings are resolved (`engine.resolve.resolve`)."""
     weights = settings.dtype if settings.quantize == "none" else settings.quantize
     return Precision(weights, settings.dtype, kv_layout(config, settings).dtype)
+
+
+def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:
+    """The precisions that a worker of this machine could have, and the types of weights that it refuses, with the
+    reasons. `settings`: those of a worker that quantises nothing.
+    """
+    found: list[Precision] = []
+    refused: dict[str, str] = {}
+    dtypes = [replace(settings, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    for wanted in (*dtypes, *(replace(settings, dtype="auto", quantize=name) for name in QUANTIZED)):
+        try:
+            found.append(precision_of(*resolve(wanted)))
+        except ConfigurationError as error:
+            refused[wanted.dtype if wanted.quantize == "none" else wanted.quantize] = str(error)
+    return found, refused
 
 
 def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]:

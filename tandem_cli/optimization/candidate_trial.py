@@ -16,6 +16,7 @@ from engine.compiled_code import compile_code
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.quantizer.quality import Quality, QualityMeter
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError
@@ -31,7 +32,6 @@ from tandem_cli.optimization.search import State, needs_all_answers
 from tandem_cli.optimization.serving import Answer, Served, serve
 from tandem_cli.optimization.subject import Checkpoints, Subject
 
-_NUM_BLOCKS = 4
 _PLACES_AT_ONCE = 128
 _MAX_TOKENS = 1024
 """Tokens of a question and its answer; what is longer is cut."""
@@ -100,7 +100,7 @@ class CandidateTrial:
         if candidate.precision in self.compiled:
             return
         self.progress.doing(f"compiling for {candidate.precision}", 0.0)
-        settings = runner_settings(folder, candidate.settings(""), num_blocks=_NUM_BLOCKS)
+        settings = runner_settings(folder, candidate.settings(""))
         compile_code(settings, load_model_runner)
         self.compiled.add(candidate.precision)
 
@@ -139,21 +139,24 @@ def compare_distributions(base: RunnerSettings, other: RunnerSettings, judged: S
     runners = models if len(models) == 2 else models * 2
     meter = QualityMeter()
     for sample in chosen:
-        prompt = _sequence(sample.token_ids, runners[0].kv_cache.layout)
+        prompts = [_sequence(sample.token_ids, runner.kv_cache.layout) for runner in runners]
         for start in range(sample.first - 1, len(sample.token_ids) - 1, _PLACES_AT_ONCE):
             rows = range(start, min(start + _PLACES_AT_ONCE, len(sample.token_ids) - 1))
             following = torch.tensor(sample.token_ids[rows.start + 1 : rows.stop + 1])
-            base_logits, other_logits = (runner.prompt_logits(prompt, rows).cpu().clone() for runner in runners)
+            base_logits, other_logits = (
+                runner.prompt_logits(prompt, rows).cpu().clone()
+                for runner, prompt in zip(runners, prompts, strict=True)
+            )
             meter.add(following, base_logits, other_logits)
     del models, runners
     gc.collect()  # two models, before meshes are started
     return meter.quality(len(chosen))
 
 
-def runner_settings(model_dir: Path, settings: dict[str, str], num_blocks: int | None = None) -> RunnerSettings:
+def runner_settings(model_dir: Path, settings: dict[str, str]) -> RunnerSettings:
     """The settings of a runner with the arithmetic of a candidate, whose settings are those of `tandem up`."""
     dtype, quantize = settings.get("dtype", "auto"), settings.get("quantize", "none")
-    return RunnerSettings(model_dir, "auto", dtype=dtype, quantize=quantize, num_blocks=num_blocks)
+    return RunnerSettings(model_dir, "auto", dtype=dtype, quantize=quantize)
 
 
 def _cut(judged: Judged) -> Judged:
@@ -164,7 +167,8 @@ def _cut(judged: Judged) -> Judged:
 
 
 def _load_model(settings: RunnerSettings, num_tokens: int) -> ModelRunner:
-    return load_model_runner(replace(settings, num_blocks=num_tokens // settings.block_size + 2))
+    resolved, config = resolve(settings)
+    return load_model_runner(replace(settings, num_blocks=kv_layout(config, resolved).num_blocks_for(num_tokens)))
 
 
 def _sequence(token_ids: tuple[int, ...], layout: KVLayout) -> SequenceState:

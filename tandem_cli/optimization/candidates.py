@@ -174,12 +174,15 @@ def prune(
     machine: Machine,
     demand: Demand,
     needed_bytes: Callable[[Candidate], float],
-    why_unmade: Mapping[str, str],
+    why_not: Mapping[str, str],
 ) -> dict[Candidate, str]:
-    """The candidates that are not tried, with the reasons. `why_unmade`: schemes that cannot be made of the model."""
+    """The candidates that are not tried, with the reasons. `why_not`: what the model cannot have, precisions and kinds
+    of speculation.
+    """
     pruned: dict[Candidate, str] = {}
     for candidate in candidates:
-        reason = why_not_here(candidate.precision, machine) or why_unmade.get(candidate.precision)
+        reason = why_not_here(candidate.precision, machine)
+        reason = reason or why_not.get(candidate.precision) or why_not.get(candidate.speculation)
         num_bytes = needed_bytes(candidate)
         if reason is None and num_bytes > machine.memory_bytes * _MEMORY_SHARE:
             reason = (

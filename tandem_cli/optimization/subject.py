@@ -13,6 +13,7 @@ from checkpoint.new_folder import checkpoint_files, is_of_weights
 from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
+from engine.load_runner import why_no_drafts
 from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
@@ -117,7 +118,7 @@ class Subject:
         layouts = recipe.workers or usual_layouts(self.machine.num_cores, num_numa_nodes())
         every = combine(self.precisions(recipe), recipe.speculations, layouts)
         needed = memory_needed(self.config, self.base, demand)
-        pruned = prune(every, self.machine, demand, needed, self._why_unmade(every, require_makeable))
+        pruned = prune(every, self.machine, demand, needed, self._why_not(every, require_makeable))
         return require_some(every, pruned), pruned
 
     def fits_twice(self, candidate: Candidate, demand: Demand) -> bool:
@@ -127,8 +128,9 @@ class Subject:
         pair = (Candidate(precision, "none", layout) for precision in (BASE, candidate.precision))
         return sum(map(needed, pair)) < self.machine.memory_bytes
 
-    def _why_unmade(self, candidates: Sequence[Candidate], require_makeable: Callable[[str], None]) -> dict[str, str]:
-        reasons: dict[str, str] = {}
+    def _why_not(self, candidates: Sequence[Candidate], require_makeable: Callable[[str], None]) -> dict[str, str]:
+        no_drafts = why_no_drafts(self.config)
+        reasons = dict.fromkeys(("ngram", "draft"), no_drafts) if no_drafts is not None else {}
         quantization = read_quantization(self.folder)
         for precision in dict.fromkeys(candidate.precision for candidate in candidates):
             if precision in COMPUTED and quantization is not None:

@@ -240,7 +240,7 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         num_local_experts=8,
         num_experts_per_tok=3,
         intermediate_size=32,
-        shared_intermediate_size=48,
+        shared_intermediate_size=64,
         embedding_multiplier=3.0,
         attention_multiplier=0.2,
         residual_multiplier=0.7,
@@ -290,7 +290,7 @@ _DELTA = {
     "num_hidden_layers": 4,
     "head_dim": 32,
     "linear_key_head_dim": 16,
-    "linear_value_head_dim": 24,
+    "linear_value_head_dim": 32,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
@@ -299,7 +299,7 @@ _DELTA_EXPERTS = _DELTA | {
     "num_experts": 8,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 48,
+    "shared_expert_intermediate_size": 64,
 }
 
 _FALCON_H1 = {
@@ -392,9 +392,11 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
-    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
+    "qwen3-next": lambda: llama_like(
+        "qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS | {"linear_value_head_dim": 24}
+    ),
 }
-"""Those with recurrent layers, which ranks, graphs and `tandem quantize` do not know."""
+"""Those with recurrent layers, which ranks and graphs do not know."""
 
 
 def build_checkpoint(family: str, model_dir: Path, *, max_shard_size: str = "1GB", seed: int = 0) -> Path:
@@ -419,7 +421,8 @@ def randomise(model: Any) -> None:
     """Draw the weights of a model."""
     for name, parameter in model.named_parameters():
         if "norm" in name:
-            parameter.copy_(1.0 + 0.2 * torch.randn_like(parameter))
+            is_from_one = name.endswith("weight") and not parameter.any()  # norms of 1 + weight
+            parameter.copy_((0.0 if is_from_one else 1.0) + 0.2 * torch.randn_like(parameter))
         else:
             # gpt-oss clamps gates and ups at 7. A delta rule of large weights amplifies rounding, also transformers'.
             large = type(model).__name__ == "GptOssForCausalLM" and name.endswith(("sinks", "gate_up_proj"))

@@ -1,4 +1,4 @@
-"""Checkpoints are built once per test run."""
+"""Checkpoints are built once per test run, and programs start as forks."""
 
 from collections.abc import Callable
 from functools import partial
@@ -8,6 +8,9 @@ import pytest
 
 from tests.component.checkpoints import build_checkpoint
 from tests.made_once import made_once
+from tests.warm import forks
+
+__all__ = ["checkpoint", "forks"]
 
 
 @pytest.fixture(scope="session")

@@ -23,12 +23,15 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.stored_parameters import open_stored, stored_name
 from mesh.domain.errors import ConfigurationError
+from tests.component.remote_families import REFERENCE, REMOTE_FAMILIES
 from tests.made_once import made_once
 
 GROUP = 16
 INT4_GROUP = 32
 """The least that the compiled decoder multiplies as it is stored."""
 BLOCK = 32
+_LEAST_SCALE = 1e-4
+"""Of numbers that are all 0."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 Stored = tuple[dict[str, Tensor], Tensor]
@@ -61,7 +64,7 @@ def rounded(weight: Tensor, bits: int, group_of: Tensor, *, symmetric: bool) -> 
     if symmetric:
         high = torch.maximum(high, -low)
         low = -high
-    scales = ((high - low) / (2**bits - 1)).half()
+    scales = ((high - low) / (2**bits - 1)).clamp(min=_LEAST_SCALE).half()
     middle = torch.full_like(low, 2 ** (bits - 1))
     zeros = middle if symmetric else torch.round(-low / scales.float()).clamp(0, 2**bits - 1)
     by_input = scales.float()[:, group_of], zeros[:, group_of]
@@ -123,7 +126,7 @@ def w4a16(weight: Tensor, *, symmetric: bool = True, ordered: bool = False, grou
 
 def w8a8(weight: Tensor) -> Stored:
     """int8 from -128 on, as llm-compressor rounds."""
-    scales = weight.abs().amax(1, keepdim=True) / 127.5
+    scales = (weight.abs().amax(1, keepdim=True) / 127.5).clamp(min=_LEAST_SCALE)
     values = torch.round(weight / scales).clamp(-128, 127)
     return {"weight": values.to(torch.int8), "weight_scale": scales}, values * scales
 
@@ -206,10 +209,17 @@ INT4_FORMS: dict[str, Form] = {
 """Forms that the compiled decoder multiplies as they are stored."""
 
 
+_ABSORBED = (".key_up", ".value_up")
+"""What attention projects from latents: no matrices to the decoder, and quantised like all others in files."""
+_KEPT = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+"""Of delta nets: too few outputs for blocks of 128, so that files have them unquantised."""
+
+
 def quantized_modules(model_dir: Path) -> dict[str, bool]:
     """Matrices that are usually quantised, by their modules' names; whether they are stored transposed."""
     specs, stored = parameter_specs(load_decoder_config(model_dir)), places(model_dir)
-    sources = [source for spec in specs if spec.is_matrix and spec.name != "lm_head" for source in spec.sources]
+    matrices = [spec for spec in specs if spec.name != "lm_head" and (spec.is_matrix or spec.name.endswith(_ABSORBED))]
+    sources = [source for spec in matrices for source in spec.sources if not source.name.endswith(_KEPT)]
     return {stored_name(source.name, stored).removesuffix(".weight"): source.transposed for source in sources}
 
 
@@ -227,25 +237,56 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
     """
-    if load_decoder_config(model_dir).tensors.stacked_experts:
-        raise ConfigurationError("its experts are in one tensor, which only MXFP4 quantises")
     description = (FORMS | INT4_FORMS)[form]
+    if load_decoder_config(model_dir).tensors.stacked_experts and description.config.get("format") is None:
+        raise ConfigurationError("its experts are in one tensor, as MXFP4 and `tandem quantize` store them, not this")
     for folder in (out, twin_of(out)):
         shutil.copytree(model_dir, folder)
     tensors, twin, stored = load_tensors(model_dir), load_file(model_dir / "model.safetensors"), places(model_dir)
     for module, transposed in quantized_modules(model_dir).items():
-        weight = tensors.pop(f"{module}.weight")
-        parts, means = description.store(weight.t() if transposed else weight)
+        if form in INT4_FORMS and module.endswith("kv_b_proj") and tensors[f"{module}.weight"].shape[1] % INT4_GROUP:
+            continue
+        name = module if module in tensors else f"{module}.weight"
+        weight = tensors.pop(name)
+        parts, means = _store(weight, description, transposed=transposed)
         tensors |= {f"{module}.{part}": tensor.contiguous() for part, tensor in parts.items()}
-        means, place = (means.t() if transposed else means).contiguous(), stored[f"{module}.weight"]
+        means, place = (means.mT if transposed else means).contiguous(), stored[name]
         if place.whole is None:
-            twin[f"{module}.weight"] = means
+            twin[name] = means
         else:
             twin[place.whole].view(-1)[place.first : place.first + means.numel()] = means.view(-1)
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)
+    if (twin_of(out) / REFERENCE).exists():
+        _quantize_reference(twin_of(out), description)
     return out
+
+
+def _quantize_reference(twin: Path, form: Form) -> None:
+    """Round the reference beside a twin as the twin is: rows do not depend on each other. Raises ConfigurationError for
+    blocks of rows that the checkpoint has in another order.
+    """
+    tensors = load_file(twin / REFERENCE)
+    for name, tensor in tensors.items():
+        if tensor.ndim == 2 and not name.endswith(("embed_tokens.weight", "lm_head.weight", ".gate.weight")):
+            tensors[name] = form.store(tensor)[1].contiguous()
+    theirs, ours = REMOTE_FAMILIES[(twin / "family").read_text()].theirs(tensors), load_file(twin / "model.safetensors")
+    if not all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items()):
+        raise ConfigurationError("its blocks of rows are not those of the reference, which has heads in another order")
+    save_file(tensors, twin / REFERENCE)
+
+
+def _store(weight: Tensor, form: Form, *, transposed: bool) -> Stored:
+    """Of a matrix, or of matrices stacked as those of gpt-oss."""
+    weight = weight.mT if transposed else weight
+    if weight.ndim == 2:
+        return form.store(weight)
+    stored = [form.store(matrix) for matrix in weight]
+    kinds = stored[0][0].keys() - {"weight_shape"}
+    return {kind: torch.stack([parts[kind] for parts, _ in stored]) for kind in kinds}, torch.stack(
+        [m for _, m in stored]
+    )
 
 
 def quantized_once(factory: pytest.TempPathFactory, model_dir: Path, form: str) -> Path:

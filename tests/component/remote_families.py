@@ -28,7 +28,7 @@ _LLAMA = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-6,
 }
-_REFERENCE = "reference.safetensors"
+REFERENCE = "reference.safetensors"
 
 
 def _native(model_type: str, **facts: Any) -> nn.Module:
@@ -218,7 +218,7 @@ def save_remote(family: str, model: nn.Module, model_dir: Path) -> None:
     """Save `model`, the reference of `family`, as it is and as their checkpoint."""
     remote, tensors = REMOTE_FAMILIES[family], dict(model.state_dict())
     model_dir.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, model_dir / _REFERENCE)
+    save_file(tensors, model_dir / REFERENCE)
     (model_dir / "family").write_text(family)
     save_file(
         {name: tensor.contiguous() for name, tensor in remote.theirs(tensors).items()}, model_dir / "model.safetensors"
@@ -229,7 +229,7 @@ def save_remote(family: str, model: nn.Module, model_dir: Path) -> None:
 
 def load_reference(model_dir: Path) -> Any:
     """What to compare a checkpoint with, in fp32: transformers' own class, or the reference saved beside it."""
-    if not (model_dir / _REFERENCE).exists():
+    if not (model_dir / REFERENCE).exists():
         # transformers counts ALiBi twice in Falcon's eager attention.
         raw = json.loads((model_dir / "config.json").read_text())
         attention = "sdpa" if raw.get("alibi") else "eager"
@@ -237,5 +237,5 @@ def load_reference(model_dir: Path) -> Any:
             model_dir, dtype=torch.float32, attn_implementation=attention
         ).eval()
     model = REMOTE_FAMILIES[model_dir.joinpath("family").read_text()].reference()
-    model.load_state_dict(load_file(model_dir / _REFERENCE))
+    model.load_state_dict(load_file(model_dir / REFERENCE))
     return model.eval()

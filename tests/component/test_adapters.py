@@ -196,7 +196,10 @@ def test_tensors_that_do_not_fit_are_refused(
             "model.layers.7.self_attn.q_proj",
             "the model has no module model.layers.7.* for another base model, and says",
         ),
-        ("lm_head", "module lm_head cannot have an adapter, only the matrices of attention, MLPs and experts can"),
+        (
+            "lm_head",
+            "module lm_head cannot have an adapter, only the matrices of attention, MLPs and experts can, but for",
+        ),
     ],
 )
 def test_modules_that_do_not_fit_are_refused(checkpoint: Checkpoint, tmp_path: Path, module: str, reason: str) -> None:

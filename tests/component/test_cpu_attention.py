@@ -35,12 +35,12 @@ attend = entry(attention.attend)
 begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
 
 CPU = torch.device("cpu")
-NUM_TOKENS = 9600
+NUM_TOKENS = 7680
 # Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt. The longer
 # ones are of several splits, or of several blocks of keys.
 WORK = [
     *((n - 1, n) for n in (1, 15, 16, 17, 100, 256, 257, 333, 778)),
-    *((0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298), (500, 530), (700, 1100)),
+    *((0, 2), (0, 75), (16, 31), (33, 150), (130, 163), (250, 298), (500, 530), (960, 1100)),
 ]
 SHAPES = [AttentionShape(*heads) for heads in ((14, 2, 64), (9, 3, 64), (8, 8, 80), (6, 1, 96))]
 BENT_SHAPES = [

@@ -93,7 +93,7 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "lfm2"])
 def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     tolerance = half_tolerance(family, dtype)
     check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)
@@ -131,10 +131,13 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
+_REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "qwen3.5-moe"]
+
+
 @pytest.mark.parametrize("quantize", ["none", "int8"])
-@pytest.mark.parametrize("family", ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", _REPLAYED)
 def test_compiled_replay_gives_the_same_numbers(checkpoint: Checkpoint, family: str, quantize: str) -> None:
-    """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side, experts."""
+    """ALiBi, soft caps, two kinds of rotary positions, norms after attention, blocks side by side, experts, states."""
     driver = Driver(load_arm(checkpoint(family), "compiled", quantize=quantize))
     prompt = prompts()[1]
     whole = driver.add(make_request("whole", prompt, max_new_tokens=12))
@@ -183,7 +186,7 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2"])
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))
     torch.set_num_threads(1)

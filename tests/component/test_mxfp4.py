@@ -17,6 +17,8 @@ from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
+from engine.quantizer.make import open_float_checkpoint, quantize_checkpoint
+from engine.quantizer.schemes import make_scheme
 from engine.resolve import resolve
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
@@ -100,6 +102,23 @@ def test_bf16_keeps_every_number(folders: Path, tmp_path: Path) -> None:
     save_file(floats, copy / "model.safetensors")
     _describe(copy, dtype=None, torch_dtype=None)
     assert resolve(settings(copy))[0].dtype == "bfloat16"
+
+
+def test_it_is_quantised_as_its_twin_is(folders: Path, tmp_path: Path) -> None:
+    """By `tandem quantize`, which stacks the experts as they are stacked in other files."""
+    prompts = [list(range(1, 40)), list(range(9, 60))]
+    for kind in ("released", "twin"):
+        checkpoint = open_float_checkpoint(folders / kind)
+        scheme = make_scheme("gptq", group_size=32, alpha=0.5, dtype=checkpoint.dtype)
+        quantize_checkpoint(checkpoint, tmp_path / kind, scheme, prompts, prompts[:1], lambda _: None)
+    released, twin = (load_file(tmp_path / kind / "model.safetensors") for kind in ("released", "twin"))
+    assert released.keys() == twin.keys()
+    assert all(torch.equal(released[name], tensor) for name, tensor in twin.items())
+    assert resolve(settings(tmp_path / "released"))[0].quantize == "int4"
+    exact, stored = (
+        run_mixed(load_arm(tmp_path / "twin", "compiled", **dtype)) for dtype in ({"dtype": "float32"}, {})
+    )
+    assert logprob_differences(stored, exact)[0] < 0.2
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.modules import find_module
 from engine.resolve import fingerprint, resolve
 from engine.runner_settings import RunnerSettings
+from engine.stored_parameters import stored_name
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Span
@@ -33,8 +34,9 @@ from tandem_cli.capacity.roofline import Device
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import VOCAB_SIZE
+from tests.component.multimodal import build_multimodal
 from tests.component.parity import logprob_differences, run_mixed
-from tests.component.quantized import FORMS, describe, quantized_once, twin_of
+from tests.component.quantized import FORMS, describe, quantize_checkpoint, quantized_once, twin_of
 from tests.parity import run_quantized
 
 DATA = Path(__file__).parents[1] / "data" / "quantized"
@@ -91,6 +93,47 @@ def test_numbers_are_those_of_the_library_that_wrote_the_file(made: str) -> None
 def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str, form: str) -> None:
     model_dir = quantized(family, form)
     ours, theirs = parameters(model_dir), parameters(twin_of(model_dir))
+    for spec in parameter_specs(load_decoder_config(model_dir)):
+        if spec.is_matrix:
+            assert torch.equal(*(loaded.take_linear(spec.name).weight for loaded in (ours, theirs))), spec.name
+
+
+def stack_experts(model_dir: Path, out: Path, end: str, *, is_transposed: bool) -> Path:
+    """A copy of a checkpoint in fp8 whose experts are stacked, and so are their scales, whose names have this `end`.
+    Returns `out`.
+    """
+    shutil.copytree(model_dir, out)
+    tensors, stacks = load_file(out / "model.safetensors"), dict[str, dict[int, list[str]]]()
+    for source in (source for spec in parameter_specs(load_decoder_config(out)) for source in spec.sources):
+        if source.stack is not None:
+            module = stored_name(source.name, open_checkpoint(out)).removesuffix(".weight")
+            stacks.setdefault(source.stack.name, {}).setdefault(source.stack.member, []).append(module)
+    for name, members in stacks.items():
+        for kind, stacked in (("weight", name), ("weight_scale", name.removesuffix(".weight") + end)):
+            kind = kind if kind == "weight" or f"{members[0][0]}.{kind}" in tensors else f"{kind}_inv"
+            whole = torch.stack([torch.cat([tensors.pop(f"{m}.{kind}") for m in own]) for own in members.values()])
+            tensors[stacked] = whole.transpose(1, 2).contiguous() if is_transposed else whole
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize(
+    ("family", "form", "end", "is_transposed"),
+    [
+        ("granite-moe", "fp8", ".weight_scale_inv", False),
+        ("qwen3.5-moe", "fp8", "_scale_inv", False),
+        ("qwen3_vl_moe", "fp8-channels", "_scale", True),
+    ],
+)
+def test_experts_in_fp8_may_be_stacked(
+    quantized: Quantized, tmp_path: Path, family: str, form: str, end: str, is_transposed: bool
+) -> None:
+    if family == "qwen3_vl_moe":
+        model_dir = quantize_checkpoint(build_multimodal(family, tmp_path / "float"), tmp_path / "apart", form)
+    else:
+        model_dir = quantized(family, form)
+    ours = parameters(stack_experts(model_dir, tmp_path / "stacked", end, is_transposed=is_transposed))
+    theirs = parameters(model_dir)
     for spec in parameter_specs(load_decoder_config(model_dir)):
         if spec.is_matrix:
             assert torch.equal(*(loaded.take_linear(spec.name).weight for loaded in (ours, theirs))), spec.name
@@ -183,13 +226,33 @@ def test_partitions_hold_them(
     assert capsys.readouterr().out.endswith("holds this partition\n")
 
 
-def test_plans_know_what_is_loaded(
-    quantized: Quantized, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine is not measured."""
     rates = dict.fromkeys(("float32", "int8"), 1e12)
     machine = Device("this machine", 1e9, 1e10, rates, "made up")
     monkeypatch.setattr("tandem_cli.capacity.measurement.probe", lambda _: SimpleNamespace(device=lambda: machine))
 
+
+@pytest.mark.usefixtures("probed")
+def test_plans_list_what_workers_take(checkpoint: Callable[[str], Path], capsys: pytest.CaptureFixture[str]) -> None:
+    model = str(checkpoint("opt-350m"))  # for the eager decoder
+    assert main(["plan", "--json", model]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert [(row["weights"], row["kv"]) for row in found["memory"]] == [
+        ("float32", "float32"),
+        ("bfloat16", "bfloat16"),
+        ("int8", "int8"),
+    ]
+    assert list(found["refused"]) == ["int4", "fp8"]
+    assert main(["plan", "--quantize=int4", model]) == 2
+    assert found["refused"]["int4"] in capsys.readouterr().err
+    assert main(["plan", model]) == 0
+    assert "not in int4: quantize=int4 is for the compiled decoder" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("probed")
+def test_plans_know_what_is_loaded(quantized: Quantized, capsys: pytest.CaptureFixture[str]) -> None:
     def plan(form: str, *flags: str) -> dict[str, Any]:
         capsys.readouterr()
         assert main(["plan", "--json", *flags, str(quantized("llama", form))]) == 0

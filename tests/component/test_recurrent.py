@@ -8,22 +8,24 @@ from pathlib import Path
 
 import pytest
 
+from engine.compiled_code import compile_code
 from engine.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
-from engine.quantizer.make import open_float_checkpoint
 from engine.sequence import SequenceState
 from engine.settings import Speculation
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import SequenceSpec
-from tests.component.arms import settings
+from tandem_cli.optimization.candidate_trial import Judged, compare_distributions, runner_settings
+from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
 from tests.component.parity import (
     TOLERANCE,
     check_parity,
     expect_prompts,
     half_tolerance,
+    prompts,
     require_prompt_logprobs,
     run_mixed,
 )
@@ -86,21 +88,17 @@ def with_forks(request: SequenceSpec) -> list[SequenceState]:
     return [sequence]
 
 
+_WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
+_OF_MAMBA = [("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
+
+
 @pytest.mark.parametrize(
-    ("family", "attention"),
-    [
-        ("lfm2", "auto"),
-        ("lfm2", "torch"),
-        ("qwen3.5", "torch"),
-        ("nemotron-h", "auto"),
-        ("granite-4", "torch"),
-        ("falcon-h1-norm", "torch"),
-    ],
+    ("family", "way"), [*((family, way) for family in ("lfm2", "qwen3.5") for way in _WAYS), *_OF_MAMBA]
 )
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, attention: str) -> None:
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: str) -> None:
     """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
     model_dir = checkpoint(family)
-    runner = load_model_runner(settings(model_dir, attention=attention))
+    runner = load_model_runner(settings(model_dir, **_WAYS[way]))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)
     check_replay(Driver(runner))
@@ -109,7 +107,7 @@ def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family:
 @pytest.mark.parametrize("kv_dtype", ["int8", "float16"])
 def test_blocks_of_any_type_hold_states(checkpoint: Checkpoint, kv_dtype: str) -> None:
     model_dir = checkpoint("lfm2")
-    runner = load_model_runner(settings(model_dir, kv_dtype=kv_dtype))
+    runner = load_arm(model_dir, "cpu", kv_dtype=kv_dtype)
     for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
         require_prompt_logprobs(computed, expected, half_tolerance("lfm2", "float16"))
 
@@ -139,11 +137,19 @@ def test_the_last_layer_of_kv_is_announced_with_the_states(checkpoint: Checkpoin
     assert driver.announced == [(0, 1), (1, 1)]
 
 
+def test_commands_that_compute_without_a_scheduler_have_room_for_states(checkpoint: Checkpoint) -> None:
+    """`tandem compile` and `tandem optimize`. States take more blocks of int8 than of fp32."""
+    model_dir = checkpoint("qwen3.5")
+    compile_code(settings(model_dir), load_model_runner)
+    judged = [Judged(tuple(prompt), len(prompt) - 4) for prompt in prompts()]
+    other = runner_settings(model_dir, {"quantize": "int8"})
+    quality = compare_distributions(runner_settings(model_dir, {}), replace(other, kv_dtype="int8"), judged)
+    assert 0 < quality.mean_kl < 0.05
+
+
 def test_what_needs_to_divide_or_to_undo_is_refused(checkpoint: Checkpoint) -> None:
     model_dir = checkpoint("lfm2")
     with pytest.raises(ConfigurationError, match="2x1 ranks do not fit Lfm2ForCausalLM: ranks cannot divide recurrent"):
         rank_share(load_decoder_config(model_dir), 0, Degrees(2))
     with pytest.raises(ConfigurationError, match="speculation does not fit Lfm2ForCausalLM"):
         draft_block_bytes(Speculation("ngram", 4), settings(model_dir))
-    with pytest.raises(ConfigurationError, match="Lfm2ForCausalLM cannot be quantised"):
-        open_float_checkpoint(model_dir)

@@ -82,9 +82,10 @@ def check_threads(shares: list[int], model_dir: Path, *digests: str, **settings:
         assert set(shares) >= {1, num_threads}
 
 
-@pytest.mark.parametrize(
-    "family", ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope", "olmo3", "ministral3"]
-)
+_FAMILIES = ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope", "olmo3", "ministral3", "qwen3.5"]
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
 def test_families(checkpoint: Checkpoint, shares: list[int], family: str) -> None:
     check_threads(shares, checkpoint(family))
 

@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import sys
+from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import psutil
 
 import tandem
 from tests.waiting import LIMIT_S
+from tests.warm import warm_processes
 
 START_S = 200.0
 STOP_S = 90.0
@@ -24,7 +26,7 @@ RESTART_S = 240.0  # a busy machine takes a minute for two workers of two ranks
 class MeshProcess:
     """A running `tandem up` and its services."""
 
-    process: asyncio.subprocess.Process
+    process: Process
     address: str
     log_dir: Path
     http: str = ""
@@ -73,24 +75,10 @@ async def started(
 
     AssertionError if it is not ready within `start_s`, with all that it and its services have said.
     """
-    command = [
-        *prefix,
-        sys.executable,
-        "-m",
-        "tandem_cli",
-        "up",
-        "--model",
-        str(model),
-        "--port",
-        "0",
-        "--no-http",
-        "--log-dir",
-        str(log_dir),
-        *flags,
-    ]
-    process = await asyncio.create_subprocess_exec(
-        *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
+    words = ["up", "--model", str(model), "--port", "0", "--no-http", "--log-dir", str(log_dir), *flags]
+    with warm_processes():
+        command = (*prefix, sys.executable, "-m", "tandem_cli", *words)
+        process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     stderr = asyncio.create_task(process.stderr.read())

@@ -13,6 +13,9 @@ from tandem_cli.load_test.figures import Outcome, RunFailed
 from tandem_cli.load_test.jobs import Lengths, random_jobs
 from tandem_cli.load_test.load import LoadGenerator
 from tandem_cli.main import main
+from tests.warm import forks
+
+__all__ = ["forks"]
 
 MOVED = ("queue", "dispatch", "prefill", "decode")
 

@@ -12,6 +12,9 @@ from bench.modelled_mesh import Child, MeshFailed, Shape
 from bench.scale import measure, show
 from tests.e2e.mesh_process import command_line, is_alive
 from tests.waiting import until
+from tests.warm import forks
+
+__all__ = ["forks"]
 
 
 async def test_a_mesh_is_measured(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,10 @@ from typing import Any
 import tandem
 from tests.e2e.mesh_process import RESTART_S, mesh
 from tests.waiting import until_told
+from tests.warm import warm_processes
 
 STREAMS: list[dict[str, Any]] = [
-    {"prompt": f"{number} is a number that", "max_new_tokens": 1000 + 20 * number, "ignore_eos": True, "seed": number}
+    {"prompt": f"{number} is a number that", "max_new_tokens": 500 + 20 * number, "ignore_eos": True, "seed": number}
     for number in range(4)
 ]
 """They last for several times as long as `tandem switch` takes to start, and a call beside them."""
@@ -43,7 +44,8 @@ async def answers(
 async def switch(address: str, worker: str, role: str, *flags: str) -> tuple[int, str]:
     """Run `tandem switch`; returns its status and what it says."""
     command = [sys.executable, "-m", "tandem_cli", "switch", worker, role, "--address", address, *flags]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
+    with warm_processes():
+        process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
     _, err = await process.communicate()
     return process.returncode or 0, err.decode()
 

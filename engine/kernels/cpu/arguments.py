@@ -295,3 +295,48 @@ class Scan(NamedTuple):
     key_dim: int
     value_dim: int
     gate_first: bool  # the result is gated before it is normed
+
+
+class StatePlaces(NamedTuple):
+    """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
+
+    rows: Floats  # [rows of the cache, width]
+    block: Int64s  # [rows of a state, of all layers]: the block of a row, a column of `tables`
+    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
+    in_piece: int  # rows from there to the same one of the next block
+    of_layer: int  # rows of a layer
+
+
+class StateSteps(NamedTuple):
+    """The sequences of a step, as recurrent layers see them; see Batch."""
+
+    tables: Int64s  # [num_seqs, blocks of a state]
+    is_repeated: Bools  # [num_seqs]: the state that stays is the one before the last token
+    query_starts: Int32s  # [num_seqs + 1]
+    context_lens: Int32s  # [num_seqs]
+
+
+class RecurrentWeights(NamedTuple):
+    """The parameters of recurrent layers, which are short convolutions or, with rates, gated delta nets."""
+
+    taps: Floats  # [num_layers, kernel, channels]
+    biases: Floats  # [num_layers, channels]
+    rates: Floats  # [num_layers, num_heads]; else [num_layers, 0]
+    rate_biases: Floats  # like rates
+    norms: Floats  # [num_layers, value_dim]; else [num_layers, 0]
+
+
+class Recurrent(NamedTuple):
+    """The recurrent layers of a model. The convolution's state, [kernel - 1, channels], is at the beginning of a
+    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of a delta net.
+    """
+
+    taps: Floats  # see RecurrentWeights
+    biases: Floats
+    rates: Floats
+    rate_biases: Floats
+    norms: Floats
+    eps: np.float32  # of the norm of results
+    num_key_heads: int  # 0: short convolutions
+    key_dim: int
+    places: StatePlaces

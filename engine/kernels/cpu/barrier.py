@@ -26,13 +26,13 @@ from engine.kernels.cpu.compiler import (
 class RowShare(NamedTuple):
     """Consecutive rows of a step, which some of a worker's threads compute without the others: all columns of them.
 
-    Queries attend to earlier rows of their sequence, which another share may hold: it has written their KV when its
-    number in `stored` says so.
+    Queries attend to earlier rows of their sequence, which another share may hold: it has written their KV, or the
+    state behind them, when its number in `stored` says so.
     """
 
     number: int
     first_needed: int  # the share in which the sequence of the first row begins
-    stored: Int64s  # [num_shares]: layers whose KV each share has written
+    stored: Int64s  # [num_shares]: layers whose KV or state each share has written
 
 
 class Team(NamedTuple):
@@ -109,10 +109,15 @@ def wait(counter: Int64s, num_threads: int) -> None:
 
 
 @jit
-def wait_for_earlier_rows(share: RowShare, thread: int, layer: int) -> None:
-    """Return once the layer's KV of earlier rows of the first sequence is written. That of the share's own rows is."""
+def publish_rows(share: RowShare, thread: int, layer: int) -> None:
+    """Say that the layer's KV or state of the share's rows is written."""
     if thread == 0:
         _publish(share.stored[share.number :], layer + 1)
+
+
+@jit
+def wait_for_earlier_rows(share: RowShare, layer: int) -> None:
+    """Return once the layer's KV or state of earlier rows of the first sequence is written."""
     for number in range(share.first_needed, share.number):
         _wait_until(share.stored[number:], layer + 1)
 

@@ -183,11 +183,12 @@ def rotate_and_store(
 ) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
-    qkv: flat [rows, num_heads + 2 * num_kv_heads, head_dim]. rope: the kind of the layer's rotary positions in `Batch`.
+    qkv: flat [rows, step of queries], of which the first num_heads + 2 * num_kv_heads heads are used. rope: the kind of
+    the layer's rotary positions in `Batch`.
     """
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
-    row_step = (num_heads + 2 * num_kv_heads) * dim
+    row_step = attending.queries.step
     layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]

@@ -15,7 +15,6 @@ from engine.kernels.cpu.adapters import (
     GATE_UP_SITE,
     OUTPUT_SITE,
     QKV_SITE,
-    StepAdapters,
     changes_site,
     expand,
     norm_and_shrink,
@@ -23,23 +22,15 @@ from engine.kernels.cpu.adapters import (
 )
 from engine.kernels.cpu.arguments import (
     SILU,
-    Attending,
-    Cache,
     Floats,
-    HeadShape,
-    Int64s,
     Operand,
     Part,
-    Queries,
     Range,
-    RoutedRows,
-    Weights,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.barrier import Team, wait, wait_for_earlier_rows
+from engine.kernels.cpu.barrier import Team, publish_rows, wait, wait_for_earlier_rows
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.experts import (
-    Experts,
     add_results,
     copies_of,
     multiply_down,
@@ -49,13 +40,12 @@ from engine.kernels.cpu.experts import (
 )
 from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
 from engine.kernels.cpu.latent import (
-    Latent,
-    LatentRows,
     project_queries,
     project_results,
     put_queries,
     rotate_and_store_latents,
 )
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
     ATTENTION,
@@ -70,77 +60,15 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
+from engine.kernels.cpu.recurrence import call_mix
+from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
+from engine.kernels.cpu.step_arguments import Kind, ModelConstants, Work
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
+from engine.kernels.cpu.vectors import address
 
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
-
-
-class Kind(NamedTuple):
-    """How the layers of a family differ from those of others."""
-
-    parallel: bool  # attention and MLP both read the layer's input
-    norms_inputs: bool  # attention and MLP read the normed residual, not the residual as it is
-    sandwich: bool  # the outputs of attention and MLP are normed before they are added
-    gated: bool
-    activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
-    centred_heads: bool  # see HeadNorms
-    norms_rotated: bool
-    clip_qkv: np.float32  # see clip_rows; 0: no limit
-
-
-class ModelConstants(NamedTuple):
-    """The weights and constants of a model, the same in every step."""
-
-    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
-    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
-    output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
-    final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
-    activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
-    windows: Int64s  # [num_layers]
-    ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
-    eps: np.float32
-    shape: HeadShape
-    kind: Kind
-    experts: Experts
-    latent: Latent
-
-
-class Activations(NamedTuple):
-    """Intermediate results of a layer. All threads of all ranks share them, except qkv.
-
-    Products write to `own_residual`, `own_branch`, `own_inner` and `own_gate_up`. These have the shape of the arrays
-    without `own`, and begin at the first column that the rank computes.
-    """
-
-    residual: Floats  # [num_tokens, hidden]
-    own_residual: Floats
-    branch: Floats  # [num_tokens, hidden], what attention and MLP of a sandwich have computed; else [0, hidden]
-    own_branch: Floats
-    inner: Floats  # [num_tokens, intermediate]
-    own_inner: Floats
-    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate; without use [0, ..]
-    own_gate_up: Floats
-    mixed: Floats  # [num_tokens, num_heads * width of a result], the heads of all ranks
-    qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads
-    queries: Queries  # over qkv and the rank's part of mixed; of latent attention over memory of its own
-    squares: Floats  # see HeadNorms
-    own_squares: Floats
-    routed: RoutedRows  # of layers with experts
-    latent: LatentRows
-
-
-class Work(NamedTuple):
-    """One thread's arguments of a step."""
-
-    acts: Activations
-    operand: Operand
-    attending: Attending
-    cache: Cache
-    adapted: StepAdapters
 
 
 class _Matrices(NamedTuple):
@@ -159,7 +87,9 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
     begin_products(operand)
     start_phases(team.phase_cycles)
     for layer in range(layers.first, layers.end):
-        if model.latent.rank:
+        if model.are_recurrent[layer]:
+            _compute_recurrence(model, work, team, layer)
+        elif model.latent.rank:
             _compute_latent_attention(model, work, team, layer)
         else:
             _compute_attention(model, work, team, layer)
@@ -184,8 +114,8 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
-    acts, operand, attending, cache, adapted = work
-    weights, part = model.weights, Part(team.thread, team.num_threads)
+    acts, operand, attending, cache, adapted, _ = work
+    weights, part, number = model.weights, Part(team.thread, team.num_threads), model.numbers[layer]
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
     qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
@@ -201,14 +131,30 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
         if team.num_all > team.num_threads:
             _finish_phase(team, QKV)
     head_norms = HeadNorms(model.head_norms[layer], model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
-    rotate_and_store(acts.queries.rows, head_norms, attending, cache, layer, model.ropes[layer], own_rows)
+    rotate_and_store(acts.queries.rows, head_norms, attending, cache, number, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
-    wait_for_earlier_rows(team.share, team.thread, layer)
-    attend(attending, cache, layer, window, part)
+    publish_rows(team.share, team.thread, layer)
+    wait_for_earlier_rows(team.share, layer)
+    attend(attending, cache, number, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
-        join(attending, layer, window, part)
+        join(attending, number, window, part)
     _finish_phase(team, ATTENTION)
+
+
+@jit
+def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+    """`_compute_attention` of a recurrent layer. There is one rank, which has no adapters."""
+    acts, part = work.acts, Part(team.thread, team.num_threads)
+    rows = _rows_of(len(acts.residual), team.number, team.num_all)
+    _put_inputs(model, work, rows, layer, QKV_SITE)
+    _finish_phase(team, NORM)
+    product(work.operand, model.weights, _matrices(model, layer).qkv, Target(acts.projected, STORE), part)
+    _finish_phase(team, QKV)
+    wait_for_earlier_rows(team.share, layer)
+    call_mix(model.mix_at, model.recurrent, model.numbers[layer], work.states, acts.projected, acts.recurred, part)
+    _finish_phase(team, ATTENTION)
+    publish_rows(team.share, team.thread, layer)
 
 
 @jit
@@ -258,9 +204,14 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
 @jit
 def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add attention's result to the residual."""
-    acts, operand, _, _, adapted = work
+    acts, operand, _, _, adapted, _ = work
     rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
-    put_rows(acts.mixed, model.weights, output, operand, rows)
+    if model.are_recurrent[layer]:
+        put_rows(acts.recurred, model.weights, output, operand, rows)
+    else:
+        if model.kind.gates_attention:
+            _gate_results(acts.mixed, acts.qkv, rows)
+        put_rows(acts.mixed, model.weights, output, operand, rows)
     shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
     _finish_phase(team, QUANTISE)
     _add_product(model, work, team, output)
@@ -269,9 +220,18 @@ def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) ->
 
 
 @jit
+def _gate_results(mixed: Floats, qkv: Floats, rows: Range) -> None:
+    """Multiply attention's results by the sigmoid of the gates, the last columns of qkv."""
+    width, step = mixed.shape[1], qkv.shape[1]
+    for r in range(rows.first, rows.end):
+        gates = address(qkv) + ((r + 1) * step - width) * FLOAT_BYTES
+        gate_row(address(mixed) + r * width * FLOAT_BYTES, gates, width // LANES, np.float32(1.0), 0)
+
+
+@jit
 def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Compute the inner rows of the MLP."""
-    acts, operand, _, _, adapted = work
+    acts, operand, _, _, adapted, _ = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
     rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
     is_gated_at_once = _is_gated_at_once(kind, work, layer)
@@ -293,7 +253,7 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
 @jit
 def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
-    acts, operand, _, _, adapted = work
+    acts, operand, _, _, adapted, _ = work
     rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
     put_rows(acts.inner, model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, rows)

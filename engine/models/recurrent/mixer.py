@@ -60,6 +60,7 @@ class RecurrentMixer:
         self._recurrence = recurrence
         self._kernel = kernel
         self._projected, self._width = facts.projected, facts.result_width
+        self._state_numbers = facts.state_numbers
 
     def __call__(self, rows: Tensor, states: LayerStates, metadata: ForwardMetadata) -> Tensor:
         """[num_tokens, projected] -> [num_tokens, result_width]; updates the states. A sequence at its first token
@@ -75,6 +76,11 @@ class RecurrentMixer:
         for chunk in metadata.chunks:
             self._compute_chunk(chunk, rows, out, states.of(chunk.row, chunk.row + 1), is_repeated=repeated[chunk.row])
         return out
+
+    def whole(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Whole sequences of these lengths, one behind the other, from states of zeros that are not kept."""
+        parts = torch.split(rows, list(lengths))
+        return torch.cat([self._recurrence.scan(part, torch.zeros(self._state_numbers)) for part in parts])
 
     def compile(self, states: LayerStates) -> None:
         """Compile the kernel, so that the first request need not wait. Changes no state."""

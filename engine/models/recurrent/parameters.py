@@ -8,6 +8,11 @@ if TYPE_CHECKING:
     from engine.models.model_config import ModelConfig
     from engine.models.parameters import RowOrder, SpecBuilder
 
+UNQUANTIZED = (".in_proj_a.weight", ".in_proj_b.weight", ".in_proj_ba.weight")
+"""Strengths and decays, which makers of quantised checkpoints leave as they are: few outputs, whose errors add up in
+the state.
+"""
+
 
 def add_recurrent(builder: "SpecBuilder", config: "ModelConfig") -> None:
     """Add those of a layer."""

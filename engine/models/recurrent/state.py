@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import States
+from engine.kernels.cpu.arguments import StatePlaces, States
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
@@ -36,6 +36,12 @@ class RecurrentStates:
         """Find the states of the sequences of a pass."""
         assert metadata.states is not None
         self._tables = metadata.states.tables.to(torch.int64)
+
+    @property
+    def places(self) -> StatePlaces:
+        """Where the compiled loop finds the states of all layers."""
+        block, first = (of_state.numpy() for of_state in self._rows_of_state)
+        return StatePlaces(self._rows.numpy(), block, first, self._in_piece, self._of_layer)
 
     def of_layer(self, number: int) -> "LayerStates":
         """The states of the recurrent layer with this number among its kind."""

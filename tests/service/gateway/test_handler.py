@@ -15,8 +15,9 @@ from mesh.domain.errors import ConfigurationError
 from tests.captured_log import InstallLog, install_log
 from tests.defects import Repaired
 from tests.service.gateway.http import RunningGateway, running_gateway
+from tests.warm import forks
 
-__all__ = ["install_log"]
+__all__ = ["forks", "install_log"]
 
 SYNC = """
 import gzip

@@ -21,6 +21,9 @@ from tandem_cli.display import Display
 from tandem_cli.hardware import CoreAssignment
 from tandem_cli.preparation import with_partition
 from tandem_cli.up_settings import UpSettings
+from tests.warm import forks
+
+__all__ = ["forks"]
 
 Prepared = Callable[..., Deployment]
 DISPLAY = Display(Console(quiet=True))

@@ -207,9 +207,11 @@ def test_an_encoders_prefix_is_worth_nothing_to_another_prompt() -> None:
     assert PrefixChain(range(12), "m").num_cached_tokens(view) == 0
 
 
-@pytest.mark.parametrize(("snapshots", "reusable", "expected"), [((), 0, "p0"), ((2, 5), 8, "p1"), ((2, 4, 5), 16, "p1")])
+@pytest.mark.parametrize(
+    ("snapshots", "reusable", "expected"), [((), 0, "p0"), ((2, 5), 8, "p1"), ((2, 4, 5), 16, "p1")]
+)
 def test_a_recurrent_model_goes_on_from_a_snapshot(snapshots: tuple[int, ...], reusable: int, expected: str) -> None:
-    """At the end of which blocks a worker has the state decides what it need not compute; KV that arrives needs none."""
+    """Only up to a state need a worker compute nothing. KV that arrives brings its state along."""
     layout, hashes = replace(LAYOUT, state_blocks=1), block_hashes(range(24), BLOCK, "m")
     warm = prefill("p1", layout=layout, cached=range(16))
     warm.cached.update(state_hash(hashes[number - 1]) for number in snapshots)

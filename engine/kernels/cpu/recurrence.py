@@ -1,0 +1,109 @@
+"""The tokens of a step in a recurrent layer, between its projections, as engine/models/recurrent computes it in torch.
+
+States are updated where they lie, in rows of the KV cache. A unit of work is a sequence's channels, or its value heads
+that share a key head. It takes the sequence's tokens one after the other, and reads and writes numbers of its own, so
+results depend neither on chunks, nor on other sequences, nor on the number of threads.
+"""
+
+from functools import cache
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from engine.kernels.cpu.arguments import Address, Floats, Part, Range, Recurrent, StatePlaces, StateSteps
+from engine.kernels.cpu.compiler import (
+    Builder,
+    CodeContext,
+    Intrinsic,
+    NumbaType,
+    Signature,
+    TypingContext,
+    Value,
+    Values,
+    emitted,
+    entry,
+)
+from engine.kernels.cpu.delta_heads import mix_heads
+from engine.kernels.cpu.machine import FLOAT_BYTES
+from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
+from engine.kernels.cpu.vectors import address
+
+_numba: Any = numba  # it does not annotate its functions
+_CONV_CHANNELS = 128
+"""Channels of a unit of short convolutions."""
+
+
+@entry
+def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: Part) -> None:
+    """Compute one thread's part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out:
+    [num_tokens, result_width].
+    """
+    channels = recurrent.taps.shape[2]
+    num_units = recurrent.num_key_heads if recurrent.num_key_heads else -(-channels // _CONV_CHANNELS)
+    work = num_units * len(rows)
+    first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
+    at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
+    for seq in range(len(steps.tables)):
+        tokens = tokens_of(steps, seq)
+        for unit in range(num_units):
+            place = num_units * tokens.first + unit * (tokens.end - tokens.first)
+            if place < first or place >= end:
+                continue
+            if recurrent.num_key_heads:
+                mix_heads(recurrent, layer, steps, tokens, unit, at)
+            else:
+                own = Range(unit * _CONV_CHANNELS, min(channels, (unit + 1) * _CONV_CHANNELS))
+                mix_channels(recurrent, layer, steps, tokens, own, at)
+
+
+@emitted
+def call_mix(
+    typing: TypingContext,
+    mix_at: NumbaType,
+    recurrent: NumbaType,
+    layer: NumbaType,
+    steps: NumbaType,
+    rows: NumbaType,
+    out: NumbaType,
+    part: NumbaType,
+) -> Intrinsic:
+    """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
+    models that have recurrent layers.
+    """
+    kinds = (recurrent, layer, steps, rows, out, part)
+    if kinds != _mix_types():
+        raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        function_type = context.call_conv.get_function_type(types.none, kinds)
+        function = builder.inttoptr(args[0], function_type.as_pointer())
+        context.call_conv.call_function(builder, function, types.none, kinds, args[1:])
+        return context.get_dummy_value()
+
+    return types.void(types.intp, *kinds), generate
+
+
+@cache
+def mix_address() -> Address:
+    """The address of `mix`, which is compiled or loaded from disk."""
+    dispatcher: Any = mix
+    dispatcher.compile(_mix_types())
+    compiled = dispatcher.overloads[_mix_types()]
+    found: Address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+    return found
+
+
+@cache
+def _mix_types() -> tuple[Any, ...]:
+    """The types of the arguments of `mix`."""
+    floats, empty = np.empty((0, 0), np.float32), np.empty(0, np.int64)
+    places = StatePlaces(floats, empty, empty, in_piece=0, of_layer=0)
+    taps = np.empty((0, 0, 0), np.float32)
+    recurrent = Recurrent(
+        taps, floats, floats, floats, floats, np.float32(0.0), num_key_heads=0, key_dim=0, places=places
+    )
+    counts = np.empty(0, np.int32)
+    steps = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), counts, counts)
+    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, Part(0, 1)))

@@ -1,0 +1,99 @@
+"""Types of the arguments of `step.py`: the constants of a model, and what one thread works with in a step."""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.kernels.cpu.adapters import StepAdapters
+from engine.kernels.cpu.arguments import (
+    Attending,
+    Cache,
+    Floats,
+    HeadShape,
+    Int64s,
+    Operand,
+    Queries,
+    Recurrent,
+    RoutedRows,
+    StateSteps,
+    Weights,
+)
+from engine.kernels.cpu.experts import Experts
+from engine.kernels.cpu.latent import Latent, LatentRows
+
+
+class Kind(NamedTuple):
+    """How the layers of a family differ from those of others."""
+
+    parallel: bool  # attention and MLP both read the layer's input
+    norms_inputs: bool  # attention and MLP read the normed residual, not the residual as it is
+    sandwich: bool  # the outputs of attention and MLP are normed before they are added
+    gated: bool
+    activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
+    centred_heads: bool  # see HeadNorms
+    norms_rotated: bool
+    clip_qkv: np.float32  # see clip_rows; 0: no limit
+    gates_attention: bool  # behind the values of a token are gates of attention's result
+
+
+class ModelConstants(NamedTuple):
+    """The weights and constants of a model, the same in every step.
+
+    Layers of attention and recurrent ones have numbers of their own: of the layer of KV, or of states.
+    """
+
+    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
+    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
+    numbers: Int64s  # [num_layers]
+    are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
+    output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
+    final_norm: Floats  # [1 or 2, hidden]
+    head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
+    activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
+    windows: Int64s  # [num_layers]
+    ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
+    eps: np.float32
+    shape: HeadShape
+    kind: Kind
+    experts: Experts
+    latent: Latent
+    recurrent: Recurrent
+    mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
+
+
+class Activations(NamedTuple):
+    """Intermediate results of a layer. All threads of all ranks share them, except qkv.
+
+    Products write to `own_residual`, `own_branch`, `own_inner` and `own_gate_up`. These have the shape of the arrays
+    without `own`, and begin at the first column that the rank computes.
+    """
+
+    residual: Floats  # [num_tokens, hidden]
+    own_residual: Floats
+    branch: Floats  # [num_tokens, hidden], what attention and MLP of a sandwich have computed; else [0, hidden]
+    own_branch: Floats
+    inner: Floats  # [num_tokens, intermediate]
+    own_inner: Floats
+    gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate; without use [0, ..]
+    own_gate_up: Floats
+    mixed: Floats  # [num_tokens, num_heads * width of a result], the heads of all ranks
+    qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads, and gates of queries
+    queries: Queries  # over qkv and the rank's part of mixed; of latent attention over memory of its own
+    squares: Floats  # see HeadNorms
+    own_squares: Floats
+    routed: RoutedRows  # of layers with experts
+    latent: LatentRows
+    projected: Floats  # [num_tokens, width]: what recurrent layers mix
+    recurred: Floats  # [num_tokens, width]: what they have mixed
+
+
+class Work(NamedTuple):
+    """One thread's arguments of a step."""
+
+    acts: Activations
+    operand: Operand
+    attending: Attending
+    cache: Cache
+    adapted: StepAdapters
+    states: StateSteps

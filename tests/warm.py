@@ -25,7 +25,7 @@ from tests.orphans import disown_orphans
 FD_NAME, FD_NUMBERS = "TANDEM_WARM_FD_{}", "TANDEM_WARM_FDS"
 PROGRAM = "tests.warm_fork"
 _FREE_PREFIXES = ("TANDEM_", "PYTEST_CURRENT_TEST")
-_MAX_FDS = 5  # besides stdio
+_MAX_FDS = 13  # besides stdio
 _MAX_ANSWER_BYTES = 4096
 _Popen = subprocess.Popen
 

@@ -184,13 +184,11 @@ def load_engine_host(
 
 def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles]) -> None:
     """Log the adapters. A base model of another name is no proof of a mistake: folders are renamed."""
-    names = {
-        settings.served_name.lower(),
-        *(part.removeprefix("models--") for part in settings.model.lower().split("/")),
-    }
+    folders = (part.removeprefix("models--") for part in settings.model.lower().split("/"))
+    names = {settings.served_name.lower(), *folders}
     for adapter in adapters:
-        about = {"rank": adapter.rank, "digest": adapter.digest, "parts_not_served": adapter.other_parts}
-        log.info("adapter known", name=adapter.name, **about)
+        facts = {"rank": adapter.rank, "digest": adapter.digest, "parts_not_served": adapter.other_parts}
+        log.info("adapter known", name=adapter.name, **facts)
         base = adapter.base.lower().rstrip("/")
         if base and not {base.rpartition("/")[2], base.replace("/", "--")} & names:
             log.warning(

@@ -32,7 +32,7 @@ import setproctitle
 from mesh.interrupts import end_at_ctrl_c
 
 _MAX_REQUEST_BYTES = 1 << 18
-_MAX_FDS = 8
+_MAX_FDS = 16
 _STDIO = 3
 _POLL_S = 0.0005
 

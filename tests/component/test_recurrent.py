@@ -54,7 +54,7 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, lengt
     ("family", "num_blocks", "cached"),
     [
         ("lfm2", 24, [0, 48, 0, 64, 0, 32]),
-        ("qwen3.5", 64, [0, 48, 0, 64, 80, 80]),
+        ("qwen3.5", 84, [0, 48, 0, 64, 80, 80]),
         ("falcon-h1", 64, [0, 48, 0, 64, 80, 80]),
     ],
 )
@@ -62,7 +62,7 @@ def test_prompts_say_the_same_behind_a_snapshot(
     checkpoint: Checkpoint, family: str, num_blocks: int, cached: list[int]
 ) -> None:
     """Turns of a chat, a branch with forks, seen twice, and turns again. 24 blocks are too few for all of it."""
-    runner = load_model_runner(settings(checkpoint(family)))
+    runner = load_model_runner(settings(checkpoint(family), num_blocks=84))
     ids = [7 * i % 250 for i in range(120)]
     branch = replace(choices(0), token_ids=(*ids[:44], *ids[:30]), num_prompt_tokens=74)
     turns = [make_request("0", tokens, max_new_tokens=9) for tokens in (ids[:60], ids[:90], ids, ids[:90])]

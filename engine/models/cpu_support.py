@@ -22,7 +22,7 @@ from mesh.domain.kv import KVLayout
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
 _RECURRENCES = ("conv", "delta")
-_REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True, "activation_factors": (1.0, 1.0)}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "silu": SILU,

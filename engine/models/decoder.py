@@ -72,9 +72,9 @@ class Decoder:
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
 
     def _compile_recurrence(self) -> None:
-        first = next((layer.recurrence for layer in self._layers if layer.recurrence is not None), None)
+        first = next((layer.recurrent for layer in self._layers if layer.recurrent is not None), None)
         if first is not None and self._states is not None:
-            first.compile(self._states.of_layer(0))
+            first.mixer.compile(self._states.of_layer(0))
 
     @property
     def attention_backend(self) -> str:
@@ -165,8 +165,8 @@ class Decoder:
 
     def _recur(self, index: int, metadata: ForwardMetadata, recurrence: RecurrentMixer, rows: Tensor) -> Tensor:
         assert self._states is not None
-        number = index - self.config.num_kv_layers_before(index)
-        return recurrence(rows, self._states.of_layer(number), metadata)
+        assert self.config.recurrent is not None
+        return recurrence(rows, self._states.of_layer(self.config.recurrent.num_before(index)), metadata)
 
 
 def _take_mixed(

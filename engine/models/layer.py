@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
-from engine.models.blocks import BLOCKS
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent import LatentHeads
 from engine.models.latent_config import LATENT_EPS
-from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows
+from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows, scaled
 from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
-from engine.models.recurrent.mixer import RecurrentMixer, take_mixer
+from engine.models.recurrent.mixer import Recur, RecurrentPart, take_recurrent
 from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
@@ -31,8 +31,6 @@ from mesh.domain.kv import Span
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Rotated queries, rotated keys and values, [num_tokens, heads, head_dim] -> [num_tokens, num_heads * head_dim]."""
-Recur = Callable[[RecurrentMixer, Tensor], Tensor]
-"""A layer's recurrence, and what it mixes: [num_tokens, projected] -> [num_tokens, result_width]."""
 
 
 class LinearLayers(Protocol):
@@ -165,35 +163,30 @@ class SharedExpert:
 class Layer:
     """Attention projections, MLP and norms of a layer; see engine.models.blocks.BLOCKS, whose key is `block`.
 
-    In a layer with a `recurrence` instead of attention, `qkv` and `o` are the projections before and behind that.
-    `post_norm` is applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In
-    the block "post" `input_norm` is applied after attention, `post_norm` after the MLP; the block "behind" has neither.
+    A `recurrent` part stands in place of attention, whose projections are then None, or beside it. `post_norm` is
+    applied before the MLP; it is the same object as `input_norm` if attention and MLP share one norm. In the block
+    "post" `input_norm` is applied after attention, `post_norm` after the MLP; the block "behind" has neither.
     """
 
     block: str
     input_norm: Norm | None
-    qkv: LinearLayer
+    qkv: LinearLayer | None
     qk_norm: HeadNorms | ProjectionNorms | None
     norms_rotated: bool
     clip_qkv: float | None
     sinks: Tensor | None  # fp32 [num_heads], see AttentionShape
     latent: LatentHeads | None
-    o: LinearLayer
+    o: LinearLayer | None
     attn_out_norm: Norm | None
     post_norm: Norm | None
-    mlp: Mlp
+    mlp: Mlp | None
     mlp_out_norm: Norm | None
     gates_attention: bool = False
-    recurrence: RecurrentMixer | None = None
+    recurrent: RecurrentPart | None = None
 
     @property
     def parallel(self) -> bool:
         return self.block.startswith("parallel")
-
-    @property
-    def shares_norm(self) -> bool:
-        """True if attention and MLP take the same normed rows."""
-        return self.post_norm is self.input_norm and self.qkv.ops is self.mlp.ops
 
     @property
     def like(self) -> Tensor:
@@ -216,33 +209,34 @@ def take_layer(
     """
     prefix, config = f"layers.{index}.", config.of_layer(index)
     norms = {name: take_norm(parameters, prefix + name, config) for name in BLOCKS[config.block]}
-    is_recurrent, facts = config.is_recurrent(index), config.experts
-    o = _take_linear(parameters, prefix + ("recurrent_out" if is_recurrent else "o"), linears)
-    if facts is None or not facts.layers[index]:
-        mlp: Mlp = take_mlp(parameters, prefix, config, linears)
-    else:
+    qkv = o = qk_norm = None
+    mlp: Mlp | None = None
+    summing, facts = ranks if ranks is not None and ranks.sums else None, config.experts
+    if has_attention(config, index):
+        qkv, o = (_take_linear(parameters, prefix + name, linears) for name in ("qkv", "o"))
+        num_ranks = 1 if ranks is None else ranks.degrees.tensor
+        qk_norm = take_head_norms(parameters, prefix, config, num_ranks, None if summing is None else summing.sum)
+    if facts is not None and facts.layers[index]:
         held = (rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)).experts
         mlp = _take_mixture(parameters, prefix, config, held, linears, products)
-    summing = ranks if ranks is not None and ranks.sums else None
-    num_tensor_ranks = 1 if ranks is None else ranks.degrees.tensor
+    elif has_mlp(config, index):
+        mlp = take_mlp(parameters, prefix, config, linears)
     return Layer(
         block=config.block,
         input_norm=norms.get("input_norm"),
-        qkv=_take_linear(parameters, prefix + ("recurrent_in" if is_recurrent else "qkv"), linears),
-        qk_norm=None
-        if is_recurrent
-        else take_head_norms(parameters, prefix, config, num_tensor_ranks, None if summing is None else summing.sum),
+        qkv=qkv,
+        qk_norm=qk_norm,
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=config.clip_qkv,
         sinks=parameters.take(f"{prefix}sinks").float() if config.attention_sinks else None,
         latent=_take_latent(parameters, prefix, config, linears),
-        o=o if summing is None else Summed(o, summing),
+        o=o if summing is None or o is None else Summed(o, summing),
         attn_out_norm=norms.get("attn_out_norm"),
         post_norm=norms.get("post_norm", norms.get("input_norm")),
-        mlp=mlp if summing is None else Summed(mlp, summing),
+        mlp=mlp if summing is None or mlp is None else Summed(mlp, summing),
         mlp_out_norm=norms.get("mlp_out_norm"),
         gates_attention=config.attention_gate,
-        recurrence=take_mixer(parameters, prefix, config, index),
+        recurrent=take_recurrent(parameters, prefix, config, index, linears.make_linear),
     )
 
 
@@ -276,6 +270,8 @@ def take_mlp(parameters: Parameters, prefix: str, config: ModelConfig, linears: 
     if (stored := parameters.take_optional(f"{prefix}xielu")) is not None:
         alpha_p, alpha_n, beta, eps = xielu_parameters(stored)
         activation = partial(xielu, alpha_p=alpha_p, alpha_n=alpha_n, beta=beta, eps=eps)
+    if config.activation_factors != (1.0, 1.0):
+        activation = partial(scaled, activation, *config.activation_factors)
     return _make_mlp(_take_matrices(parameters, prefix, config), config, linears, activation)
 
 
@@ -334,23 +330,26 @@ def run_layer(
     """The residual [num_tokens, hidden_size] after the layer, which may write into the one before. `rotation`: of the
     tokens; `attend` and `recur` see the tokens' context.
     """
-    is_post = layer.block == "post"
-    x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
-    projected = layer.qkv(x)
-    if layer.recurrence is not None and recur is not None:
-        mixed = layer.o.ops.rows(recur(layer.recurrence, projected))
-    else:
-        mixed = layer.o.ops.rows(_mix(projected, layer, heads, rotation, attend))
-    if layer.parallel:
-        beside = x if layer.shares_norm else _rows(layer.mlp, residual, layer.post_norm)
-        return layer.mlp.add_to(layer.o.add_to(residual, mixed), beside)
-    if is_post:
-        assert layer.input_norm is not None
-        assert layer.post_norm is not None
-        residual = layer.input_norm(layer.o.add_to(residual, mixed))
-        return layer.post_norm(layer.mlp.add_to(residual, layer.mlp.ops.rows(residual)))
-    residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
-    return _add(residual, layer.mlp, _rows(layer.mlp, residual, layer.post_norm), layer.mlp_out_norm)
+    recurrent, mlp, recurred = layer.recurrent, layer.mlp, None
+    if recurrent is not None and recur is not None:
+        recurred = recurrent.mix(_rows(recurrent.into, residual, layer.input_norm), recur)
+    if layer.qkv is not None and layer.o is not None:
+        is_post = layer.block == "post"
+        x = _rows(layer.qkv, residual, None if is_post else layer.input_norm)
+        mixed = layer.o.ops.rows(_mix(layer.qkv(x), layer, heads, rotation, attend))
+        if layer.parallel and mlp is not None:
+            shares_norm = layer.post_norm is layer.input_norm and layer.qkv.ops is mlp.ops
+            beside = x if shares_norm else _rows(mlp, residual, layer.post_norm)
+            return mlp.add_to(layer.o.add_to(residual, mixed), beside)
+        if is_post and mlp is not None:
+            assert layer.input_norm is not None
+            assert layer.post_norm is not None
+            residual = layer.input_norm(layer.o.add_to(residual, mixed))
+            return layer.post_norm(mlp.add_to(residual, mlp.ops.rows(residual)))
+        residual = _add(residual, layer.o, mixed, layer.attn_out_norm)
+    if recurrent is not None and recurred is not None:
+        residual = _add(residual, recurrent.out, recurred, layer.attn_out_norm)
+    return residual if mlp is None else _add(residual, mlp, _rows(mlp, residual, layer.post_norm), layer.mlp_out_norm)
 
 
 def _rows(part: LinearLayer | Mlp, residual: Tensor, norm: Norm | None) -> Rows:

@@ -39,6 +39,11 @@ _MIN_PACKED_ELEMENTS = 2**19
 Activation = Callable[[Tensor], Tensor]
 
 
+def scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
+    """An activation between two factors."""
+    return activation(x * before) * behind
+
+
 def _gelu_tanh(x: Tensor) -> Tensor:
     return F.gelu(x, approximate="tanh")
 

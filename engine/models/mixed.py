@@ -75,6 +75,9 @@ class MixedLayer:
         assert layer.post_norm is not None
         assert layer.attn_out_norm is not None
         assert layer.mlp_out_norm is not None
+        assert layer.qkv is not None
+        assert layer.o is not None
+        assert layer.mlp is not None
         projected = layer.qkv(layer.qkv.ops.norm(residual, layer.input_norm))
         mixed = attend(*self._project(projected, rotation))
         residual = residual + layer.attn_out_norm(layer.o(layer.o.ops.rows(mixed)))

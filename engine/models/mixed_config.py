@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mesh.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from engine.models.model_config import TensorNames
+    from engine.models.tensor_names import TensorNames
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json.
 
-A family's file takes everything from here: RopeConfig (rotary positions), TensorNames (names and layout of the tensors
-in its checkpoints), and helpers to read config.json, in which families use different keys for the same fact.
+A family's file takes from here also RopeConfig (rotary positions), and helpers to read config.json, in which families
+use different keys for the same fact. What its tensors are called is in tensor_names.py.
 """
 
 from dataclasses import dataclass, field, replace
@@ -20,11 +20,13 @@ from checkpoint.config_json import (
     rope_stretch,
     stretched_positions,
     text,
+    texts,
 )
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
 from engine.models.mixed_config import MixedConfig
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.tensor_names import LLAMA_NAMES, TensorNames
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, Span
 
@@ -123,77 +125,6 @@ def rotated_dim(raw: RawConfig, head_dim: int, default: float = 1.0) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class TensorNames:
-    """Names without `.weight` and `.bias`. The defaults are Llama's; a family overrides the names that differ.
-
-    Names from `input_norm` on belong to a layer and follow the prefix `layer`, in which `{}` is the layer's number.
-    ModelConfig decides which of the tensors a model has.
-    """
-
-    embed: str = "model.embed_tokens"
-    embed_norm: str = ""
-    project_in: str = field(default="", repr=False)
-    project_out: str = field(default="", repr=False)
-    positions: str = ""
-    final_norm: str = "model.norm"
-    lm_head: str = "lm_head"
-    layer: str = "model.layers.{}"
-
-    input_norm: str = "input_layernorm"
-    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    """Three tensors, or one with all three projections; see `grouped_qkv`. "": a layer does without this tensor."""
-    q_norm: str = "self_attn.q_norm"
-    """`{}` is the head's number, if each head's weights are a tensor; so in `k_norm`."""
-    k_norm: str = "self_attn.k_norm"
-    sinks: str = field(default="self_attn.sinks", repr=False)
-    q_b: str = field(default="", repr=False)
-    """Latent attention: the second projection of queries. `qkv` are the first one, that of KV, and that of its latent;
-    `q_norm` and `k_norm` norm what the first ones compute."""
-    o: str = "self_attn.o_proj"
-    recurrent: str = field(default="", repr=False)
-    """The module that recurrent layers have in place of attention; see `engine.models.parameters` for its tensors."""
-    attn_out_norm: str = ""
-    post_norm: str = "post_attention_layernorm"
-    up: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
-    """Gate and up projection, in one tensor or two; for a plain MLP, its up projection."""
-    down: str = "mlp.down_proj"
-    mlp_out_norm: str = ""
-    xielu: str = field(default="mlp.act_fn", repr=False)
-
-    router: str = "mlp.gate"
-    expert: str = "mlp.experts.{}"
-    """`{}` is the expert's number; `expert_up` and `expert_down` follow this prefix, or the prefix `shared_expert`."""
-    expert_up: tuple[str, ...] = ("gate_proj", "up_proj")
-    expert_down: str = "down_proj"
-    stacked_experts: bool = field(default=False, repr=False)  # see engine/models/families/gpt_oss.py
-    stacked_up: str = field(default="mlp.experts.gate_up_proj", repr=False)
-    """The whole names of tensors [num_experts, outputs, inputs] that may be stored instead of those of each expert."""
-    stacked_down: str = field(default="mlp.experts.down_proj", repr=False)
-    stacked_transposed: bool = field(default=False, repr=False)
-    """They may be [num_experts, inputs, outputs], which is what they are if that is the same shape."""
-    shared_expert: str = "mlp.shared_expert"
-    shared_gate: str = "mlp.shared_expert_gate"
-    choice_bias: str = field(default="mlp.gate.e_score_correction_bias", repr=False)
-    """The whole name. `choice_bias_is_row`: it is stored as [1, num_experts]."""
-    choice_bias_is_row: bool = field(default=False, repr=False)
-
-    grouped_qkv: bool = False
-    """The qkv tensor holds, per key/value head, its query heads, its key and its value; otherwise all queries, then all
-    keys, then all values."""
-    transposed: bool = False
-    """Matrices of layers are stored as [inputs, outputs]."""
-    interleaved_rotary: bool = False
-    """Rotary dimensions 2i and 2i + 1 are paired, rather than i and i + rotary_dim / 2."""
-    norm_offset: float = 0.0  # added to the stored weights of norms
-    unit_lm_head: bool = False
-    """Rows of the output matrix are divided by their lengths at loading."""
-    first_position: int = 0  # row of the learned positions for position 0
-
-
-LLAMA_NAMES = TensorNames()
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Configuration of a decoder-only model. Defaults are Llama's: RMS norm, rotary positions, gated MLP, no biases.
 
@@ -257,6 +188,8 @@ class ModelConfig:
     """Limit of the magnitude of queries, keys and values, before norms and rotation."""
 
     activation: str = "silu"
+    activation_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
+    """Of what the activation of MLPs takes, and of its result."""
     gated: bool = True
     experts: ExpertsConfig | None = None
 
@@ -300,7 +233,7 @@ class ModelConfig:
         return not any(rope and rope.depends_on_prompt_length for rope in ropes)
 
     def is_recurrent(self, layer: int) -> bool:
-        """True if the layer has a recurrent state, and no KV."""
+        """True if the layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
     @property
@@ -317,7 +250,7 @@ class ModelConfig:
     def num_kv_layers_before(self, layer: int) -> int:
         if self.mixed is not None:
             return self.mixed.num_kv_layers_before(layer)
-        return layer if self.recurrent is None else layer - self.recurrent.num_before(layer)
+        return layer if self.recurrent is None else self.recurrent.num_kv_before(layer)
 
     def kv_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers are computed."""
@@ -366,7 +299,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     """A ModelConfig from the keys that families share; all other fields keep their defaults."""
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
-    num_layers = integer(raw, *_NUM_LAYERS)
+    num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
     max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.models.blocks import BLOCKS
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.latent_config import LatentConfig
 from engine.models.mixed_parameters import add_mixed
 from engine.models.model_config import ModelConfig
@@ -153,14 +153,15 @@ def _layer_specs(config: ModelConfig, layer: int) -> list[ParameterSpec]:
         builder.norm(norm, getattr(names, norm))
     if config.is_recurrent(layer):
         add_recurrent(builder, config)
-    else:
+    if has_attention(config, layer):
         if config.latent is None:
             _add_attention(builder, config)
         else:
             _add_latent_attention(builder, config, config.latent)
-        o_tensor = [(names.o, config.hidden_size, None)]
-        inputs = config.num_heads * config.result_dim
-        builder.linear("o", o_tensor, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+        o, inputs = [(names.o, config.hidden_size, None)], config.num_heads * config.result_dim
+        builder.linear("o", o, inputs, has_bias=config.o_bias, factor=config.residual_scale)
+    if not has_mlp(config, layer):
+        return builder.specs
     if experts is None or not experts.layers[layer]:
         builder.mlp(names.up, names.down, config.intermediate_size)
         if config.activation == "xielu":

@@ -34,7 +34,7 @@ from engine.models.families.gemma4 import gemma4, gemma4_unified
 from engine.models.families.gpt2 import gpt2, gpt_bigcode
 from engine.models.families.gpt_neox import gpt_neox, gptj
 from engine.models.families.gpt_oss import gpt_oss
-from engine.models.families.lfm2 import lfm2
+from engine.models.families.lfm2 import lfm2, lfm2_moe
 from engine.models.families.llama import (
     baichuan,
     granite,
@@ -49,7 +49,8 @@ from engine.models.families.llama import (
     starcoder2,
 )
 from engine.models.families.llama4 import llama4
-from engine.models.families.mixtures import deepseek, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
+from engine.models.families.mamba_hybrid import bamba, falcon_h1, granite_moe_hybrid, nemotron_h
+from engine.models.families.mixtures import deepseek, granite_moe, mixtral, qwen2_moe, qwen3_moe, qwen3_vl_moe
 from engine.models.families.olmo import exaone4, olmo, olmo2, olmo3
 from engine.models.families.opt import opt
 from engine.models.families.phi import phi, phi3
@@ -59,7 +60,6 @@ from engine.models.families.routed import (
     ernie4_5_moe,
     flex_olmo,
     glm4_moe,
-    granite_moe,
     hunyuan_moe,
     minimax_m2,
     olmoe,
@@ -126,6 +126,11 @@ FAMILIES: Mapping[str, Family] = {
     "DeepseekV3ForCausalLM": Family("DeepSeek V3, R1, Moonlight, Kimi K2", deepseek_v3),
     "Glm4MoeLiteForCausalLM": Family("GLM-4.7-Flash", glm4_moe_lite),
     "Lfm2ForCausalLM": Family("LFM2", lfm2),
+    "Lfm2MoeForCausalLM": Family("LFM2 MoE", lfm2_moe),
+    "GraniteMoeHybridForCausalLM": Family("Granite 4", granite_moe_hybrid),
+    "NemotronHForCausalLM": Family("Nemotron-H, Nano 2, 3 Nano", nemotron_h),
+    "FalconH1ForCausalLM": Family("Falcon-H1", falcon_h1),
+    "BambaForCausalLM": Family("Bamba", bamba),
     "Qwen3_5ForCausalLM": Family("Qwen 3.5", qwen3_5),
     "Qwen3_5MoeForCausalLM": Family("Qwen 3.5 MoE", qwen3_5_moe),
     "Qwen3NextForCausalLM": Family("Qwen3-Next", qwen3_next),
@@ -186,7 +191,8 @@ def _parse(raw: RawConfig, rope: RopeOverride) -> AnyConfig:
             return parse_encoder_decoder(raw, architecture)
     name, family = _family_of(raw)
     config = family.facts(plain_config(raw, name), raw)
-    _require_rotary(rope, name, has_rotary=config.positions == "rotary")
+    has_rotary = config.positions == "rotary" and len(config.unrotated) < config.num_layers
+    _require_rotary(rope, name, has_rotary=has_rotary)
     if rope.base:
         config = replace(config, rope=replace(config.rope, theta=rope.base))
     if rope.scaling:
@@ -241,7 +247,7 @@ def _check(config: ModelConfig) -> None:
             raise ConfigurationError(
                 f"layer_types has {len(config.recurrent.layers)} entries for {config.num_layers} layers"
             )
-        if all(config.recurrent.layers):
+        if not config.num_kv_layers:
             raise ConfigurationError("a model without any layer of attention is not supported")
     if len(config.windows) != config.num_layers:
         raise ConfigurationError(f"layer_types has {len(config.windows)} entries for {config.num_layers} layers")

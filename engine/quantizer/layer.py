@@ -113,7 +113,7 @@ class _FloatLinears:
         return nullcontext()
 
 
-def _routers(mlp: Mlp) -> dict[str, Tensor]:
+def _routers(mlp: Mlp | None) -> dict[str, Tensor]:
     """By the last parts of their names."""
     if isinstance(mlp, SharedExpert):
         gate = {} if mlp.gate is None else {"shared_gate": mlp.gate}

@@ -248,6 +248,14 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
         residual_multiplier=0.7,
         logits_scaling=2.0,
     ),
+    "granite-4-attention": lambda: llama_like(
+        "granitemoehybrid",
+        layer_types=["attention"] * 3,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        attention_multiplier=0.2,
+    ),
     "olmoe": lambda: llama_like("olmoe", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "flex-olmo": lambda: llama_like("flex_olmo", num_experts=8, num_experts_per_tok=3, intermediate_size=32),
     "hunyuan-moe": lambda: llama_like(
@@ -297,6 +305,23 @@ _DELTA_EXPERTS = _DELTA | {
     "shared_expert_intermediate_size": 64,
 }
 
+_FALCON_H1 = {
+    "num_hidden_layers": 2,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 4,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 16,
+    "embedding_multiplier": 3.0,
+    "lm_head_multiplier": 0.5,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.2,
+    "attention_out_multiplier": 0.9,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.6,
+    "ssm_multipliers": [0.8, 1.1, 0.9, 1.2, 0.7],
+    "mlp_multipliers": [0.9, 0.6],
+}
+
 RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "lfm2": lambda: llama_like(
         "lfm2",
@@ -304,6 +329,69 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
         layer_types=["conv", "full_attention", "conv", "full_attention", "conv"],
         conv_bias=True,
         block_multiple_of=32,
+    ),
+    "lfm2-moe": lambda: llama_like(
+        "lfm2_moe",
+        layer_types=["conv", "full_attention", "conv"],
+        conv_bias=True,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        num_dense_layers=1,
+        routed_scaling_factor=1.5,
+    ),
+    "granite-4": lambda: llama_like(
+        "granitemoehybrid",
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_expand=1,
+        mamba_n_heads=8,
+        mamba_d_state=24,
+        mamba_proj_bias=True,
+        num_local_experts=8,
+        num_experts_per_tok=3,
+        intermediate_size=32,
+        shared_intermediate_size=48,
+        attention_bias=True,
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.7,
+        logits_scaling=2.0,
+    ),
+    "granite-4-dense": lambda: llama_like(
+        "granitemoehybrid",
+        layer_types=["mamba", "attention", "mamba"],
+        mamba_expand=1,
+        mamba_n_heads=4,
+        mamba_n_groups=2,
+        mamba_d_state=16,
+        mamba_conv_bias=False,
+        num_local_experts=0,
+        shared_intermediate_size=96,
+        position_embedding_type="rope",
+        tie_word_embeddings=True,
+    ),
+    "nemotron-h": lambda: llama_like(
+        "nemotron_h",
+        hybrid_override_pattern="-M*EM",
+        mamba_num_heads=8,
+        mamba_head_dim=24,
+        n_groups=2,
+        ssm_state_size=16,
+        head_dim=32,
+        use_bias=True,
+        n_routed_experts=8,
+        n_group=4,
+        topk_group=2,
+        num_experts_per_tok=3,
+        moe_intermediate_size=32,
+        moe_shared_expert_intermediate_size=48,
+        routed_scaling_factor=1.5,
+    ),
+    "falcon-h1": lambda: llama_like("falcon_h1", **_FALCON_H1),
+    "falcon-h1-norm": lambda: llama_like("falcon_h1", mamba_rms_norm=True, **_FALCON_H1),
+    "falcon-h1-34b": lambda: llama_like("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False, **_FALCON_H1),
+    "bamba": lambda: llama_like(
+        "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=8, mamba_d_state=16, mlp_bias=True
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
@@ -351,7 +439,7 @@ def randomise(model: Any) -> None:
             usual = 0.08 if "linear_attn" in name else 0.15
             parameter.normal_(0.0, 0.3 if name.endswith("bias") else 0.5 if large else usual)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             buffer.normal_(0.0, 0.3)
         elif name.endswith("layer_scalar"):
             buffer.uniform_(0.6, 1.2)

@@ -46,9 +46,12 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequen
     dynamic RoPE keeps state between calls.
     """
     model = copy.deepcopy(model)
-    ids, cache, token_ids, rows = torch.tensor([prompt]), None, [], []
+    ids, cache, token_ids, rows, options = torch.tensor([prompt]), None, [], [], {}
     for _ in range(num_new):
-        out = model(ids, past_key_values=cache, use_cache=True)
+        if model.config.model_type == "bamba":  # which counts positions from 0 in every call, unless it is told
+            past = len(prompt) + len(token_ids) - ids.shape[1]
+            options = {"position_ids": torch.arange(past, past + ids.shape[1])[None]}
+        out = model(ids, past_key_values=cache, use_cache=True, **options)
         cache = out.past_key_values
         rows.append(out.logits[0].log_softmax(-1))
         token_ids.append(int(rows[-1][-1].argmax()))

@@ -205,6 +205,14 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),
         ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}, "with linear attention is not supported"),
         ("PhimoeForCausalLM", {"num_experts_per_tok": 3}, "must be 2 for Phi's SparseMixer"),
+        ("FalconH1ForCausalLM", {"projectors_bias": True}, "projectors_bias of Falcon-H1 is not supported"),
+        ("FalconH1ForCausalLM", {"ssm_multipliers": [1.0]}, "ssm_multipliers must have 5 numbers, got 1"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-E", "moe_latent_size": 8}, "behind a latent"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-x"}, "not 'x'"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-"}, "3 entries for 4 layers"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-M-"}, "without any layer of attention"),
+        ("BambaForCausalLM", {"mamba_n_heads": 3}, "3 heads of 42 in 1 groups do not fit a Mamba 2 layer of 128"),
+        ("BambaForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 2"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:

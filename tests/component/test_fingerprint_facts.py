@@ -6,7 +6,8 @@ import pytest
 
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.experts_config import ExpertsConfig
-from engine.models.model_config import ModelConfig, RopeConfig, TensorNames
+from engine.models.model_config import ModelConfig, RopeConfig
+from engine.models.tensor_names import TensorNames
 from engine.resolve import facts_of
 
 FIRST_FACTS = {

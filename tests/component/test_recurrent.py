@@ -1,5 +1,7 @@
 """Models with recurrent layers: what their states need beyond the parity of every family (test_model_parity.py)."""
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +21,7 @@ from tandem_cli.optimization.candidate_trial import Judged, compare_distribution
 from tests.component.arms import load_arm, settings
 from tests.component.driving import Driver
 from tests.component.parity import (
+    TOLERANCE,
     check_parity,
     expect_prompts,
     half_tolerance,
@@ -33,9 +36,11 @@ from tests.fakes.requests import make_request
 Checkpoint = Callable[[str], Path]
 
 
-@pytest.mark.parametrize("length", [1, 33, 131])
-def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> None:
-    runner, request = load_model_runner(settings(checkpoint("qwen3.5"))), choices(length, seed=4)
+@pytest.mark.parametrize(
+    ("family", "length"), [("qwen3.5", 1), ("qwen3.5", 33), ("qwen3.5", 131), ("falcon-h1", 33), ("nemotron-h", 131)]
+)
+def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, family: str, length: int) -> None:
+    runner, request = load_model_runner(settings(checkpoint(family))), choices(length, seed=4)
     first = SequenceState(request)
     first.forks = [SequenceState(fork) for fork in request.forked()]
     together, _ = run(runner, [first], max_batch_tokens=256)  # the longest prompt: two chunks of the rule and a part
@@ -46,7 +51,12 @@ def test_forks_are_what_each_is_alone(checkpoint: Checkpoint, length: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("family", "num_blocks", "cached"), [("lfm2", 24, [0, 48, 0, 64, 0, 32]), ("qwen3.5", 96, [0, 48, 0, 64, 80, 80])]
+    ("family", "num_blocks", "cached"),
+    [
+        ("lfm2", 24, [0, 48, 0, 64, 0, 32]),
+        ("qwen3.5", 96, [0, 48, 0, 64, 80, 80]),
+        ("falcon-h1", 64, [0, 48, 0, 64, 80, 80]),
+    ],
 )
 def test_prompts_say_the_same_behind_a_snapshot(
     checkpoint: Checkpoint, family: str, num_blocks: int, cached: list[int]
@@ -78,12 +88,17 @@ def with_forks(request: SequenceSpec) -> list[SequenceState]:
     return [sequence]
 
 
-@pytest.mark.parametrize("way", [{}, {"enforce_eager": True}, {"attention": "torch"}], ids=["compiled", "cpu", "torch"])
-@pytest.mark.parametrize("family", ["lfm2", "qwen3.5"])
-def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: dict[str, object]) -> None:
+_WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
+_OF_MAMBA = [("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
+
+
+@pytest.mark.parametrize(
+    ("family", "way"), [*((family, way) for family in ("lfm2", "qwen3.5") for way in _WAYS), *_OF_MAMBA]
+)
+def test_what_blocks_held_before_changes_nothing(checkpoint: Checkpoint, family: str, way: str) -> None:
     """States as KV, and KV as states, may be NaN. With torch's attention, torch computes the steps of states, too."""
     model_dir = checkpoint(family)
-    runner = load_model_runner(settings(model_dir, **way))
+    runner = load_model_runner(settings(model_dir, **_WAYS[way]))
     runner.kv_cache.tensor.fill_(float("nan"))
     check_parity(model_dir, runner)
     check_replay(Driver(runner))
@@ -95,6 +110,25 @@ def test_blocks_of_any_type_hold_states(checkpoint: Checkpoint, kv_dtype: str) -
     runner = load_arm(model_dir, "cpu", kv_dtype=kv_dtype)
     for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
         require_prompt_logprobs(computed, expected, half_tolerance("lfm2", "float16"))
+
+
+def test_steps_of_mamba_have_limits(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    """transformers limits them in prompts only; here a decode step computes what a prompt does."""
+    model_dir = Path(shutil.copytree(checkpoint("granite-4-dense"), tmp_path / "limited"))
+    raw = json.loads((model_dir / "config.json").read_text())
+    (model_dir / "config.json").write_text(json.dumps(raw | {"time_step_limit": [0.6, 0.7]}))
+    for attention in ("auto", "torch"):
+        runner = load_model_runner(settings(model_dir, attention=attention))
+        for computed, expected in zip(run_mixed(runner), expect_prompts(model_dir), strict=True):
+            require_prompt_logprobs(computed, expected, TOLERANCE)
+        check_replay(Driver(runner))
+
+
+@pytest.mark.parametrize(("family", "layers"), [("nemotron-h", [(0, 1)]), ("falcon-h1", [(0, 2)])])
+def test_layers_of_kv_are_announced_once(checkpoint: Checkpoint, family: str, layers: list[tuple[int, int]]) -> None:
+    driver = Driver(load_model_runner(settings(checkpoint(family))))
+    driver.step((driver.add(make_request("r", [1, 2, 3])), 3))
+    assert driver.announced == layers
 
 
 def test_the_last_layer_of_kv_is_announced_with_the_states(checkpoint: Checkpoint) -> None:

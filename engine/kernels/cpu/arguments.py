@@ -279,6 +279,24 @@ class Delta(NamedTuple):
     key_dim: int
 
 
+class Scan(NamedTuple):
+    """See SelectiveScan. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
+
+    conv: Convolution
+    rate: Floats  # [num_heads]
+    step_bias: Floats  # [num_heads]
+    skip: Floats  # [num_heads]
+    norm: Floats  # [num_heads * value_dim], or empty
+    factors: Floats  # [projected]
+    eps: np.float32
+    least_step: np.float32
+    most_step: np.float32
+    num_key_heads: int
+    key_dim: int
+    value_dim: int
+    gate_first: bool  # the result is gated before it is normed
+
+
 class StatePlaces(NamedTuple):
     """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.activations import activate
-from engine.kernels.cpu.arguments import SILU, Convolution, Delta, Floats, Part, States
+from engine.kernels.cpu.arguments import SILU, Convolution, Delta, Floats, Part, Scan, States
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.machine import LANES
 from engine.kernels.cpu.vectors import address
@@ -48,6 +48,81 @@ def step_delta(delta: Delta, states: States, rows: Floats, out: Floats, part: Pa
     for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
         seq = unit // delta.num_key_heads
         _step_heads(delta, states, seq, unit % delta.num_key_heads, rows[seq], out[seq])
+
+
+@entry
+def step_scan(scan: Scan, states: States, rows: Floats, out: Floats, part: Part) -> None:
+    """Compute one thread's part of SelectiveScan. rows: [num_seqs, projected]; out: [num_seqs, heads * value_dim]."""
+    num_units = len(rows) * scan.num_key_heads
+    for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
+        seq = unit // scan.num_key_heads
+        _scan_heads(scan, states, seq, unit % scan.num_key_heads, rows[seq] * scan.factors, out[seq])
+
+
+@jit
+def _scan_heads(scan: Scan, states: States, seq: int, key_head: int, row: Floats, out: Floats) -> None:
+    """The heads that share a key head, and their norm."""
+    num_heads, key_dim, value_dim = len(scan.rate), scan.key_dim, scan.value_dim
+    width, channels, num_past = num_heads * value_dim, scan.conv.taps.shape[1], len(scan.conv.taps) - 1
+    k, q, v = _padded(key_dim), _padded(key_dim), _padded(value_dim)
+    mixed, first_key = row[width:], width + key_head * key_dim
+    _mix(scan.conv, states, seq, first_key, mixed, k[:key_dim])
+    _mix(scan.conv, states, seq, first_key + scan.num_key_heads * key_dim, mixed, q[:key_dim])
+    copies = num_heads // scan.num_key_heads
+    for head in range(key_head * copies, (key_head + 1) * copies):
+        first, end = head * value_dim, (head + 1) * value_dim
+        _mix(scan.conv, states, seq, first, mixed, v[:value_dim])
+        step = _softplus(row[width + channels + head] + scan.step_bias[head])
+        step = min(max(step, scan.least_step), scan.most_step)
+        matrix = num_past * channels + head * key_dim * value_dim
+        token = _HeadToken(q[:key_dim], k[:key_dim], v[:value_dim], np.exp(scan.rate[head] * step), step)
+        _scan_head(states, seq, matrix, token, out[first:end])
+        for i in range(value_dim):
+            out[first + i] += scan.skip[head] * v[i]
+    first, end = key_head * copies * value_dim, (key_head + 1) * copies * value_dim
+    gate = _padded(end - first)
+    gate[: end - first] = row[first:end]
+    activate(address(gate), len(gate) // LANES, SILU)
+    _gate_and_norm(scan, first, gate, out[first:end])
+
+
+@jit
+def _scan_head(states: States, seq: int, first: int, token: _HeadToken, out: Floats) -> None:
+    """One head's matrix, which begins at number `first` of the state. A token's strength is its step."""
+    num_values, is_kept = len(token.v), states.is_kept[seq]
+    out[:] = np.float32(0.0)
+    for i in range(len(token.k)):
+        done, key = 0, token.k[i] * token.strength
+        while done < num_values:
+            numbers = _numbers(states, seq, first + i * num_values + done, num_values - done)
+            end = done + len(numbers)
+            _add_and_read(numbers, token.decay, key, token.q[i], token.v[done:end], out[done:end], is_kept)
+            done = end
+
+
+@jit
+def _add_and_read(
+    numbers: Floats, decay: np.float32, key: np.float32, query: np.float32, values: Floats, out: Floats, is_kept: bool
+) -> None:
+    for i in range(len(numbers)):
+        number = decay * numbers[i] + key * values[i]
+        out[i] += number * query
+        if is_kept:
+            numbers[i] = number
+
+
+@jit
+def _gate_and_norm(scan: Scan, first: int, gate: Floats, out: Floats) -> None:
+    """The gate, and the norm whose weights begin at `first`."""
+    has_norm, factor = len(scan.norm) > 0, _ONE
+    if scan.gate_first or not has_norm:
+        for i in range(len(out)):
+            out[i] *= gate[i]
+    if not has_norm:
+        return
+    factor = _ONE / np.sqrt(_squares(out) / np.float32(len(out)) + scan.eps)
+    for i in range(len(out)):
+        out[i] *= factor * scan.norm[first + i] * (_ONE if scan.gate_first else gate[i])
 
 
 @jit

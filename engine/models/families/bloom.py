@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, refuse
-from engine.models.model_config import ModelConfig, TensorNames
+from engine.models.model_config import ModelConfig
+from engine.models.tensor_names import TensorNames
 
 _TENSORS = TensorNames(
     embed="transformer.word_embeddings",

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, refuse
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
+from engine.models.model_config import ModelConfig, rotated_dim
+from engine.models.tensor_names import TensorNames
 
 _CHATGLM = TensorNames(
     embed="transformer.embedding.word_embeddings",

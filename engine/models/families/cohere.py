@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, refuse
 from engine.models.families.layer_kinds import default_rope, windows_but_every
-from engine.models.model_config import ModelConfig, TensorNames, sliding_window
+from engine.models.model_config import ModelConfig, sliding_window
+from engine.models.tensor_names import TensorNames
 
 _COHERE = TensorNames(interleaved_rotary=True)
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 from checkpoint.config_json import RawConfig, flag, integer, number, refuse, text, texts, yarn_mscale
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent_config import LatentConfig
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
+from engine.models.model_config import ModelConfig, rotated_dim
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _HEADS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}

@@ -10,7 +10,8 @@ from dataclasses import replace
 from checkpoint.config_json import RawConfig, flag, integer, integers, layer_windows, number, refuse, rope_section
 from engine.models.families.layer_kinds import default_rope
 from engine.models.families.llama import llama
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
+from engine.models.tensor_names import TensorNames
 
 
 def _eps(raw: RawConfig, default: float = 1e-5) -> float:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, optional_number, rope_section, section
 from engine.models.families.layer_kinds import windows_but_every
-from engine.models.model_config import ModelConfig, TensorNames, parse_rope, sliding_window
+from engine.models.model_config import ModelConfig, parse_rope, sliding_window
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _GEMMA = TensorNames(norm_offset=1.0)

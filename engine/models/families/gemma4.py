@@ -9,7 +9,8 @@ from checkpoint.config_json import RawConfig, flag, integer, optional_number, re
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.layer_kinds import windows_but_every
 from engine.models.mixed_config import LayerSizes, MixedConfig, common_row
-from engine.models.model_config import ModelConfig, RopeConfig, TensorNames, parse_rope, sliding_window
+from engine.models.model_config import ModelConfig, RopeConfig, parse_rope, sliding_window
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _NAMES = TensorNames(

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number
-from engine.models.model_config import ModelConfig, TensorNames, parse_rope, rotated_dim
+from engine.models.model_config import ModelConfig, parse_rope, rotated_dim
+from engine.models.tensor_names import TensorNames
 
 _TENSORS = TensorNames(
     embed="gpt_neox.embed_in",

@@ -9,12 +9,8 @@ from dataclasses import replace
 from checkpoint.config_json import RawConfig, first_of, flag, integer, layer_windows, number, rope_section
 from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.models.experts_config import ExpertsConfig
-from engine.models.model_config import (
-    ModelConfig,
-    TensorNames,
-    parse_rope,
-    sliding_window,
-)
+from engine.models.model_config import ModelConfig, parse_rope, sliding_window
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _GPT_OSS = TensorNames(

@@ -1,10 +1,15 @@
-"""LFM2 of Liquid AI: short convolutions in most layers, attention with norms of queries and keys in the others."""
+"""LFM2 of Liquid AI: short convolutions in most layers, attention with norms of queries and keys in the others.
+
+LFM2 MoE has experts in all layers but the first ones, chosen by sigmoids and a bias.
+"""
 
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, first_of, flag, integer, integers, number, rope_section, texts
-from engine.models.model_config import ModelConfig, TensorNames
+from engine.models.experts_config import ExpertsConfig
+from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _LFM2 = TensorNames(
@@ -36,7 +41,37 @@ def lfm2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
             layers=_conv_layers(plain, raw),
             kernel=integer(raw, "conv_L_cache", default=3, least=2),
             channels=plain.hidden_size,
-            bias=flag(raw, "conv_bias", default=False),
+            bias=(bias := flag(raw, "conv_bias", default=False)),
+            conv_bias=bias,
+        ),
+    )
+
+
+def lfm2_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """LFM2 8B-A1B and 24B-A2B."""
+    dense = integer(raw, "num_dense_layers", default=2, least=0)
+    tensors = replace(
+        _LFM2,
+        router="feed_forward.gate",
+        expert="feed_forward.experts.{}",
+        expert_up=("w1", "w3"),
+        expert_down="w2",
+        stacked_up="feed_forward.experts.gate_up_proj",
+        stacked_down="feed_forward.experts.down_proj",
+        choice_bias="feed_forward.expert_bias",
+    )
+    return replace(
+        lfm2(plain, {"block_auto_adjust_ff_dim": False, **raw}),
+        tensors=tensors,
+        experts=ExpertsConfig(
+            num_experts=integer(raw, "num_experts", default=32),
+            top_k=integer(raw, "num_experts_per_tok", default=4),
+            intermediate_size=integer(raw, "moe_intermediate_size", default=1792),
+            normalised=flag(raw, "norm_topk_prob", default=True),
+            layers=tuple(layer >= dense for layer in range(plain.num_layers)),
+            scoring="sigmoid",
+            choice_bias=flag(raw, "use_expert_bias", default=True),
+            routed_scale=number(raw, "routed_scaling_factor", default=1.0),
         ),
     )
 

@@ -10,7 +10,8 @@ ALiBi instead of rotary positions. InternLM has attention biases (1), one groupe
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, layer_windows, number
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
+from engine.models.tensor_names import TensorNames
 
 
 def llama(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

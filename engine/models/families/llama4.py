@@ -8,7 +8,8 @@ from math import inf, nextafter
 from checkpoint.config_json import RawConfig, flag, integer, integers, number, texts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.layer_kinds import default_rope
-from engine.models.model_config import ModelConfig, RopeConfig, TensorNames
+from engine.models.model_config import ModelConfig, RopeConfig
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _NAMES = TensorNames(

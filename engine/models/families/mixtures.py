@@ -2,10 +2,11 @@
 
 from dataclasses import replace
 
-from checkpoint.config_json import RawConfig, flag, integer, integers, refuse
+from checkpoint.config_json import RawConfig, flag, integer, integers, number, refuse
 from engine.models.experts_config import ExpertsConfig
-from engine.models.families.llama import llama, qwen2, qwen3, qwen_windows
-from engine.models.model_config import ModelConfig, TensorNames, sliding_window
+from engine.models.families.llama import granite, llama, qwen2, qwen3, qwen_windows
+from engine.models.model_config import ModelConfig, sliding_window
+from engine.models.tensor_names import TensorNames
 
 MIXTRAL = TensorNames(
     router="block_sparse_moe.gate",
@@ -83,3 +84,53 @@ def qwen_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
         normalised=flag(raw, "norm_topk_prob", default=False),
         layers=tuple((layer + 1) % step == 0 and layer not in without for layer in range(plain.num_layers)),
     )
+
+
+def sigmoid_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
+    """Experts as DeepSeek V3 has them, in its words."""
+    refuse(raw, scoring_func="softmax")
+    inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
+    first = integer(raw, "first_k_dense_replace", default=0, least=0)
+    return ExpertsConfig(
+        num_experts=integer(raw, "n_routed_experts", "num_local_experts"),
+        top_k=integer(raw, "num_experts_per_tok"),
+        intermediate_size=inner,
+        normalised=flag(raw, "norm_topk_prob", default=True),
+        layers=tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers)),
+        shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
+        scoring="sigmoid",
+        choice_bias=True,
+        num_groups=integer(raw, "n_group", default=1),
+        top_groups=integer(raw, "topk_group", default=1),
+        routed_scale=number(raw, "routed_scaling_factor", default=1.0),
+        wide_router=True,
+    )
+
+
+def softmax_experts(plain: ModelConfig, raw: RawConfig, *, normalised: bool) -> ExpertsConfig:
+    """Experts in all layers, as wide as `intermediate_size` says."""
+    return ExpertsConfig(
+        num_experts=integer(raw, "num_local_experts", "num_experts"),
+        top_k=integer(raw, "num_experts_per_tok", "moe_topk"),
+        intermediate_size=plain.intermediate_size,
+        normalised=normalised,
+        layers=(True,) * plain.num_layers,
+    )
+
+
+_GRANITE = TensorNames(
+    router="block_sparse_moe.router.layer",
+    expert="block_sparse_moe.experts.{}",
+    expert_up=("input_linear",),
+    expert_down="output_linear",
+    stacked_up="block_sparse_moe.input_linear.weight",
+    stacked_down="block_sparse_moe.output_linear.weight",
+    shared_expert="shared_mlp",
+)
+
+
+def granite_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
+    """Granite 3 MoE, and 3.1 with a shared expert."""
+    experts = softmax_experts(plain, raw, normalised=True)
+    shared = integer(raw, "shared_intermediate_size", default=0, least=0)
+    return replace(granite(plain, raw), tensors=_GRANITE, experts=replace(experts, shared_size=shared))

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, number, optional_number
 from engine.models.families.layer_kinds import rope_and_window_rope, windows_but_every
-from engine.models.model_config import ModelConfig, TensorNames, sliding_window
+from engine.models.model_config import ModelConfig, sliding_window
+from engine.models.tensor_names import TensorNames
 
 _BEHIND = TensorNames(attn_out_norm="post_attention_layernorm", mlp_out_norm="post_feedforward_layernorm")
 

@@ -6,7 +6,8 @@ OPT 350M norms the residual after each addition, has no final norm, and an embed
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, flag, integer, refuse
-from engine.models.model_config import ModelConfig, TensorNames
+from engine.models.model_config import ModelConfig
+from engine.models.tensor_names import TensorNames
 
 _TENSORS = TensorNames(
     embed="model.decoder.embed_tokens",

@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from checkpoint.config_json import RawConfig, refuse
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
+from engine.models.tensor_names import TensorNames
 
 _PHI = TensorNames(
     final_norm="model.final_layernorm",

@@ -9,8 +9,9 @@ from checkpoint.config_json import RawConfig, flag, integer, texts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.lfm2 import recurrent_layers
 from engine.models.families.mixtures import qwen_experts
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim
+from engine.models.model_config import ModelConfig, rotated_dim
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.tensor_names import TensorNames
 from mesh.domain.errors import ConfigurationError
 
 _NAMES = TensorNames(recurrent="linear_attn", norm_offset=1.0)

@@ -10,53 +10,11 @@ from checkpoint.config_json import RawConfig, flag, integer, integers, layer_win
 from engine.models.experts_config import ExpertsConfig
 from engine.models.families.dense import ernie4_5, hunyuan
 from engine.models.families.layer_kinds import default_rope
-from engine.models.families.llama import granite, qwen3
-from engine.models.families.mixtures import DEEPSEEK, MIXTRAL
+from engine.models.families.llama import qwen3
+from engine.models.families.mixtures import DEEPSEEK, MIXTRAL, sigmoid_experts, softmax_experts
 from engine.models.families.olmo import olmo2
-from engine.models.model_config import ModelConfig, TensorNames, rotated_dim, sliding_window
+from engine.models.model_config import ModelConfig, rotated_dim, sliding_window
 from mesh.domain.errors import ConfigurationError
-
-_GRANITE = TensorNames(
-    router="block_sparse_moe.router.layer",
-    expert="block_sparse_moe.experts.{}",
-    expert_up=("input_linear",),
-    expert_down="output_linear",
-    stacked_up="block_sparse_moe.input_linear.weight",
-    stacked_down="block_sparse_moe.output_linear.weight",
-    shared_expert="shared_mlp",
-)
-
-
-def sigmoid_experts(plain: ModelConfig, raw: RawConfig) -> ExpertsConfig:
-    """Experts as DeepSeek V3 has them, in its words."""
-    refuse(raw, scoring_func="softmax")
-    inner, step = integer(raw, "moe_intermediate_size"), integer(raw, "moe_layer_freq", default=1)
-    first = integer(raw, "first_k_dense_replace", default=0, least=0)
-    return ExpertsConfig(
-        num_experts=integer(raw, "n_routed_experts", "num_local_experts"),
-        top_k=integer(raw, "num_experts_per_tok"),
-        intermediate_size=inner,
-        normalised=flag(raw, "norm_topk_prob", default=True),
-        layers=tuple(layer >= first and layer % step == 0 for layer in range(plain.num_layers)),
-        shared_size=integer(raw, "n_shared_experts", default=0, least=0) * inner,
-        scoring="sigmoid",
-        choice_bias=True,
-        num_groups=integer(raw, "n_group", default=1),
-        top_groups=integer(raw, "topk_group", default=1),
-        routed_scale=number(raw, "routed_scaling_factor", default=1.0),
-        wide_router=True,
-    )
-
-
-def _softmax_experts(plain: ModelConfig, raw: RawConfig, *, normalised: bool) -> ExpertsConfig:
-    """Experts in all layers, as wide as `intermediate_size` says."""
-    return ExpertsConfig(
-        num_experts=integer(raw, "num_local_experts", "num_experts"),
-        top_k=integer(raw, "num_experts_per_tok", "moe_topk"),
-        intermediate_size=plain.intermediate_size,
-        normalised=normalised,
-        layers=(True,) * plain.num_layers,
-    )
 
 
 def glm4_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
@@ -100,7 +58,7 @@ def minimax_m2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     rotated = integer(raw, "rotary_dim", default=plain.head_dim) / plain.head_dim
     rope = default_rope(plain, raw, 5_000_000.0)
     experts = replace(
-        _softmax_experts(plain, raw, normalised=True), scoring="sigmoid", choice_bias=True, wide_router=True
+        softmax_experts(plain, raw, normalised=True), scoring="sigmoid", choice_bias=True, wide_router=True
     )
     return replace(
         plain,
@@ -139,25 +97,18 @@ def ernie4_5_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     return replace(dense, tensors=tensors, experts=experts)
 
 
-def granite_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
-    """Granite 3 MoE, and 3.1 with a shared expert."""
-    experts = _softmax_experts(plain, raw, normalised=True)
-    shared = integer(raw, "shared_intermediate_size", default=0, least=0)
-    return replace(granite(plain, raw), tensors=_GRANITE, experts=replace(experts, shared_size=shared))
-
-
 def olmoe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """OLMoE: all queries of a token are normed together, and all its keys."""
     if raw.get("clip_qkv") is not None:
         raise ConfigurationError("config.json: clip_qkv is not supported: OLMoE limits queries after they are normed")
-    experts = _softmax_experts(plain, raw, normalised=flag(raw, "norm_topk_prob", default=False))
+    experts = softmax_experts(plain, raw, normalised=flag(raw, "norm_topk_prob", default=False))
     bias = flag(raw, "attention_bias", default=False)
     return replace(plain, qk_norm=True, qk_norm_of="all", qkv_bias=bias, o_bias=bias, experts=experts)
 
 
 def flex_olmo(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     """FlexOlmo: OLMo 2 with experts."""
-    experts = _softmax_experts(plain, raw, normalised=flag(raw, "norm_topk_prob", default=False))
+    experts = softmax_experts(plain, raw, normalised=flag(raw, "norm_topk_prob", default=False))
     return replace(olmo2(plain, raw), rope=default_rope(plain, raw, 500_000.0), experts=experts)
 
 
@@ -168,7 +119,7 @@ def hunyuan_moe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         if (given := _same_in_layers(raw, key, width)) != width:
             raise ConfigurationError(f"config.json: {key} {given} is not supported, only {width} is")
     raw = {**raw, **{key: _same_in_layers(raw, key, 1) for key in ("num_experts", "moe_topk")}}
-    experts = _softmax_experts(plain, raw, normalised=True)
+    experts = softmax_experts(plain, raw, normalised=True)
     dense = hunyuan(plain, raw)
     return replace(
         dense,
@@ -209,7 +160,7 @@ def phimoe(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
         o_bias=bias,
         lm_head_bias=flag(raw, "lm_head_bias", default=False),
         experts=replace(
-            _softmax_experts(plain, {"num_experts_per_tok": 2, **raw}, normalised=False),
+            softmax_experts(plain, {"num_experts_per_tok": 2, **raw}, normalised=False),
             scoring="sparse-mixer",
             mixer_range=2 * number(raw, "router_jitter_noise", default=0.01, may_be_zero=True),
         ),

@@ -1,9 +1,25 @@
 """RecurrentConfig: the recurrent layers of a model. Data only, no tensors."""
 
 from dataclasses import dataclass
+from math import inf
 
 NUMBER_BYTES = 4
 """A state is in fp32, whatever the type of the weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScanConfig:
+    """What else Mamba 2 has. `norm`: the heads of a key head are normed together, `gated` or `before` the gate, or not
+    at all ("").
+
+    `factors`: of the gate, the values, the keys (B), the queries (C) and the steps, as the projection gives them.
+    `out_factor`: of the last projection, beside `residual_scale`. `step_limits`: the least and the largest step.
+    """
+
+    norm: str = "gated"
+    factors: tuple[float, ...] = ()
+    out_factor: float = 1.0
+    step_limits: tuple[float, float] = (0.0, inf)
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,9 +29,12 @@ class RecurrentConfig:
     conv: a short convolution between two gates (LFM2).
     delta: a gated delta net (Yang et al. 2024) behind a short convolution (Qwen 3.5). Each of `num_key_heads` heads of
     `key_dim` serves equally many of `num_heads` heads of `value_dim`.
+    scan: Mamba 2 (Dao and Gu 2024) behind a short convolution. Its groups are the key heads here.
 
-    The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the convolution and projections.
-    `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see `engine.models.row_orders`.
+    The convolution sees the last `kernel` inputs of each of `channels`. `bias`: of the projections; `conv_bias`: of the
+    convolution. `is_fused`: the checkpoint has the projections in two tensors (Qwen3-Next), see
+    `engine.models.row_orders`. `attention` marks the layers with attention, where these are not all others: layers may
+    have both side by side, or neither; then they are an MLP alone, and the others have none (block "single").
     """
 
     kind: str
@@ -23,22 +42,32 @@ class RecurrentConfig:
     kernel: int
     channels: int
     bias: bool = False
+    conv_bias: bool = False
     num_heads: int = 0
     num_key_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
     is_fused: bool = False
+    attention: tuple[bool, ...] = ()
+    scan: ScanConfig = ScanConfig()
 
     def num_before(self, layer: int) -> int:
         """Number of recurrent layers before this one."""
         return sum(self.layers[:layer])
 
+    def num_kv_before(self, layer: int) -> int:
+        """Number of layers with attention before this one."""
+        return sum(self.attention[:layer]) if self.attention else layer - self.num_before(layer)
+
+    def has_attention(self, layer: int) -> bool:
+        return self.attention[layer] if self.attention else not self.layers[layer]
+
     def kv_layers(self, first: int, end: int) -> tuple[int, int]:
         """The first layer with KV, and the number of them, that are final once layers [first, end) are computed. The
         last one waits for the model's last layer: who sees it is sure that recurrent states are final, too.
         """
-        last = len(self.layers) - sum(self.layers) - 1
-        first_kv, end_kv = (min(layer - self.num_before(layer), last) for layer in (first, end))
+        last = self.num_kv_before(len(self.layers)) - 1
+        first_kv, end_kv = (min(self.num_kv_before(layer), last) for layer in (first, end))
         return first_kv, (last + 1 if end == len(self.layers) else end_kv) - first_kv
 
     @property
@@ -66,11 +95,20 @@ class RecurrentConfig:
         return self.num_heads * self.value_dim
 
     @property
+    def norm_width(self) -> int:
+        """Number of weights of the norm of a layer's result, 0 if there is none."""
+        widths = {"conv": 0, "delta": self.value_dim, "scan": self.value_width if self.scan.norm else 0}
+        return widths[self.kind]
+
+    @property
     def projected(self) -> int:
         """Width of a layer's first projection: conv, the two gates and the input; delta, queries, keys and values, the
-        gate of the result, then the strength of updates and the decay of each head.
+        gate of the result, then the strength of updates and the decay of each head; scan, the gate, values, keys and
+        queries, then the step of each head.
         """
-        return 3 * self.channels if self.kind == "conv" else self.channels + self.value_width + 2 * self.num_heads
+        if self.kind == "conv":
+            return 3 * self.channels
+        return self.channels + self.value_width + self.num_heads * (2 if self.kind == "delta" else 1)
 
     @property
     def result_width(self) -> int:

@@ -6,33 +6,37 @@ to rounding, and those of a sequence depend on no other.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, States
-from engine.kernels.cpu.recurrent import step_conv, step_delta
-from engine.models.encodings import Parameters
+from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, Scan, States
+from engine.kernels.cpu.recurrent import step_conv, step_delta, step_scan
+from engine.models.encodings import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.delta import GatedDelta
+from engine.models.recurrent.scan import SelectiveScan
 from engine.models.recurrent.short_conv import ShortConv
 from engine.models.recurrent.state import LayerStates
 
+if TYPE_CHECKING:
+    from engine.models.linear import LinearLayer, Rows
+
 _Kernel = Callable[[Any, States, Floats, Floats, Part], None]
-"""step_conv, step_delta: computes one thread's part of a step."""
+"""step_conv, step_delta, step_scan: computes one thread's part of a step."""
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
 
 
 class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta. Rows are what the layer's first projection gives for a token; results and
-    states are fp32.
+    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token;
+    results and states are fp32.
     """
 
-    def for_kernels(self) -> Convolution | Delta:
+    def for_kernels(self) -> Convolution | Delta | Scan:
         """The parameters as the kernels of CPUs take them, which compute what `step` does."""
         ...
 
@@ -134,10 +138,43 @@ class RecurrentMixer:
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
-    """Take the parameters of a layer between its projections; None if it has attention."""
+    """Take the parameters of a layer between its projections; None if it has no recurrence."""
     facts = config.recurrent
     if facts is None or not facts.layers[layer]:
         return None
     if facts.kind == "conv":
         return RecurrentMixer(ShortConv(parameters, prefix, facts), step_conv, facts)
+    if facts.kind == "scan":
+        return RecurrentMixer(SelectiveScan(parameters, prefix, facts, config.norm_eps), step_scan, facts)
     return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), step_delta, facts)
+
+
+Recur = Callable[[RecurrentMixer, Tensor], Tensor]
+"""A layer's recurrence, and what it mixes: [num_tokens, projected] -> [num_tokens, result_width]."""
+
+
+class RecurrentPart(NamedTuple):
+    """A layer's recurrence, behind the projection of the layer's input rows and before that of its result."""
+
+    into: "LinearLayer"
+    mixer: RecurrentMixer
+    out: "LinearLayer"
+
+    def mix(self, x: "Rows", recur: Recur) -> "Rows":
+        """The input rows of `out`."""
+        return self.out.ops.rows(recur(self.mixer, self.into(x)))
+
+
+def take_recurrent(
+    parameters: Parameters,
+    prefix: str,
+    config: ModelConfig,
+    layer: int,
+    make_linear: "Callable[[str, LinearParameters], LinearLayer]",
+) -> RecurrentPart | None:
+    """Take the parameters of a layer's recurrence; None if it has none."""
+    if (mixer := take_mixer(parameters, prefix, config, layer)) is None:
+        return None
+    names = (f"{prefix}recurrent_in", f"{prefix}recurrent_out")
+    into, out = (make_linear(name, parameters.take_linear(name)) for name in names)
+    return RecurrentPart(into, mixer, out)

@@ -18,22 +18,26 @@ def add_recurrent(builder: "SpecBuilder", config: "ModelConfig") -> None:
     """Add those of a layer."""
     facts, module = config.recurrent, config.tensors.recurrent
     assert facts is not None
-    conv = (facts.channels, 1, facts.kernel)
+    name, conv, factor = "conv1d", (facts.channels, 1, facts.kernel), config.residual_scale
     tensors: list[tuple[str, int, RowOrder | None]]
     if facts.kind == "conv":
-        tensors = [(f"{module}.in_proj", facts.projected, None)]
-        builder.stored("conv", f"{module}.conv.weight", conv)
-        if facts.bias:
-            builder.stored("conv_bias", f"{module}.conv.bias", conv[:1])
+        name, tensors = "conv", [(f"{module}.in_proj", facts.projected, None)]
+    elif facts.kind == "scan":
+        tensors, factor = [(f"{module}.in_proj", facts.projected, None)], factor * facts.scan.out_factor
+        builder.stored("skip", f"{module}.D", (facts.num_heads,), in_fp32=True)
     else:
         parts = (("qkv", facts.channels), ("z", facts.value_width), ("b", facts.num_heads), ("a", facts.num_heads))
         tensors = [(f"{module}.in_proj_{part}", width, None) for part, width in parts]
         if facts.is_fused:
             tensors = [(f"{module}.in_proj_{part}", len(rows), rows) for part, rows in fused_rows(facts)]
-        builder.stored("conv", f"{module}.conv1d.weight", conv)
+    builder.stored("conv", f"{module}.{name}.weight", conv)
+    if facts.conv_bias:
+        builder.stored("conv_bias", f"{module}.{name}.bias", conv[:1])
+    if facts.kind != "conv":
         builder.stored("decay_log", f"{module}.A_log", (facts.num_heads,), in_fp32=True)
         builder.stored("decay_bias", f"{module}.dt_bias", (facts.num_heads,), in_fp32=True)
-        builder.stored("recurrent_norm", f"{module}.norm.weight", (facts.value_dim,))
+    if facts.norm_width:
+        builder.stored("recurrent_norm", f"{module}.norm.weight", (facts.norm_width,))
     builder.linear("recurrent_in", tensors, config.hidden_size, has_bias=facts.bias)
     outputs = [(f"{module}.out_proj", config.hidden_size, None)]
-    builder.linear("recurrent_out", outputs, facts.result_width, has_bias=facts.bias)
+    builder.linear("recurrent_out", outputs, facts.result_width, has_bias=facts.bias, factor=factor)

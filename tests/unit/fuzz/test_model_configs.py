@@ -54,6 +54,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"query_pre_attn_scalar": 256, "attn_logit_softcapping": 50, "final_logit_softcapping": None}
     | {"sliding_window": 16, "sliding_window_pattern": 2, "rope_local_base_freq": 1e4}
     | {"rope_parameters": {kind: {"rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")}},
+    "NemotronHForCausalLM": LLAMA
+    | {"layers_block_type": ["mamba", "attention", "mlp", "moe"], "time_step_limit": [0.0, {"__float__": "Infinity"}]}
+    | {"mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 16, "moe_intermediate_size": 32}
+    | {"n_routed_experts": 4, "num_experts_per_tok": 2, "conv_kernel": 4, "mlp_hidden_act": "relu2"},
+    "FalconH1ForCausalLM": LLAMA
+    | {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": "auto", "mamba_d_state": 16, "mamba_rms_norm": True}
+    | {"attention_bias": False, "ssm_multipliers": [0.5] * 5, "mlp_multipliers": [0.5] * 2, "key_multiplier": 0.5},
     "GraniteForCausalLM": LLAMA
     | {"embedding_multiplier": 2, "attention_multiplier": 0.1, "residual_multiplier": 0.2, "logits_scaling": 8},
     "Phi3ForCausalLM": LLAMA
@@ -82,7 +89,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 16, "tie_word_embeddings": False}
     | {"scale_decoder_outputs": False},
 }
-UNNAMED = {"architectures", "hidden_act", "activation", "activation_function", "rope_type"}
+UNNAMED = {"architectures", "hidden_act", "mlp_hidden_act", "activation", "activation_function", "rope_type"}
 """Members whose value is named, not the member."""
 
 

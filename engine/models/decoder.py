@@ -172,7 +172,7 @@ class Decoder:
 def _take_mixed(
     parameters: Parameters, config: ModelConfig, linears: Adapters, layers: Sequence[Layer]
 ) -> list[MixedLayer]:
-    """What each layer has besides, where layers differ in their sizes."""
+    """Layers of several sizes, with their further parts; none if all layers have one size."""
     taken: list[MixedLayer] = []
     for index, layer in enumerate(layers if config.mixed is not None else ()):
         own, has_experts = config.of_layer(index), config.experts is not None

@@ -47,7 +47,7 @@ class Beside:
     experts_out_norm: Norm
 
     def __call__(self, residual: Tensor, layer: "Layer") -> Tensor:
-        """What both add to the residual, before the last norm."""
+        """The sum that both add to the residual, before the last norm."""
         experts = cast("Experts", layer.mlp)
         assert layer.post_norm is not None
         beside = self.mlp_norm(self.mlp(self.mlp.ops.norm(residual, layer.post_norm)))
@@ -143,7 +143,7 @@ def take_mixed_layer(
 
 
 class LayerInputs:
-    """What each layer gets of a token: a row of a table of its own, and a projection of the embedded token."""
+    """The input of each layer for a token: a row of a table of its own, and a projection of the embedded token."""
 
     def __init__(self, parameters: Parameters, config: ModelConfig) -> None:
         assert config.mixed is not None

@@ -1,7 +1,7 @@
 """ModelConfig: the configuration of a decoder-only model, independent of its family's key names in config.json.
 
 A family's file takes from here also RopeConfig (rotary positions), and helpers to read config.json, in which families
-use different keys for the same fact. What its tensors are called is in tensor_names.py.
+use different keys for the same fact. The names of its tensors are in tensor_names.py.
 """
 
 from dataclasses import dataclass, field, replace

@@ -58,7 +58,7 @@ class PrefixChain:
         return num_tokens
 
     def _state(self, index: int) -> BlockHash:
-        """What announces the state at the end of a block whose hash is known."""
+        """The hash that announces the state at the end of a block whose own hash is known."""
         if index not in self._states:
             self._states[index] = state_hash(self._hashes[index])
         return self._states[index]

@@ -48,7 +48,7 @@ class HeadMatrix(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What a token does to some columns: each is multiplied by the decay, then key * change is added."""
+    """The effect of a token on some columns: each is multiplied by the decay, then key * change is added."""
 
     decay: np.float32
     key: Address  # [rows]

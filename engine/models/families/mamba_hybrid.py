@@ -150,7 +150,7 @@ def nemotron_h(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
 
 
 def _kinds_of_layers(raw: RawConfig) -> tuple[str, ...]:
-    """What each layer is. Older config.json files have a letter for each."""
+    """The kind of each layer. Older config.json files have a letter for each."""
     stated = texts(raw, "layers_block_type") or texts(raw, "layer_types")
     kinds = tuple(_OLDER_NAMES.get(kind, kind) for kind in stated)
     if not stated:

@@ -9,7 +9,7 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ScanConfig:
-    """What else Mamba 2 has. `norm`: the heads of a key head are normed together, `gated` or `before` the gate, or not
+    """Further facts of Mamba 2. `norm`: the heads of a key head are normed together, `gated` or `before` the gate, or not
     at all ("").
 
     `factors`: of the gate, the values, the keys (B), the queries (C) and the steps, as the projection gives them.

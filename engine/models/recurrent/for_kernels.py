@@ -1,4 +1,4 @@
-"""What the compiled loop takes of recurrent layers: parameters, places of states, and the sequences of a step."""
+"""Recurrent layers for the compiled loop: parameters, places of states, and the sequences of a step."""
 
 from collections.abc import Sequence
 

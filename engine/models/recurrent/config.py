@@ -9,8 +9,8 @@ NUMBER_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class ScanConfig:
-    """Further facts of Mamba 2. `norm`: the heads of a key head are normed together, `gated` or `before` the gate, or not
-    at all ("").
+    """Further facts of Mamba 2. `norm`: the heads of a key head are normed together, `gated` or `before` the gate, or
+    not at all ("").
 
     `factors`: of the gate, the values, the keys (B), the queries (C) and the steps, as the projection gives them.
     `out_factor`: of the last projection, beside `residual_scale`. `step_limits`: the least and the largest step.

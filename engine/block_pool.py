@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from engine.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.sequence import SequenceState
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
-from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash, state_hash
+from mesh.domain.kv import BlockHash, block_hashes, group_hash, next_hash, root_hash, state_hash
+from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 from mesh.domain.worker import CacheEvent
 
 
@@ -96,6 +97,10 @@ class BlockPool:
                 break
             matched.append(block_id)
         return matched
+
+    def find(self, block_hash: BlockHash) -> int | None:
+        """The indexed block with this hash; see `match`."""
+        return self._block_of.get(block_hash)
 
     def snapshot(self, block_hash: BlockHash) -> tuple[int, ...]:
         """Blocks with the state at the end of the block with this hash; none if there is no snapshot. `hold` them
@@ -257,10 +262,14 @@ class PrefixCache:
     """
 
     pool: BlockPool
-    block_size: int
+    groups: KVGroups
     enabled: bool
     whole_prompts: bool
     state_blocks: int = 0
+
+    @property
+    def block_size(self) -> int:
+        return self.groups.block_size
 
     def hashes(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of all blocks that were full when the sequence came. Computed once, for the look-up and `publish`."""
@@ -287,8 +296,12 @@ class PrefixCache:
             return
         hashes = sequence.block_hashes
         while (len(hashes) + 1) * self.block_size <= sequence.num_computed_tokens:
+            first = self.state_blocks + len(hashes) * self.groups.count
             hashes.append(self._hash_after(sequence, hashes))
-            self.pool.publish(sequence.block_table[self.state_blocks + len(hashes) - 1], hashes[-1])
+            for group in range(self.groups.count):
+                block_id = sequence.block_table[first + group]
+                if block_id != NO_BLOCK or not self.groups.have_windows:
+                    self.pool.publish(block_id, group_hash(hashes[-1], group))
 
     def _hash_after(self, sequence: SequenceState, hashes: list[BlockHash]) -> BlockHash:
         """The hash of the block after those that have `hashes`."""
@@ -307,9 +320,9 @@ class PrefixCache:
 class Forks:
     """The sequences of one scheduler whose copies are not made yet: forks, and those that continue from a snapshot."""
 
-    def __init__(self, pool: BlockPool, block_size: int, state_blocks: int = 0) -> None:
+    def __init__(self, pool: BlockPool, groups: KVGroups, state_blocks: int = 0) -> None:
         self._pool = pool
-        self._block_size = block_size
+        self._groups = groups
         self._state_blocks = state_blocks
         self._due: list[SequenceState] = []
         self._copying: dict[int, list[SequenceState]] = {}  # by the number of the batch that copies
@@ -319,18 +332,18 @@ class Forks:
 
         The fork computes the prompt's last token again: its first sample is drawn from that token's logits.
         """
-        own = self._pool.allocate(self._state_blocks + 1)
+        own = self._pool.allocate(self._state_blocks + self._groups.count)
         if own is None:
             return False
         fork.num_cached_tokens = fork.num_computed_tokens = fork.num_tokens - 1
-        num_shared, num_copied_tokens = divmod(fork.num_computed_tokens, self._block_size)
-        first, end = self._state_blocks, self._state_blocks + num_shared
+        num_shared, num_copied_tokens = divmod(fork.num_computed_tokens, self._groups.block_size)
+        first, end = self._state_blocks, self._state_blocks + num_shared * self._groups.count
         shared = origin.block_table[first:end]
         self._pool.hold(shared)
         fork.block_table += own[:first] + shared + own[first:]
         fork.block_hashes = origin.block_hashes[:num_shared]
         fork.last_snapshot, fork.is_transferred = origin.last_snapshot, origin.is_transferred
-        copied = [*range(first), *([end] if num_copied_tokens else [])]
+        copied = [*range(first), *(range(end, end + self._groups.count) if num_copied_tokens else ())]
         originals = [origin.block_table[place] for place in copied]
         self._pool.hold(originals)
         self.copy(originals, fork, [fork.block_table[place] for place in copied])

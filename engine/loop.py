@@ -184,7 +184,8 @@ class Engine:
         """
         if sequence.status is SequenceStatus.WAITING_FOR_KV:
             config, table = self.scheduler.config, sequence.block_table
-            first, num_shared = config.state_blocks, sequence.num_cached_tokens // config.block_size
+            num_shared = sequence.num_cached_tokens // config.block_size * config.groups.count
+            first = config.state_blocks
             self._runner.clear_blocks([*table[:first], *table[first + num_shared :]])
         self.scheduler.remove(sequence)
         if not self.scheduler.is_computing(sequence):

@@ -44,8 +44,10 @@ from engine.runner import RunnerOutput
 from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from engine.snapshots import Snapshots
+from engine.windows import Windows
 from mesh.domain.errors import InvalidRequest, MeshError, TooLarge, WorkerBusy
-from mesh.domain.kv import BlockHash
+from mesh.domain.kv import BlockHash, group_hash
+from mesh.domain.kv_groups import NO_BLOCK
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerLoad
 
@@ -90,8 +92,8 @@ class Scheduler:
 
     All blocks of a sequence are freed in `_free`: by `_end`, after its last token, unless it is handed over; by
     `_preempt`; and by `remove`, which ends it in any state, or by the `update` of the batch in flight that it is in.
-    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), the original of a copied fork (`Forks`), and
-    snapshots once they are taken (`Snapshots`).
+    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), the original of a copied fork (`Forks`),
+    snapshots once they are taken (`Snapshots`), and those behind a sliding window (`Windows`).
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
@@ -101,9 +103,11 @@ class Scheduler:
         self._waiting: dict[SequenceKey, SequenceState] = {}
         self._slots: dict[SequenceKey, SequenceState] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, SequenceState] = {}
-        self._forks = Forks(pool, config.block_size, config.state_blocks)
+        self._groups = config.groups
+        self._windows = Windows(pool, self._groups, config.max_batch_tokens)
+        self._forks = Forks(pool, self._groups, config.state_blocks)
         self._prefixes = PrefixCache(
-            pool, config.block_size, config.prefix_caching, config.whole_prompts, config.state_blocks
+            pool, self._groups, config.prefix_caching, config.whole_prompts, config.state_blocks
         )
         self._snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
         self._in_flight = BatchesInFlight()
@@ -116,6 +120,7 @@ class Scheduler:
         if num_left := len(self._waiting) + len(self._slots) + len(self._held):
             raise ValueError(f"{num_left} sequences are left of the former role")
         self.config = config
+        self._windows.step_tokens = config.max_batch_tokens
         self._counters = _Counters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -139,7 +144,9 @@ class Scheduler:
         hashes = self._prefixes.hashes(sequence)
         if self.config.state_blocks:  # the last token is computed once more, and writes to its block
             hashes = hashes[: (sequence.num_tokens - 1) // self.config.block_size]
-        if not (self._has_slot_for(sequence) and self._take_slot(sequence, hashes, self.pool.match(hashes))):
+        last = sequence.num_tokens - 1
+        matched = self._windows.match(hashes, last)
+        if not (self._has_slot_for(sequence) and self._take_slot(sequence, hashes, matched, last_seen=last)):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
@@ -191,7 +198,8 @@ class Scheduler:
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
         hashes = self._prefixes.reusable(sequence)
-        return hashes[len(self.pool.match(hashes)) :]
+        num_matched = len(self._windows.match(hashes)) // self._groups.count
+        return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -225,7 +233,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raise ValueError unless the known sequences account for every held block. For tests and idle checks."""
         holders = (*self._slots.values(), *self._held.values(), *self._in_flight.aborted)
-        self.pool.check_integrity([sequence.held_blocks for sequence in holders])
+        self.pool.check_integrity([self._windows.kept, *(sequence.held_blocks for sequence in holders)])
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -249,7 +257,7 @@ class Scheduler:
         self._schedule_in_order(unfinished, chunks, budget, room)
         items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
-            return ScheduledBatch(())
+            return self.schedule(max_prompt_tokens) if self._give_up_youngest() else ScheduledBatch(())
         sequences = [item.sequence for item in items]
         number = self._in_flight.begin(sequences)
         copies = self._forks.copies(number, sequences)
@@ -298,8 +306,7 @@ class Scheduler:
             if remaining == 0 or len(chunks) >= room or not (is_running or self._has_slot_for(sequence)):
                 break  # younger ones get no slot either
             if sequence.num_uncomputed_tokens <= remaining and (is_running or self._admit(sequence)):
-                chunks.append(self._chunk(sequence, remaining))
-                remaining -= chunks[-1].num_tokens
+                remaining -= self._add_chunk(chunks, sequence, remaining)
         return chunks
 
     def _schedule_in_order(
@@ -310,24 +317,41 @@ class Scheduler:
         budget -= sum(chunk.num_tokens for chunk in chunks)
         for sequence in unfinished:
             if budget > 0 and len(chunks) < room and all(chunk.sequence is not sequence for chunk in chunks):
-                chunks.append(self._chunk(sequence, budget))
-                budget -= chunks[-1].num_tokens
+                budget -= self._add_chunk(chunks, sequence, budget)
         while budget > 0 and len(chunks) < room:
             admitted = self._admit_oldest(budget, is_first=not chunks)
             if admitted is None:
                 break
-            chunks.append(self._chunk(admitted, budget))
-            budget -= chunks[-1].num_tokens
+            budget -= self._add_chunk(chunks, admitted, budget)
+
+    def _add_chunk(self, chunks: list[ScheduledSequence], sequence: SequenceState, budget: int) -> int:
+        """Add a chunk of a prompt to `chunks`, unless no blocks are free for it now; returns its number of tokens."""
+        chunk = self._chunk(sequence, budget)
+        num_tokens = self._windows.fill(sequence, chunk.num_tokens)
+        if num_tokens:
+            chunks.append(chunk if num_tokens == chunk.num_tokens else self._chunk(sequence, num_tokens))
+        return num_tokens
+
+    def _give_up_youngest(self) -> bool:
+        """Preempt the youngest sequence if all of them are prompts that need blocks behind their windows, and none are
+        going to be free: sequences that share blocks do not free them when one of them has passed. True if it did.
+        """
+        running = list(self._slots.values())
+        is_stuck = bool(running) and all(self._may_run(sequence) for sequence in running)
+        if not (self._windows.kept and is_stuck) or self._held:
+            return False
+        self._preempt(running[-1])
+        return True
 
     def _grow(self, sequence: SequenceState) -> bool:
-        """Allocate a block for the next token if needed; preempt the youngest sequences while no block is free.
+        """Allocate blocks for the next token if needed; preempt the youngest sequences while no block is free.
 
         Returns False if the sequence itself was preempted, or must wait for a younger one that is in flight.
         """
-        while len(sequence.block_table) < self._num_blocks_for(sequence):
-            block = self.pool.allocate(1)
-            if block is not None:
-                sequence.block_table += block
+        while len(sequence.block_table) < self._num_entries_for(sequence):
+            blocks = self.pool.allocate(self._groups.count)
+            if blocks is not None:
+                sequence.block_table += blocks
                 continue
             younger = [s for s in self._slots.values() if s.status is SequenceStatus.RUNNING]
             younger = younger[younger.index(sequence) :]
@@ -344,12 +368,13 @@ class Scheduler:
 
         Drafts never preempt a sequence, nor do they use the headroom. `update` frees the blocks of wrong drafts.
         """
-        size = self.config.block_size
-        num_missing = -(-(sequence.num_tokens + num_drafts) // size) - len(sequence.block_table)
-        num_new = max(0, min(num_missing, self.pool.num_free - self._headroom()))
+        size, count = self.config.block_size, self._groups.count
+        num_positions = self._groups.num_positions(sequence.num_tokens + num_drafts)
+        num_missing = num_positions - len(sequence.block_table) // count
+        num_new = max(0, min(num_missing, (self.pool.num_free - self._headroom()) // count))
         if num_new > 0:
-            sequence.block_table += self.pool.allocate(num_new) or []
-        return min(num_drafts, len(sequence.block_table) * size - sequence.num_tokens)
+            sequence.block_table += self.pool.allocate(num_new * count) or []
+        return min(num_drafts, len(sequence.block_table) // count * size - sequence.num_tokens)
 
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]
@@ -402,7 +427,7 @@ class Scheduler:
     def _take_computed_slot(self, sequence: SequenceState) -> bool:
         """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
         hashes = self._prefixes.reusable(sequence)
-        matched = self.pool.match(hashes)
+        matched = self._windows.match(hashes)
         if not self.config.state_blocks:
             return self._take_slot(sequence, hashes, matched)
         reused = self._snapshots.find(hashes[: len(matched)])
@@ -416,39 +441,60 @@ class Scheduler:
         return True
 
     def _take_slot(
-        self, sequence: SequenceState, hashes: list[BlockHash], matched: list[int], snapshot: Sequence[int] = ()
+        self,
+        sequence: SequenceState,
+        hashes: list[BlockHash],
+        matched: list[int],
+        snapshot: Sequence[int] = (),
+        last_seen: int | None = None,
     ) -> bool:
-        """Occupy a slot with blocks for all tokens of the sequence: those `matched` by `hashes`, and others. The state
-        begins as the one in `snapshot`.
+        """Occupy a slot with blocks for the tokens of the sequence: those `matched` by `hashes`, and others. The state
+        begins as the one in `snapshot`. `last_seen`: the token whose window counts, see `Windows.match`.
 
         Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
         """
-        oldest = self._oldest_beside(sequence)
+        oldest, num_tokens, states = self._oldest_beside(sequence), sequence.num_tokens, self.config.state_blocks
         spare = 0 if oldest is None else self._num_blocks_for(oldest)
-        num_missing, states = self._num_blocks_for(sequence) - len(matched), self.config.state_blocks
-        if num_missing > self.pool.num_allocatable_beside([*matched, *snapshot]) - self._headroom() - spare:
+        kept = self._hashes_on_disk(sequence, hashes, len(matched))
+        num_reused = (len(matched) + len(kept)) // self._groups.count
+        num_cached_tokens = num_reused * self.config.block_size
+        wanted = self._windows.wanted(num_tokens, num_reused, last_seen)
+        matched = [block_id if is_wanted else NO_BLOCK for block_id, is_wanted in zip(matched, wanted, strict=False)]
+        unheld = wanted[len(matched) :]
+        num_missing = states + sum(unheld)
+        promised = self._windows.num_promised(self._slots.values()) + spare
+        if last_seen is None:
+            promised += self._windows.num_passing(num_tokens, num_cached_tokens)
+        if num_missing > self.pool.num_allocatable_beside([*matched, *snapshot]) - self._headroom() - promised:
             return False
-        self.pool.hold([*matched, *snapshot])
+        self.pool.hold([*matched, *snapshot, *[NO_BLOCK] * unheld.count(False)])
         own = self.pool.allocate(num_missing) or []
-        sequence.block_table += own[:states] + matched + own[states:]
+        remaining = iter(own[states:])
+        others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
+        sequence.block_table += own[:states] + matched + others
         self._forks.copy(snapshot, sequence, own[: len(snapshot)])
-        num_cached = len(matched) + self._restore(sequence, hashes, len(matched))
-        sequence.block_hashes = hashes[:num_cached]
-        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached * self.config.block_size
+        self._restore(sequence, kept, states + len(matched))
+        sequence.block_hashes = hashes[:num_reused]
+        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
         self._slots[sequence.key] = sequence
         return True
 
-    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> int:
-        """Fill the sequence's blocks from `first` on with those that were kept; returns their number."""
+    def _hashes_on_disk(self, sequence: SequenceState, hashes: list[BlockHash], num_matched: int) -> list[BlockHash]:
+        """Hashes of the blocks that were kept behind those that are matched, of all groups of each position."""
+        count = self._groups.count
+        wanted = (group_hash(each, group) for each in hashes[num_matched // count :] for group in range(count))
+        found = list(takewhile(sequence.from_disk.__contains__, wanted))
+        return found[: len(found) // count * count] if self.evicted is not None else []
+
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> None:
+        """Fill the entries of the sequence's table from `first` on with the blocks that were kept under these hashes."""
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
-        found = list(takewhile(kept.__contains__, hashes[first:]))
+        entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
+        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self._windows.kept]
         if self.evicted is not None and found:
-            first += self.config.state_blocks
-            block_ids = sequence.block_table[first : first + len(found)]
-            self.evicted.restore(block_ids, [kept[block_hash] for block_hash in found])
-            for block_id, block_hash in zip(block_ids, found, strict=True):
+            self.evicted.restore([block_id for block_id, _ in found], [kept[each] for _, each in found])
+            for block_id, block_hash in found:
                 self.pool.publish(block_id, block_hash)
-        return len(found)
 
     def _start_forks(self, sequence: SequenceState) -> None:
         """Start the forks of a sequence whose prompt is computed and published, and whose blocks are still held."""
@@ -465,10 +511,15 @@ class Scheduler:
 
     def _headroom(self) -> int:
         """Blocks kept free for running sequences to grow into, so that a newcomer is not preempted at once."""
-        return len(self._slots)
+        return len(self._slots) * self._groups.count
 
     def _num_blocks_for(self, sequence: SequenceState) -> int:
-        return self.config.num_blocks_for(sequence.num_tokens)
+        """The most blocks that the sequence needs now, if it has none yet."""
+        num_tokens = sequence.num_tokens
+        return self.config.state_blocks + self._groups.num_blocks_at_once(num_tokens, self.config.max_batch_tokens)
+
+    def _num_entries_for(self, sequence: SequenceState) -> int:
+        return self.config.state_blocks + self._groups.num_positions(sequence.num_tokens) * self._groups.count
 
     def _require_new(self, sequence: SequenceState) -> None:
         tables = (self._waiting, self._slots, self._held)
@@ -476,8 +527,9 @@ class Scheduler:
             raise InvalidRequest(f"attempt {sequence.key[1]} of request {sequence.key[0]} is already on this worker")
 
     def _require_fits(self, sequence: SequenceState) -> None:
-        num_blocks = max(0, self.pool.num_blocks - self.config.state_blocks)
-        max_tokens = min(self.config.max_model_len, num_blocks * self.config.block_size)
+        num_blocks = self.pool.num_blocks - self.config.state_blocks
+        limits = self.config.max_batch_tokens, self.config.max_model_len
+        max_tokens = self._groups.max_tokens_in(num_blocks, *limits)
         # A sequence that is handed over needs no block for the KV of its first token.
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > max_tokens:
@@ -520,6 +572,7 @@ class Scheduler:
             else:
                 sequence.num_computed_tokens = item.end
                 self._publish(item)
+                self._windows.free_behind(sequence)
         return results
 
     def _publish(self, item: ScheduledSequence) -> None:
@@ -553,6 +606,7 @@ class Scheduler:
             self._end(sequence)
         else:
             self._free_draft_blocks(sequence)
+            self._windows.free_behind(sequence)
         return result
 
     def _end(self, sequence: SequenceState) -> None:
@@ -578,7 +632,7 @@ class Scheduler:
 
     def _free_draft_blocks(self, sequence: SequenceState) -> None:
         """Free blocks that `allocate_for_drafts` allocated for drafts that were wrong."""
-        needed = self._num_blocks_for(sequence)
+        needed = self._num_entries_for(sequence)
         if len(sequence.block_table) > needed:
             self.pool.free(sequence.block_table[needed:])
             del sequence.block_table[needed:]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES
+from mesh.domain.kv_groups import KVGroups
 
 DTYPES = ("auto", *DTYPE_BYTES)
 KV_DTYPES = ("auto", *KV_DTYPE_BYTES)
@@ -46,7 +47,8 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks`: see KVLayout; with any, no token is computed that may be wrong, and one batch is in flight.
+    `state_blocks` and `windows`: see KVLayout. One batch is in flight with either; with the former, no token is computed
+    that may be wrong.
     """
 
     block_size: int
@@ -59,6 +61,7 @@ class SchedulerConfig:
     max_step_stretch: float = 0.0
     adapters: frozenset[str] = frozenset()
     state_blocks: int = 0
+    windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):
@@ -71,10 +74,12 @@ class SchedulerConfig:
             )
         if self.state_blocks and self.max_in_flight > 1:
             raise ConfigurationError("a model with recurrent layers computes one batch at a time")
+        if self.windows and (self.state_blocks or self.max_in_flight > 1):
+            raise ConfigurationError("a model whose windows are freed has no recurrent layers or pipeline stages")
 
-    def num_blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks of a sequence with `num_tokens` tokens."""
-        return self.state_blocks - (-num_tokens // self.block_size)
+    @property
+    def groups(self) -> KVGroups:
+        return KVGroups(self.block_size, self.windows or (0,))
 
 
 @dataclass(frozen=True, slots=True)

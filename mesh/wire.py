@@ -350,11 +350,11 @@ def load_from_proto(message: worker_pb2.WorkerLoad) -> WorkerLoad:
 
 
 def layout_to_proto(layout: KVLayout) -> kvtransfer_pb2.KvLayout:
-    return kvtransfer_pb2.KvLayout(**{name: getattr(layout, name) for name in _LAYOUT})
+    return kvtransfer_pb2.KvLayout(windows=layout.windows, **{name: getattr(layout, name) for name in _LAYOUT})
 
 
 def layout_from_proto(message: kvtransfer_pb2.KvLayout) -> KVLayout:
-    return KVLayout(**{name: getattr(message, name) for name in _LAYOUT})
+    return KVLayout(windows=tuple(message.windows), **{name: getattr(message, name) for name in _LAYOUT})
 
 
 def span_to_proto(span: KVSpan) -> kvtransfer_pb2.KvSpan:

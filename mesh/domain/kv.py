@@ -18,6 +18,7 @@ from hashlib import blake2b
 from itertools import pairwise
 
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
+from mesh.domain.kv_groups import KVGroups
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one weight, by dtype."""
@@ -101,6 +102,9 @@ class KVLayout:
 
     A model with recurrent layers has no KV of these, but a state of each sequence. The first `state_blocks` blocks of a
     sequence hold it (`engine/models/recurrent/state.py`), those behind them the KV of its tokens.
+
+    A block has the KV of `num_layers` layers. Where KV behind sliding windows is freed, these are a group of the
+    model's layers, and `windows` are those of the groups (KVGroups); else it is empty, and a block has all layers.
     """
 
     model_fingerprint: str
@@ -111,6 +115,11 @@ class KVLayout:
     dtype: str
     state_blocks: int = field(default=0, repr=False)
     keys_are_values: bool = field(default=False, repr=False)
+    windows: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def groups(self) -> KVGroups:
+        return KVGroups(self.block_size, self.windows or (0,))
 
     @property
     def whole(self) -> KVSpan:
@@ -154,18 +163,30 @@ class KVLayout:
         return max(1, self.block_size // self.unit_tokens)
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """The number of blocks of a sequence with `num_tokens` tokens."""
-        return self.state_blocks - (-num_tokens // self.block_size)
+        """The most blocks of a sequence with up to `num_tokens` tokens, once its prompt is computed."""
+        return self.state_blocks + self.groups.num_blocks_for(num_tokens)
 
-    def transfer_order(self, block_table: Sequence[int]) -> tuple[int, ...]:
-        """The blocks of a sequence by the positions that transfers give them: those of tokens, then those of its state.
-        So the blocks that a receiver has already are the first ones.
+    def num_entries_for(self, num_tokens: int) -> int:
+        """The length of the block table of a sequence with `num_tokens` tokens."""
+        return self.state_blocks + self.groups.count * self.groups.num_positions(num_tokens)
+
+    def sent_entries(self, num_tokens: int) -> list[int]:
+        """The entries of the block table of a prompt that transfers send, by the places that they give them: those of
+        tokens, then those of its state. So the blocks that a receiver has already are the first ones.
         """
-        return (*block_table[self.state_blocks :], *block_table[: self.state_blocks])
+        of_tokens = (self.state_blocks + entry for entry in self.groups.visible_entries(num_tokens))
+        return [*of_tokens, *range(self.state_blocks)]
 
-    def max_tokens_in(self, num_blocks: int) -> int:
-        """The length of the longest sequence that so many blocks hold."""
-        return max(0, num_blocks - self.state_blocks) * self.block_size
+    def num_sent_before(self, num_tokens: int, position: int) -> int:
+        """Blocks that transfers of a prompt give a place before those of this position, see KVGroups."""
+        groups = self.groups
+        return sum(max(0, position - groups.first_visible(group, num_tokens - 1)) for group in range(groups.count))
+
+    def max_tokens_in(self, num_blocks: int, step_tokens: int, max_tokens: int) -> int:
+        """The length of the longest sequence, of at most `max_tokens`, that so many blocks hold while it is computed in
+        steps of up to `step_tokens`.
+        """
+        return self.groups.max_tokens_in(num_blocks - self.state_blocks, step_tokens, max_tokens)
 
     def require_same(self, other: "KVLayout") -> None:
         """Raise LayoutMismatch, with both values of every differing field, unless `other` is equal."""
@@ -268,6 +289,13 @@ def next_hash(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
 def state_hash(block_hash: BlockHash) -> BlockHash:
     """Return the hash that announces a recurrent state at the end of this block, beside the block's own."""
     return next_hash(block_hash, ())
+
+
+def group_hash(block_hash: BlockHash, group: int) -> BlockHash:
+    """Return the hash of the block of this group of layers for the same tokens: group 0 has the tokens' own."""
+    if group == 0:
+        return block_hash
+    return blake2b(block_hash + bytes((group,)), digest_size=_HASH_BYTES, person=b"tandem-group").digest()
 
 
 def block_hashes(

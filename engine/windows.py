@@ -1,0 +1,124 @@
+"""Windows: which blocks a sequence holds where layers see a window of its tokens (mesh/domain/kv_groups.py). No tensors.
+
+    admitted      in groups that see all tokens, blocks for the whole prompt; in groups with a window, those that the
+                  last token of the prompt sees: decoding needs them, and a prefill worker sends them
+    a chunk       needs blocks for its own tokens, too, as far as they are free: `fill`
+    computed      blocks that the next token does not see are freed: `free_behind`. They stay findable, as all are
+
+Entries of the table without a block are NO_BLOCK, which this class holds for ever: so a table is held and freed whole.
+Admission leaves free what prompts will still need in their chunks (`num_promised`). Without windows a sequence holds
+all of its blocks, and all of this comes to nothing.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from engine.block_pool import BlockPool
+from engine.sequence import SequenceState, SequenceStatus
+from mesh.domain.kv import BlockHash, group_hash
+from mesh.domain.kv_groups import NO_BLOCK, KVGroups
+
+
+class Windows:
+    """The blocks of groups with a window, of one scheduler. `step_tokens`: the most tokens of a chunk."""
+
+    def __init__(self, pool: BlockPool, groups: KVGroups, step_tokens: int) -> None:
+        self.kept = (pool.allocate(1) or []) if groups.have_windows else []
+        """Blocks that are held for ever: NO_BLOCK."""
+        self._pool = pool
+        self._groups = groups
+        self.step_tokens = step_tokens
+        self._numbers = [group for group, window in enumerate(groups.windows) if window]
+
+    def match(self, hashes: Sequence[BlockHash], token: int | None = None) -> list[int]:
+        """Entries of a table for the longest prefix of `hashes` whose blocks are indexed, as far as this token sees
+        them; None: the token behind the prefix. They are not held yet, see BlockPool.match.
+        """
+        if not self._numbers:
+            return self._pool.match(hashes)
+        groups, length = self._groups, len(hashes)
+        for group in range(groups.num_full):
+            length = len(self._pool.match(group_hash(block_hash, group) for block_hash in hashes[:length]))
+        while (missing := self._last_missing(hashes[:length], token)) is not None:
+            length = missing
+        entries: list[int] = []
+        firsts = self._firsts(length, token)
+        for position, block_hash in enumerate(hashes[:length]):
+            for group, first in enumerate(firsts):
+                found = self._pool.find(group_hash(block_hash, group)) if position >= first else NO_BLOCK
+                assert found is not None
+                entries.append(found)
+        return entries
+
+    def _last_missing(self, hashes: Sequence[BlockHash], token: int | None) -> int | None:
+        """The last position at which a group with a window lacks a block that the token sees."""
+        firsts = self._firsts(len(hashes), token)
+        for position in range(len(hashes) - 1, min((firsts[group] for group in self._numbers), default=0) - 1, -1):
+            for group in self._numbers:
+                if position >= firsts[group] and self._pool.find(group_hash(hashes[position], group)) is None:
+                    return position
+        return None
+
+    def _firsts(self, num_positions: int, token: int | None) -> list[int]:
+        """Of each group, the first position that the token sees, or the one behind so many positions."""
+        groups = self._groups
+        token = num_positions * groups.block_size if token is None else token
+        return [groups.first_visible(group, token) for group in range(groups.count)]
+
+    def wanted(self, num_tokens: int, num_reused: int, token: int | None) -> list[bool]:
+        """True for each entry of the table of a prompt that is to have a block once the prompt is admitted: its last
+        token sees it, or the one that is computed next, behind `num_reused` positions (`token`: see `match`).
+        """
+        groups, last = self._groups, num_tokens - 1
+        if not self._numbers:
+            return [True] * groups.num_positions(num_tokens)
+        next_firsts, last_firsts = self._firsts(num_reused, token), self._firsts(0, last)
+        return [
+            position >= last_first or next_first <= position < num_reused
+            for position in range(groups.num_positions(num_tokens))
+            for next_first, last_first in zip(next_firsts, last_firsts, strict=True)
+        ]
+
+    def num_passing(self, num_tokens: int, num_computed: int) -> int:
+        """Blocks that a prompt may need besides, until it is computed."""
+        return sum(
+            self._groups.num_passing(group, num_tokens, num_computed, self.step_tokens) for group in self._numbers
+        )
+
+    def num_promised(self, sequences: Iterable[SequenceState]) -> int:
+        """Blocks that those of these sequences that are computed here may need besides."""
+        if not self._numbers:
+            return 0
+        running = (sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING)
+        return sum(self.num_passing(sequence.num_tokens, sequence.num_computed_tokens) for sequence in running)
+
+    def fill(self, sequence: SequenceState, num_tokens: int) -> int:
+        """Allocate blocks for the next `num_tokens` tokens of a prompt. Returns for how many of them there are some."""
+        if not self._numbers:
+            return num_tokens
+        groups, start, table = self._groups, sequence.num_computed_tokens, sequence.block_table
+        for position in range(start // groups.block_size, groups.num_positions(start + num_tokens)):
+            entries = [position * groups.count + group for group in self._numbers]
+            missing = [entry for entry in entries if table[entry] == NO_BLOCK]
+            own = self._pool.allocate(len(missing))
+            if own is None:
+                return max(0, position * groups.block_size - start)
+            self._pool.free([NO_BLOCK] * len(missing))
+            for entry, block_id in zip(missing, own, strict=True):
+                table[entry] = block_id
+        return num_tokens
+
+    def free_behind(self, sequence: SequenceState) -> None:
+        """Free the blocks that neither the next token nor a later one sees."""
+        table, count, left = sequence.block_table, self._groups.count, []
+        for group in self._numbers:
+            entry = (self._groups.first_visible(group, sequence.num_computed_tokens) - 1) * count + group
+            while entry >= 0 and table[entry] != NO_BLOCK:
+                left.append(entry)
+                entry -= count
+        if left:
+            request = sequence.request
+            left.sort()
+            self._pool.free([table[entry] for entry in left], request.cache_namespace, request.cache_hints)
+            self._pool.hold([NO_BLOCK] * len(left))
+            for entry in left:
+                table[entry] = NO_BLOCK

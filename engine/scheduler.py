@@ -505,6 +505,7 @@ class Scheduler:
             if len(self._slots) < self.config.max_num_seqs and self._forks.share(fork, sequence):
                 fork.status = SequenceStatus.RUNNING
                 self._slots[fork.key] = fork
+                self._windows.free_behind(fork)
             else:
                 fork.status = SequenceStatus.FINISHED
                 self._pending.failed.append((fork, WorkerBusy("no slot or block is free for a fork")))

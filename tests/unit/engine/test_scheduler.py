@@ -30,14 +30,14 @@ MAX_NUM_SEQS = 5
 EOS = 0
 
 
-def new_scheduler(**changes: object) -> Scheduler:
+def new_scheduler(num_blocks: int = NUM_BLOCKS, **changes: object) -> Scheduler:
     config = {
         "block_size": BLOCK,
         "max_batch_tokens": MAX_BATCH_TOKENS,
         "max_num_seqs": MAX_NUM_SEQS,
         "max_model_len": 40,
     }
-    return Scheduler(SchedulerConfig(**(config | changes)), BlockPool(NUM_BLOCKS))
+    return Scheduler(SchedulerConfig(**(config | changes)), BlockPool(num_blocks))
 
 
 def run_step(
@@ -65,13 +65,20 @@ class SchedulerLife(RuleBasedStateMachine):
     whole_prompts = False
     max_in_flight = 1
     state_blocks = 0
+    windows: tuple[int, ...] = ()
 
     def __init__(self) -> None:
         super().__init__()
         self.in_flight: list[tuple[ScheduledBatch, list[list[int]]]] = []
+        self.num_blocks = NUM_BLOCKS * max(1, len(self.windows))
         self.scheduler = new_scheduler(
-            whole_prompts=self.whole_prompts, max_in_flight=self.max_in_flight, state_blocks=self.state_blocks
+            self.num_blocks,
+            whole_prompts=self.whole_prompts,
+            max_in_flight=self.max_in_flight,
+            state_blocks=self.state_blocks,
+            windows=self.windows,
         )
+        self.groups = self.scheduler.config.groups
         self.speculator = eager_speculator(NgramDrafter(), 3)
         self.count = 0
 
@@ -174,7 +181,8 @@ class SchedulerLife(RuleBasedStateMachine):
         for item in batch.items:  # what guesses did not use is given back
             sequence = item.sequence
             assert sequence.num_tokens <= sequence.request.max_total_tokens
-            assert len(sequence.block_table) <= self.state_blocks - (-sequence.num_tokens // BLOCK)
+            entries = self.groups.num_positions(sequence.num_tokens) * self.groups.count
+            assert len(sequence.block_table) <= self.state_blocks + entries
             assert sequence.is_over or sequence.num_uncomputed_tokens >= 1
             assert sequence.status is not SequenceStatus.FINISHED or sequence.block_table == []
         for sequence in self.scheduler.take_preempted():
@@ -201,7 +209,7 @@ class SchedulerLife(RuleBasedStateMachine):
             for sequence in list(table.values()):
                 self.scheduler.remove(sequence)
         self.scheduler.check_integrity()
-        assert self.scheduler.pool.num_free == NUM_BLOCKS
+        assert self.scheduler.pool.num_free == self.num_blocks - (1 if self.windows else 0)
 
 
 SchedulerLife.TestCase.settings = settings(max_examples=120, stateful_step_count=40)

@@ -110,7 +110,7 @@ def _processes() -> list[psutil.Process]:
 def _digest(runner: ModelRunner) -> str:
     """A digest of the logits after each token of a prompt. Its step reads all weights but most of the embedding."""
     prompt = SequenceState(SequenceSpec("load", 0, _PROMPT, len(_PROMPT), SamplingParams()))
-    prompt.block_table = list(range(len(_PROMPT) // runner.kv_cache.layout.block_size + 1))
+    prompt.block_table = list(range(runner.kv_cache.layout.num_entries_for(len(_PROMPT))))
     return blake2b(runner.prompt_logits(prompt, range(len(_PROMPT))).numpy().tobytes()).hexdigest()
 
 

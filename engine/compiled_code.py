@@ -117,7 +117,7 @@ def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runn
     before, begun_s = code_counts(), time.perf_counter()
     resolved, config = resolve(settings)
     layout = kv_layout(config, resolved)
-    num_blocks = layout.num_blocks_for(_PROMPT_TOKENS + 1)
+    num_blocks = layout.num_entries_for(_PROMPT_TOKENS + 1)
     runner = load(replace(settings, num_blocks=num_blocks))
     try:
         _run(runner, num_blocks)

@@ -34,7 +34,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import ALONE, rank_share
-from engine.resolve import kv_layout, resolve, why_eager
+from engine.resolve import freed_windows, kv_layout, resolve, why_eager
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation
@@ -145,7 +145,10 @@ def load_speculator(
     drafter: Drafter = NgramDrafter()
     if settings is not None:
         max_model_len = load_decoder_config(settings.model_dir).max_model_len
-        drafter = DraftModel(load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens)
+        windows = freed_windows(load_decoder_config(model.model_dir), model)
+        drafter = DraftModel(
+            load_draft(settings), max_model_len=max_model_len, max_batch_tokens=max_batch_tokens, windows=windows
+        )
     return Speculator(drafter, speculation.max_drafts)
 
 
@@ -178,6 +181,7 @@ def _draft_settings(speculation: Speculation, model: RunnerSettings) -> RunnerSe
         adapters=(),
         graphs=replace(model.graphs, max_drafts=0),
         companion_bytes=0,
+        keep_all_kv=True,
         tensor_parallel=1,
         pipeline_parallel=1,
     )

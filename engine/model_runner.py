@@ -21,6 +21,7 @@ from engine.finite import items_not_finite, scores_are_finite, sum_of
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
+from engine.models.kv_groups import final_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
@@ -72,12 +73,10 @@ class ModelRunner:
         self._adapters = adapters
         # Where layers share blocks, the KV of a token is not in one place of a block.
         self._clears_tokens = not (isinstance(model.config, ModelConfig) and model.config.mixed)
-        size, slots = kv_cache.layout.block_size, {} if adapters is None else adapters.slots
+        layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
-        state_blocks = kv_cache.layout.state_blocks
-        self._builders = cycle(
-            [(StepInputBuilder(size, slots, state_blocks), copies_for(device)) for _ in range(max_in_flight)]
-        )
+        facts = layout.block_size, slots, layout.state_blocks, layout.windows
+        self._builders = cycle([(StepInputBuilder(*facts), copies_for(device)) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()
@@ -160,10 +159,17 @@ class ModelRunner:
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
     def _announce(self, tell: Callable[[int, int], None], first: int, count: int) -> None:
-        layers = self.config.kv_layers(Span(first, count))
+        layers = self._final_layers(Span(first, count))
         if layers.count:
             self.kv_cache.note_written(layers)
             tell(layers.first, layers.count)
+
+    def _final_layers(self, computed: Span) -> Span:
+        """The layers of KV that are final once these layers of the model are computed."""
+        windows = self.kv_cache.layout.windows
+        if windows and isinstance(self.config, ModelConfig):
+            return final_kv_layers(self.config, windows, computed)
+        return self.config.kv_layers(computed)
 
     def _clear_ends(self, batch: ScheduledBatch) -> None:
         """Clear blocks that the step fills in part, if it is the first to write to them: they may have held states,
@@ -196,10 +202,11 @@ class ModelRunner:
         """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
         layout = self.kv_cache.layout
         first, offset = divmod(item.start, layout.block_size)
-        states, table = layout.state_blocks, item.sequence.block_table
-        blocks = table[states + first : layout.num_blocks_for(item.end)]
+        states, table, count = layout.state_blocks, item.sequence.block_table, layout.groups.count
+        blocks = table[states + first * count : layout.num_entries_for(item.end)]
         if item.drafts and offset and self._clears_tokens:
-            self.kv_cache.clear_blocks([blocks.pop(0)], offset)
+            self.kv_cache.clear_blocks(blocks[:count], offset)
+            del blocks[:count]
         self.clear_blocks(table[:states] + blocks)
 
     def clear_blocks(self, block_ids: list[int]) -> None:

@@ -16,6 +16,7 @@ from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni,
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import PACKED
+from engine.models.kv_groups import group_windows, num_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
@@ -86,13 +87,15 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
             f"block_size {settings.block_size} does not divide the {max(filter(None, chunks))} tokens of the chunks in "
             f"which {config.architecture} attends: use a divisor of that"
         )
+    windows = freed_windows(config, settings)
     layout = KVLayout(
         model_fingerprint=model_fingerprint,
-        num_layers=config.num_kv_layers,
+        num_layers=num_kv_layers(config, windows) if isinstance(config, ModelConfig) else config.num_kv_layers,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
         block_size=settings.block_size,
         dtype=dtype,
+        windows=windows,
     )
     if isinstance(config, EncoderDecoderConfig):
         return layout
@@ -100,6 +103,15 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
     if config.recurrent is None:
         return layout
     return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
+
+
+def freed_windows(config: AnyConfig, settings: RunnerSettings) -> tuple[int, ...]:
+    """The windows of the groups of layers whose KV is freed behind them. Stages have consecutive layers of all groups,
+    so theirs is kept.
+    """
+    if isinstance(config, EncoderDecoderConfig) or settings.keep_all_kv or settings.pipeline_parallel > 1:
+        return ()
+    return group_windows(config)
 
 
 def fingerprint(

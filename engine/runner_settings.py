@@ -19,7 +19,7 @@ class RunnerSettings:
     "auto" is CUDA if available; `dtype` "auto" is the checkpoint's dtype, but fp32 on CPU where the compiled decoder
     would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
     steps of several ranks, which share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At
-    most `max_loaded_adapters` are in memory; 0: all.
+    most `max_loaded_adapters` are in memory; 0: all. `keep_all_kv`: KV behind sliding windows is not freed.
     """
 
     model_dir: Path
@@ -47,6 +47,7 @@ class RunnerSettings:
     adapters: tuple[AdapterFiles, ...] = ()
     max_loaded_adapters: int = 0
     graphs: GraphSettings = NO_GRAPHS
+    keep_all_kv: bool = False
 
     def __post_init__(self) -> None:
         require_known(self)

@@ -18,6 +18,7 @@ from torch import Tensor
 from engine.attention.backend import AdapterRows, ForwardMetadata, PassStates, chunks_of
 from engine.batch import ScheduledBatch
 from engine.device_copies import DeviceCopies
+from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 
 Int32s = NDArray[np.int32]
 Int64s = NDArray[np.int64]
@@ -35,8 +36,8 @@ class StepInput:
     token_ids: Int64s  # [num_tokens]
     positions: Int64s  # [num_tokens]
     rope_lengths: Int64s  # [num_tokens]; see engine/models/rope.py
-    slot_mapping: Int64s  # [num_tokens]: block_id * block_size + offset of the token's KV
-    block_tables: Int32s  # [num_seqs, max_blocks] of KV; see StepInputBuilder for the padding
+    slot_mapping: Int64s  # [num_tokens * num_groups]: block_id * block_size + offset of the token's KV in each group
+    block_tables: Int32s  # [num_seqs, num_groups * max_blocks] of KV; see StepInputBuilder for the padding
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, this step's included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt, with the decoder's start tokens
     query_starts: Int32s  # [num_seqs + 1]
@@ -45,6 +46,7 @@ class StepInput:
     adapters: tuple[AdapterRows, ...] = ()
     state_tables: Int32s | None = None  # [num_seqs, state_blocks], see PassStates
     is_repeated: tuple[bool, ...] = ()
+    num_groups: int = 1  # of layers, see KVGroups
 
     def on_device(self, copies: DeviceCopies) -> "StepTensors":
         """The step on the model's device, by one copy. On CPU the tensors share the arrays' memory."""
@@ -64,6 +66,7 @@ class StepInput:
             max_decode_context=max(context_lens[: self.num_decodes], default=0),
             adapters=self.adapters,
             states=PassStates(tensors["states"], self.is_repeated) if "states" in tensors else None,
+            num_groups=self.num_groups,
         )
         return StepTensors(tensors["token_ids"], tensors["sample_rows"], metadata)
 
@@ -87,20 +90,26 @@ class StepInputBuilder:
     digest; they may change between steps.
 
     Block tables are padded with block 0, which is valid to read but never used. With `state_blocks`, it might hold a
-    state, whose bytes are no KV; so tables are padded with the sequence's last block.
+    state, whose bytes are no KV; so tables are padded with the sequence's last block. The tables of the groups of
+    layers are side by side; those of groups with one of the `windows` begin with padding, up to what the step's tokens
+    see.
     """
 
     def __init__(
-        self, block_size: int, adapters: Mapping[str, int] = MappingProxyType({}), state_blocks: int = 0
+        self,
+        block_size: int,
+        adapters: Mapping[str, int] = MappingProxyType({}),
+        state_blocks: int = 0,
+        windows: tuple[int, ...] = (),
     ) -> None:
-        self._block_size = block_size
+        self._groups = KVGroups(block_size, windows or (0,))
         self._state_blocks = state_blocks
         self._adapters = adapters
         self._buffers: dict[str, NDArray[Any]] = {}
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Flatten a batch. The block table of every item must already cover its last token."""
-        items, size = batch.items, self._block_size
+        items, size, num_groups = batch.items, self._groups.block_size, self._groups.count
         counts = np.array([item.num_tokens for item in items], np.int64)
         context_lens = self._filled("context_lens", [item.end for item in items], np.int32)
         prompt_lens = self._filled("prompt_lens", [item.sequence.num_prompt_tokens for item in items], np.int32)
@@ -109,10 +118,11 @@ class StepInputBuilder:
         positions = self._buffer("positions", (len(owners),), np.int64)
         np.subtract(np.arange(len(owners)), (query_starts[:-1] - (context_lens - counts))[owners], out=positions)
         block_tables = self._block_tables(batch)
-        slot_mapping = self._buffer("slot_mapping", (len(owners),), np.int64)
-        slot_mapping[:] = block_tables[owners, positions // size]
+        slot_mapping = self._buffer("slot_mapping", (len(owners), num_groups), np.int64)
+        by_group = block_tables.reshape(len(items), num_groups, block_tables.shape[1] // num_groups)
+        slot_mapping[:] = by_group[owners, :, positions // size]
         slot_mapping *= size
-        slot_mapping += positions % size
+        slot_mapping += (positions % size)[:, None]
         rope_lengths = self._buffer("rope_lengths", (len(owners),), np.int64)
         np.maximum(positions + 1, prompt_lens[owners], out=rope_lengths)
         return StepInput(
@@ -120,7 +130,7 @@ class StepInputBuilder:
             token_ids=self._filled("token_ids", [token for item in items for token in item.token_ids()], np.int64),
             positions=positions,
             rope_lengths=rope_lengths,
-            slot_mapping=slot_mapping,
+            slot_mapping=slot_mapping.reshape(-1),
             block_tables=block_tables,
             context_lens=context_lens,
             prompt_lens=prompt_lens,
@@ -130,6 +140,7 @@ class StepInputBuilder:
             adapters=self._adapter_rows(batch, query_starts) if self._adapters else (),
             state_tables=self._state_tables(batch) if self._state_blocks else None,
             is_repeated=tuple(item.is_repeated for item in items),
+            num_groups=num_groups,
         )
 
     def _adapter_rows(self, batch: ScheduledBatch, query_starts: Int32s) -> tuple[AdapterRows, ...]:
@@ -145,11 +156,17 @@ class StepInputBuilder:
         return tuple(rows)
 
     def _block_tables(self, batch: ScheduledBatch) -> Int32s:
+        groups, count = self._groups, self._groups.count
         tables = [item.sequence.block_table[self._state_blocks :] for item in batch.items]
-        padded = self._buffer("block_tables", (len(tables), max(map(len, tables), default=0)), np.int32)
-        for row, table in enumerate(tables):
-            padded[row, : len(table)] = table
-            padded[row, len(table) :] = table[-1] if self._state_blocks else 0
+        longest = max(map(len, tables), default=0) // count
+        padded = self._buffer("block_tables", (len(tables), count * longest), np.int32)
+        for row, (item, table) in enumerate(zip(batch.items, tables, strict=True)):
+            length = len(table) // count
+            for group, part in enumerate(padded[row].reshape(count, longest)):
+                first = groups.first_visible(group, item.start)
+                part[:first] = NO_BLOCK
+                part[first:length] = table[first * count + group :: count]
+                part[length:] = table[-1] if self._state_blocks else 0
         return padded
 
     def _state_tables(self, batch: ScheduledBatch) -> Int32s:

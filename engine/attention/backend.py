@@ -66,8 +66,8 @@ class ForwardMetadata:
 
     positions: Tensor  # [num_tokens] int64
     rope_lengths: Tensor  # [num_tokens] int64; see engine/models/rope.py
-    slot_mapping: Tensor  # [num_tokens] int64: block_id * block_size + offset
-    block_tables: Tensor  # [num_seqs, max_blocks] int32, padded with blocks that are valid to read
+    slot_mapping: Tensor  # [num_tokens * num_groups] int64: block_id * block_size + offset, of each token in each group
+    block_tables: Tensor  # [num_seqs, num_groups * max_blocks] int32, padded with blocks that are valid to read
     context_lens: Tensor  # [num_seqs] int32: tokens of each sequence, this step's included
     prompt_lens: Tensor  # [num_seqs] int32: tokens of the prompt; later tokens were generated
     query_starts: Tensor  # [num_seqs + 1] int32
@@ -78,6 +78,17 @@ class ForwardMetadata:
     states: PassStates | None = None  # of a model with recurrent layers
     is_captured: bool = False  # the host must not read what the device computes
     masks: dict[object, Tensor] = field(default_factory=dict)  # built once per step, shared by its layers
+    num_groups: int = 1  # see KVGroups; attention backends get the metadata of one group
+
+    def by_group(self) -> "list[ForwardMetadata]":
+        """The metadata of each group."""
+        if self.num_groups == 1:
+            return [self]
+        slots, tables = self.slot_mapping.view(-1, self.num_groups), self.block_tables.chunk(self.num_groups, 1)
+        return [
+            replace(self, slot_mapping=slots[:, group].contiguous(), block_tables=table, masks={}, num_groups=1)
+            for group, table in enumerate(tables)
+        ]
 
     @property
     def max_chunk_queries(self) -> int:
@@ -99,20 +110,21 @@ def chunks_of(query_starts: Sequence[int], context_lens: Sequence[int], num_deco
     )
 
 
-def one_token() -> ForwardMetadata:
+def one_token(num_groups: int = 1) -> ForwardMetadata:
     """Metadata of a step with one token, the first of its sequence, in slot 0. Used to trigger compilation."""
     one, none = torch.ones(1, dtype=torch.int32), torch.zeros(1, dtype=torch.int64)
     return ForwardMetadata(
         positions=none,
         rope_lengths=none + 1,
-        slot_mapping=none,
-        block_tables=torch.zeros((1, 1), dtype=torch.int32),
+        slot_mapping=none.repeat(num_groups),
+        block_tables=torch.zeros((1, num_groups), dtype=torch.int32),
         context_lens=one,
         prompt_lens=one,
         query_starts=torch.tensor([0, 1], dtype=torch.int32),
         num_decodes=1,
         chunks=(),
         max_decode_context=1,
+        num_groups=num_groups,
     )
 
 

@@ -20,6 +20,7 @@ from engine.kernels.cpu.arguments import (
     Batch,
     Floats,
     HeadShape,
+    LayerPlace,
     Part,
     Queries,
 )
@@ -33,6 +34,7 @@ from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
 _NOTHING: Floats = np.empty((0, 0, 0), np.float32)
+_ALONE = LayerPlace(0, 0, 0)
 
 
 def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[Rotation] = ()) -> Batch:
@@ -50,7 +52,7 @@ def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence
         factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
         query_factors = torch.stack(factors).numpy()
     return Batch(
-        slots=metadata.slot_mapping.numpy(),
+        slots=metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups),
         segments=segments.reshape(len(segments), -1),
         context_lens=metadata.context_lens.numpy(),
         prompt_lens=metadata.prompt_lens.numpy(),
@@ -134,7 +136,7 @@ class CpuAttention:
             for buffers in self._buffers
         ]
         run, count = self.threads.run, self.threads.count
-        run(lambda thread: _attend(work[thread], cache, 0, visible, Part(thread, count)))
+        run(lambda thread: _attend(work[thread], cache, _ALONE, visible, Part(thread, count)))
         if _has_splits(batch, visible):
-            run(lambda thread: _join(work[thread], 0, visible, Part(thread, count)))
+            run(lambda thread: _join(work[thread], _ALONE, visible, Part(thread, count)))
         return out

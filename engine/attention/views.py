@@ -4,6 +4,7 @@ Layers that attend in chunks see each sequence from the chunk of its token on, a
 of a prompt that lie in several chunks are several sequences.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -11,22 +12,27 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata
+from engine.models.kv_groups import kv_places
 from engine.models.model_config import ModelConfig
 
 
 class View(NamedTuple):
-    """The layer's KV is in part `part` of `num_parts` of each block, in this layer of the cache. It attends in chunks
-    of `chunk` tokens, None: from the first token on.
+    """The layer's KV is in part `part` of `num_parts` of each block of its group, in this layer of the cache. It attends
+    in chunks of `chunk` tokens, None: from the first token on.
     """
 
     layer: int
     part: int = 0
     num_parts: int = 1
     chunk: int | None = None
+    group: int = 0
 
 
-def view_of_layer(config: ModelConfig, layer: int) -> View:
-    """The view of a layer."""
+def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int] = ()) -> View:
+    """The view of a layer, with the windows of the cache's groups."""
+    if windows:
+        place = kv_places(config, windows)[layer]
+        return View(place.layer, group=place.group)
     chunk = config.windows[layer] if config.windows_are_chunks else None
     if config.mixed is None:
         return View(config.num_kv_layers_before(layer), chunk=chunk)

@@ -118,7 +118,8 @@ class CompiledDecoder:
         layers = range(self.layers.first, self.layers.end)
         shape = head_shape(self._heads, cache.layer(self.layers.first))
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache, None).places
-        self._model = model_constants(config, packed, layers, shape, places)
+        self._num_groups = cache.layout.groups.count
+        self._model = model_constants(config, packed, layers, shape, places, cache.layout.windows)
         self._buffers = Buffers()
         if self._ranks.rank == 0:
             self._compile()
@@ -215,9 +216,9 @@ class CompiledDecoder:
         token_ids, num_layers = torch.zeros(1, dtype=torch.int64), self.config.num_layers
         if self._ranks.degrees.num_ranks == 1:
             hidden = self._embedded(token_ids, token_ids)
-            self.run_layers(one_token(), [(0, 0)])
+            self.run_layers(one_token(self._num_groups), [(0, 0)])
         else:
-            hidden = self.begin(token_ids, one_token(), LayerGroups(num_layers, num_layers))()
+            hidden = self.begin(token_ids, one_token(self._num_groups), LayerGroups(num_layers, num_layers))()
         summarise(self.logits(hidden).numpy())
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:

@@ -64,7 +64,8 @@ class Decoder:
         self._mixed = _take_mixed(parameters, config, linears, self._layers)
         has_inputs = config.mixed is not None and config.mixed.input_width
         self._layer_inputs = LayerInputs(parameters, config) if has_inputs else None
-        self._views = [view_of_layer(config, layer) for layer in range(config.num_layers)]
+        windows = self._cache.layout.windows
+        self._views = [view_of_layer(config, layer, windows) for layer in range(config.num_layers)]
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a step, of `_read_later`
         self._read_later = set() if config.mixed is None else config.mixed.read_later
         self._compile_recurrence()
@@ -119,7 +120,8 @@ class Decoder:
             residual = self._ranks.residual(self._like, len(metadata.positions))
         inputs = None if self._layer_inputs is None else self._layer_inputs(token_ids, residual)
         rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
-        seen = {view: seen_by(metadata, view, self._cache.layout.block_size) for view in self._views}
+        of_group = metadata.by_group()
+        seen = {view: seen_by(of_group[view.group], view, self._cache.layout.block_size) for view in self._views}
         for first, stop in layer_groups:
             for index in range(first, stop):
                 rotation = rotations[rope_of_layer(self.config, index)] if rotations else None

@@ -19,6 +19,7 @@ from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.models.blocks import BLOCKS
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
+from engine.models.kv_groups import kv_places
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names
@@ -32,8 +33,11 @@ def model_constants(
     layers: Sequence[int],
     shape: HeadShape,
     places: StatePlaces | None = None,
+    windows: Sequence[int] = (),
 ) -> ModelConstants:
-    """The constants of these layers, with heads of this shape, and states in these places."""
+    """The constants of these layers, with heads of this shape, states in these places, and KV in groups with these
+    windows.
+    """
     are_recurrent = [config.is_recurrent(layer) for layer in layers]
     recurrent = NO_RECURRENCE
     if config.recurrent is not None and places is not None:
@@ -44,7 +48,8 @@ def model_constants(
     return ModelConstants(
         weights=packed.weights,
         firsts=_numbers_of_qkv(config, layers),
-        numbers=_numbers(config, layers),
+        numbers=_numbers(config, layers, windows),
+        groups=np.array([kv_places(config, windows)[layer].group for layer in layers], np.int64),
         are_recurrent=np.array(are_recurrent, np.int64),
         output=packed.output,
         norms=packed.norms,
@@ -63,14 +68,15 @@ def model_constants(
     )
 
 
-def _numbers(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer among those with KV, or among recurrent ones."""
-    first, numbers = config.num_kv_layers_before(layers[0]), []
+def _numbers(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> Int64s:
+    """The number of each layer among those with KV in its group, or among recurrent ones."""
+    places, numbers = kv_places(config, windows), []
+    first = places[layers[0]].layer if not windows else 0  # stages have no groups
     for layer in layers:
         if config.recurrent is not None and config.is_recurrent(layer):
             numbers.append(config.recurrent.num_before(layer))
         else:
-            numbers.append(config.num_kv_layers_before(layer) - first)
+            numbers.append(places[layer].layer - first)
     return np.array(numbers, np.int64)
 
 

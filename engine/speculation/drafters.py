@@ -4,7 +4,8 @@ NgramDrafter drafts what followed an earlier occurrence of the last tokens (prom
 drafts by a smaller model with the same vocabulary (Leviathan et al. 2023).
 
 The draft model has its own KV cache with the same block ids: a block allocated for the large model's KV is allocated
-for the draft model's, too, so block pool, prefix cache and transfers need no changes. Tokens that the draft model has
+for the draft model's, too, so block pool, prefix cache and transfers need no changes. Of a large model with groups of
+layers (mesh/domain/kv_groups.py) it uses the blocks of the first group, and those of the others stay empty. Tokens that the draft model has
 not computed, after a prompt, a replay or a pause, are computed in chunks before it drafts. It samples with the same
 parameters and random draws as the large model, so that the two agree as often as possible.
 """
@@ -21,6 +22,7 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.runner import Runner
 from engine.sequence import SequenceKey, SequenceState
 from engine.speculation.cost import CostFit, StepCost
+from mesh.domain.kv_groups import NO_BLOCK
 
 log = structlog.get_logger(__name__)
 
@@ -165,10 +167,15 @@ def _continuation(token_ids: list[int], position: int, length: int) -> Drafts:
 class DraftModel:
     """A Drafter with its own model runner. A sequence for which that fails, such as with NaN, gets no more drafts.
 
-    `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round.
+    `max_model_len` is the longest sequence of the draft model, `max_batch_tokens` the limit on tokens per round,
+    `windows` those of the large model's layout. If all groups have one, a sequence whose beginning has left the window
+    of the first gets no drafts.
     """
 
-    def __init__(self, runner: Runner, *, max_model_len: int, max_batch_tokens: int) -> None:
+    def __init__(
+        self, runner: Runner, *, max_model_len: int, max_batch_tokens: int, windows: tuple[int, ...] = ()
+    ) -> None:
+        self._windows = windows
         self._runner = runner
         self._max_model_len = max_model_len
         self._max_batch_tokens = max_batch_tokens
@@ -188,9 +195,13 @@ class DraftModel:
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
         return [
-            0 if sequence.key in self._failed else max(0, min(limit, self._max_model_len - sequence.num_tokens))
+            0 if self._cannot_draft(sequence) else max(0, min(limit, self._max_model_len - sequence.num_tokens))
             for sequence, limit in zip(sequences, max_drafts, strict=True)
         ]
+
+    def _cannot_draft(self, sequence: SequenceState) -> bool:
+        has_left = self._windows and self._windows[0] and sequence.block_table[0] == NO_BLOCK
+        return bool(has_left) or sequence.key in self._failed
 
     def draft(self, sequences: Sequence[SequenceState], lengths: Sequence[int]) -> list[Drafts]:
         """Sequences that the draft model has not caught up with get no drafts yet."""
@@ -225,7 +236,8 @@ class DraftModel:
         shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_right)
         shadow.token_ids[first:] = verified
         shadow.num_drafted = 0
-        shadow.block_table = sequence.block_table
+        count = len(self._windows)
+        shadow.block_table = sequence.block_table[::count] if count > 1 else sequence.block_table
         return shadow
 
     def _first_round(self, shadows: list[SequenceState]) -> ScheduledBatch:

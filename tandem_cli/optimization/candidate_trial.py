@@ -168,11 +168,11 @@ def _cut(judged: Judged) -> Judged:
 
 def _load_model(settings: RunnerSettings, num_tokens: int) -> ModelRunner:
     resolved, config = resolve(settings)
-    return load_model_runner(replace(settings, num_blocks=kv_layout(config, resolved).num_blocks_for(num_tokens)))
+    return load_model_runner(replace(settings, num_blocks=kv_layout(config, resolved).num_entries_for(num_tokens)))
 
 
 def _sequence(token_ids: tuple[int, ...], layout: KVLayout) -> SequenceState:
     sampling = SamplingParams(max_new_tokens=1, seed=0)
     sequence = SequenceState(SequenceSpec("quality", 0, token_ids, len(token_ids), sampling))
-    sequence.block_table = list(range(layout.num_blocks_for(len(token_ids))))
+    sequence.block_table = list(range(layout.num_entries_for(len(token_ids))))
     return sequence

@@ -74,5 +74,5 @@ class Driver:
             self.step(*sorted(work, key=lambda pair: pair[1] > 1))
 
     def reserve(self, sequence: SequenceState, num_tokens: int) -> None:
-        while len(sequence.block_table) < self.runner.kv_cache.layout.num_blocks_for(num_tokens):
+        while len(sequence.block_table) < self.runner.kv_cache.layout.num_entries_for(num_tokens):
             sequence.block_table.append(self._free.pop())

@@ -96,8 +96,8 @@ NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 class Batch(NamedTuple):
     """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
 
-    slots: Int64s  # [num_tokens]
-    segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    slots: Int64s  # [num_tokens, num_groups]
+    segments: Int64s  # [num_seqs, num_groups * max_blocks * block_size / KEYS]: first slot of each KEYS tokens
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
@@ -173,7 +173,8 @@ class AttentionMemory(NamedTuple):
     query_bytes: int  # from row to row
     out: Address
     out_bytes: int
-    segments: Address  # first slot of each segment, int64
+    segments: Address  # first slot of each segment in the layer's group, int64
+    num_segments: int  # of a sequence
     segments_bytes: int  # from sequence to sequence
     num_seqs: int
     scores: Address
@@ -191,6 +192,14 @@ class AttentionMemory(NamedTuple):
     in_bf16: bool
     slopes: Address  # 0 without ALiBi
     sinks: Address  # of the layer; 0 without
+
+
+class LayerPlace(NamedTuple):
+    """A layer of the model, and where its KV is: a layer of the cache, in the blocks of a group (KVGroups)."""
+
+    layer: int
+    number: int
+    group: int
 
 
 class LayerKV(NamedTuple):

@@ -22,6 +22,7 @@ from engine.kernels.cpu.arguments import (
     HeadShape,
     Int32s,
     Int64s,
+    LayerPlace,
     Operand,
     Range,
     Weights,
@@ -179,7 +180,7 @@ def rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
 
 @jit
 def rotate_and_store(
-    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, layer: int, rope: int, part: Range
+    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, place: LayerPlace, rope: int, part: Range
 ) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
@@ -189,7 +190,7 @@ def rotate_and_store(
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = attending.queries.step
-    layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * num_kv_heads * shape.row_bytes
+    layer_at = address(cache) + shape.num_planes * place.number * shape.num_slots * num_kv_heads * shape.row_bytes
     for r in range(part.first, part.end):
         heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
         if len(norms.weight) and not norms.rotated:
@@ -203,7 +204,7 @@ def rotate_and_store(
                 heads[i] *= batch.query_factors[rope, r]
         keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
         values = keys + num_kv_heads * dim * FLOAT_BYTES
-        write_heads(keys, values, TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
+        write_heads(keys, values, TokenSlot(layer_at, batch.slots[r, place.group]), cache[0], shape)
 
 
 @jit

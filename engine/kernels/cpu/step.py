@@ -23,6 +23,7 @@ from engine.kernels.cpu.adapters import (
 from engine.kernels.cpu.arguments import (
     SILU,
     Floats,
+    LayerPlace,
     Operand,
     Part,
     Range,
@@ -115,7 +116,8 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     reads and writes its own rows of the residual only.
     """
     acts, operand, attending, cache, adapted, _ = work
-    weights, part, number = model.weights, Part(team.thread, team.num_threads), model.numbers[layer]
+    weights, part = model.weights, Part(team.thread, team.num_threads)
+    place = LayerPlace(layer, model.numbers[layer], model.groups[layer])
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
     qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
@@ -131,14 +133,14 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
         if team.num_all > team.num_threads:
             _finish_phase(team, QKV)
     head_norms = HeadNorms(model.head_norms[layer], model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
-    rotate_and_store(acts.queries.rows, head_norms, attending, cache, number, model.ropes[layer], own_rows)
+    rotate_and_store(acts.queries.rows, head_norms, attending, cache, place, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
     wait_for_earlier_rows(team.share, layer)
-    attend(attending, cache, number, window, part)
+    attend(attending, cache, place, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
-        join(attending, number, window, part)
+        join(attending, place, window, part)
     _finish_phase(team, ATTENTION)
 
 
@@ -163,6 +165,7 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
     latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
     operand, qkv, window = work.operand, _matrices(model, layer).qkv, model.windows[layer]
     part, rows = Part(team.thread, team.num_threads), _rows_of(len(work.acts.residual), team.thread, team.num_threads)
+    place = LayerPlace(layer, layer, model.groups[layer])
     norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
     _finish_phase(team, NORM)
     product(operand, weights, qkv, Target(buffers.projected.reshape(-1, buffers.step), STORE), part)
@@ -175,10 +178,10 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
     rotate_and_store_latents(latent, layer, buffers, attending, work.cache, model.ropes[layer], rows)
     project_queries(latent, layer, buffers, attending, part)
     _finish_phase(team, STORE_KV)
-    attend(attending, work.cache, layer, window, part)
+    attend(attending, work.cache, place, window, part)
     if has_splits(attending.batch, window):
         _finish_phase(team, ATTENTION)
-        join(attending, layer, window, part)
+        join(attending, place, window, part)
     _finish_phase(team, ATTENTION)
     project_results(latent, layer, buffers, attending, part)
     _finish_phase(team, ATTENTION)

@@ -45,6 +45,7 @@ class ModelConstants(NamedTuple):
     weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
     firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
     numbers: Int64s  # [num_layers]
+    groups: Int64s  # [num_layers]: of KV, see KVGroups
     are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm

@@ -26,6 +26,7 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, chunks_of
 from engine.device_copies import Staging, part
 from engine.step_input import StepInput
+from mesh.domain.kv_groups import KVGroups
 
 
 class Graph(Protocol):
@@ -154,23 +155,25 @@ _OF_SEQUENCES = ("context_lens", "prompt_lens")
 class DecodeBuffers:
     """The arrays of decode steps of up to the `largest` shape, on the device, at addresses that never change.
 
-    `spare_block` is a block of the model's cache that no sequence gets. Block tables have rows of `max_blocks`. Only
-    their columns in use are sent, and then spread on the device; behind them remain older ids of blocks.
+    `spare_block` is a block of the model's cache that no sequence gets. Block tables have rows of `max_blocks` for each
+    group. Only their columns in use are sent, and then spread on the device; behind them remain older ids of blocks.
     """
 
     def __init__(
-        self, largest: StepShape, max_blocks: int, block_size: int, spare_block: int, device: torch.device
+        self, largest: StepShape, max_blocks: int, groups: KVGroups, spare_block: int, device: torch.device
     ) -> None:
-        self._max_context = max_blocks * block_size
+        self._max_context = max_blocks * groups.block_size
+        self._num_groups = groups.count
         num_seqs = largest.num_seqs
         # Begins as padding, of sequences without a token: what is done at capture is in the spare block, too.
-        padding = {"slot_mapping": spare_block * block_size, "rope_lengths": 1, "context_lens": 1, "prompt_lens": 1}
+        spare_slot = spare_block * groups.block_size
+        padding = {"slot_mapping": spare_slot, "rope_lengths": 1, "context_lens": 1, "prompt_lens": 1}
         arrays: dict[str, NDArray[Any]] = {
-            name: np.full(largest.num_rows, padding.get(name, 0), np.int64) for name in _OF_ROWS
+            name: np.full(largest.num_rows * self._width(name), padding.get(name, 0), np.int64) for name in _OF_ROWS
         }
         arrays |= {name: np.full(num_seqs, padding[name], np.int32) for name in _OF_SEQUENCES}
         arrays["query_starts"] = np.zeros(num_seqs + 1, np.int32)
-        arrays["tables"] = np.full(num_seqs * max_blocks, spare_block, np.int32)
+        arrays["tables"] = np.full(num_seqs * groups.count * max_blocks, spare_block, np.int32)
         self._padding = {name: int(array[0]) for name, array in arrays.items()}
         self._staging = Staging(sum(array.nbytes for array in arrays.values()), device)
         self._host: dict[str, NDArray[Any]] = {}
@@ -183,11 +186,15 @@ class DecodeBuffers:
             self._device[name] = part(self._staging.device, offset, array)
             offset += array.nbytes
         self._staging.send(offset)
-        self._block_tables = self._device["tables"].view(num_seqs, max_blocks).clone()
+        self._block_tables = self._device["tables"].view(num_seqs, groups.count, max_blocks).clone()
+
+    def _width(self, name: str) -> int:
+        """The numbers of a row."""
+        return self._num_groups if name == "slot_mapping" else 1
 
     def hold(self, step: StepInput) -> bool:
         """True if no block table of the step is too long."""
-        return step.block_tables.shape[1] <= self._block_tables.shape[1]
+        return step.block_tables.shape[1] <= self._num_groups * self._block_tables.shape[2]
 
     def fill(self, step: StepInput, shape: StepShape) -> None:
         """Send a step, and padding up to this shape: sequences of one token, or of none where others have drafts."""
@@ -196,8 +203,9 @@ class DecodeBuffers:
         self._staging.wait()
         for names, num_filled, end in ((_OF_ROWS, num_tokens, shape.num_rows), (_OF_SEQUENCES, num_used, num_seqs)):
             for name in names:
-                self._host[name][:num_filled] = getattr(step, name)
-                self._host[name][num_filled:end] = self._padding[name]
+                each = self._width(name)
+                self._host[name][: num_filled * each] = getattr(step, name)
+                self._host[name][num_filled * each : end * each] = self._padding[name]
         starts = self._host["query_starts"]
         starts[: num_used + 1] = step.query_starts
         starts[num_used + 1 : num_seqs + 1] = num_tokens
@@ -207,7 +215,8 @@ class DecodeBuffers:
         tables[:num_used] = step.block_tables
         tables[num_used:] = self._padding["tables"]
         self._staging.send(self._tables_at + tables.nbytes)
-        self._block_tables[:num_seqs, :width] = self._device["tables"][: num_seqs * width].view(num_seqs, width)
+        sent = self._device["tables"][: num_seqs * width].view(num_seqs, self._num_groups, -1)
+        self._block_tables[:num_seqs, :, : sent.shape[2]] = sent
 
     def token_ids(self, shape: StepShape) -> Tensor:
         return self._device["token_ids"][: shape.num_rows]
@@ -220,8 +229,8 @@ class DecodeBuffers:
         return ForwardMetadata(
             positions=device["positions"][:num_rows],
             rope_lengths=device["rope_lengths"][:num_rows],
-            slot_mapping=device["slot_mapping"][:num_rows],
-            block_tables=self._block_tables[:num_seqs],
+            slot_mapping=device["slot_mapping"][: num_rows * self._num_groups],
+            block_tables=self._block_tables[:num_seqs].flatten(1),
             context_lens=device["context_lens"][:num_seqs],
             prompt_lens=device["prompt_lens"][:num_seqs],
             query_starts=device["query_starts"][: num_seqs + 1],
@@ -229,4 +238,5 @@ class DecodeBuffers:
             chunks=chunks_of(range(0, num_rows + 1, num_queries), lens, 0) if has_drafts else (),
             max_decode_context=0 if has_drafts else self._max_context,
             is_captured=True,
+            num_groups=self._num_groups,
         )

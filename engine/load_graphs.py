@@ -61,7 +61,7 @@ def graph_bytes(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -
     shapes = graph_shapes(settings)
     kept_numbers = sum(shape.num_rows for shape in shapes) * config.hidden_size
     numbers = shapes[0].num_rows * row_numbers(config, experts_on_device=True) + kept_numbers
-    tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * torch.int32.itemsize
+    tables = 2 * shapes[0].num_seqs * _max_blocks(settings) * layout.groups.count * torch.int32.itemsize
     activations = numbers * int(getattr(torch, settings.dtype).itemsize)
     return activations + tables + len(shapes) * _GRAPH_BYTES + _WORKSPACE_BYTES + layout.block_bytes
 
@@ -106,7 +106,7 @@ def capture_graphs(settings: RunnerSettings, model: "Decoder", cache: KVCache, c
     """Capture the model's decode steps; see DecodeGraphs. The cache has a spare block. Raises RuntimeError."""
     device, shapes, started_s = cache.tensor.device, graph_shapes(settings), time.monotonic()
     free_bytes = device_memory(device).free_bytes
-    buffers = DecodeBuffers(shapes[0], _max_blocks(settings), cache.layout.block_size, cache.num_blocks, device)
+    buffers = DecodeBuffers(shapes[0], _max_blocks(settings), cache.layout.groups, cache.num_blocks, device)
     sizes, max_drafts = settings.graphs.sizes, _max_drafts(settings)
     graphs = DecodeGraphs(partial(_all_layers, model), buffers, sizes, capture, max_drafts)
     log.info(

@@ -22,7 +22,8 @@ from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt.
+    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt that
+    are sent, see KVLayout.sent_entries.
 
     Positions before `first_block` hold valid KV already and are never written.
     """
@@ -41,7 +42,7 @@ class TransferChecks:
 
     def __init__(self, expected: ExpectedTransfer, layout: KVLayout, span: KVSpan) -> None:
         num_blocks = len(expected.block_ids)
-        if num_blocks != layout.num_blocks_for(expected.num_tokens):
+        if num_blocks != layout.num_sent_for(expected.num_tokens):
             raise ValueError(f"{num_blocks} blocks are reserved for {expected.num_tokens} tokens")
         if not 0 <= expected.first_block <= num_blocks:
             raise ValueError(f"first_block {expected.first_block} is outside of {num_blocks} blocks")

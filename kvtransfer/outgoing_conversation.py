@@ -42,7 +42,8 @@ from mesh.tasks import run_to_end, task_group
 
 @dataclass(frozen=True, slots=True)
 class TransferSpec:
-    """A transfer of the KV of `span` of one prompt. `block_ids` is the sender's block table, by block position.
+    """A transfer of the KV of `span` of one prompt. `block_ids` are the sender's blocks, by block position
+    (KVLayout.sent_entries).
 
     The receiver has the positions before `first_block` already; they are never sent.
     """

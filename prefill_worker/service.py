@@ -27,7 +27,7 @@ from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
-from mesh.domain.errors import InvalidRequest, MeshError, WorkerDraining
+from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy, WorkerDraining
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
@@ -227,11 +227,20 @@ class PrefillService:
         for item in batch.items:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
-                blocks = final_blocks(item, self._layout.block_size)
-                table = self._layout.transfer_order(item.sequence.block_table) if prompt.transfer is None else ()
+                blocks = self._sent(final_blocks(item, self._layout.block_size), item.sequence)
+                table = self._blocks_to_send(item.sequence) if prompt.transfer is None else ()
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
+
+    def _sent(self, positions: range, prompt: SequenceState) -> range:
+        """The places in a transfer of the blocks of these positions that are sent."""
+        num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
+        return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
+
+    def _blocks_to_send(self, prompt: SequenceState) -> tuple[int, ...]:
+        entries = self._layout.sent_entries(len(prompt.request.token_ids))
+        return tuple(prompt.block_table[entry] for entry in entries)
 
     def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
         for final in finals:
@@ -266,7 +275,9 @@ class PrefillService:
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
                 span=self._sender.whole,
-                first_block=destination.ready_tokens // self._layout.block_size,
+                first_block=self._layout.num_sent_before(
+                    prompt.sequence.num_tokens, destination.ready_tokens // self._layout.block_size
+                ),
             ),
             prompt.receivers,
         )
@@ -278,15 +289,16 @@ class PrefillService:
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
-        for sequence, error in result.failed:
+        preempted = [(sequence, WorkerBusy("its blocks went to older prompts")) for sequence in result.preempted]
+        for sequence, error in [*result.failed, *preempted]:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
                 prompt.has_failed = True
-                prompt.first_token.set_exception(error)
+                (prompt.first_token if prompt.started.done() else prompt.started).set_exception(error)
 
 
 def final_blocks(item: ScheduledSequence, block_size: int) -> range:
-    """Return the positions of KV blocks that this step completes and that no later step changes, in transfer order.
+    """Return the positions of KV blocks that this step completes and that no later step changes.
 
     The first step, which starts after the cached prefix, also includes the prefix. A partly filled last block is final
     only if the prompt ends in it.

@@ -163,12 +163,15 @@ def load_engine_host(
         max_step_stretch=limits.max_step_stretch,
         adapters=frozenset(adapter.digest for adapter in adapters),
         state_blocks=runner.kv_cache.layout.state_blocks,
+        windows=runner.kv_cache.layout.windows,
     )
     _announce_adapters(settings, adapters)
     log.info(
         "engine ready",
         num_blocks=num_blocks,
-        kv_tokens=runner.kv_cache.layout.max_tokens_in(num_blocks),
+        kv_tokens=runner.kv_cache.layout.max_tokens_in(
+            num_blocks, limits.max_batch_tokens, num_blocks * settings.block_size
+        ),
         kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
@@ -220,6 +223,7 @@ def _kv_disk(
     weights.require_unchanged()
     layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))
     planes = ":keys are values" if layout.keys_are_values else ""
+    planes += f":windows {layout.windows}" if layout.windows else ""
     kind = f"{layout!r}{planes}:{weights.digest}:{runner.attention_backend}"
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
@@ -260,8 +264,6 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         layers_per_group=settings.layers_per_group,
         group_bytes=settings.layer_group_bytes,
         graphs=_graph_settings(settings, limits, max_model_len),
-        # Enough for all slots at full length: more blocks would never be used.
-        max_blocks=limits.max_num_seqs * (max_model_len // settings.block_size + 2),
     )
     if settings.tensor_parallel == "max":
         runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings, settings.device))
@@ -273,11 +275,13 @@ def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_l
         companion_bytes=draft_bytes(limits.speculation, runner_settings),
     )
     layout = kv_layout(load_config(runner_settings.model_dir, runner_settings.rope), runner_settings)
-    state_blocks = limits.max_num_seqs * layout.state_blocks
+    most_tokens = (max_model_len // settings.block_size + 2) * settings.block_size
+    most_blocks = layout.groups.num_blocks_at_once(most_tokens, limits.max_batch_tokens) + layout.state_blocks
     return replace(
         runner_settings,
         num_blocks=_configured_blocks(limits, settings.kv_cache_bytes, layout, runner_settings.companion_block_bytes),
-        max_blocks=(runner_settings.max_blocks or 0) + state_blocks,
+        # Enough for all slots at full length: more blocks would never be used.
+        max_blocks=limits.max_num_seqs * most_blocks + layout.num_unused,
     )
 
 
@@ -305,14 +309,15 @@ def _configured_blocks(
     limits: EngineLimits, kv_cache_bytes: int, layout: KVLayout, companion_block_bytes: int
 ) -> int | None:
     """Return the number of KV blocks that the settings give in tokens or bytes; None: as memory allows."""
-    block_bytes = layout.block_bytes + companion_block_bytes
+    block_bytes, count = layout.block_bytes + companion_block_bytes, layout.groups.count
     if limits.max_kv_tokens:
-        num_blocks = limits.max_kv_tokens // layout.block_size + limits.max_num_seqs * layout.state_blocks
+        num_blocks = limits.max_kv_tokens // layout.block_size * count + layout.num_unused
+        num_blocks += limits.max_num_seqs * layout.state_blocks
     elif kv_cache_bytes:
         num_blocks = kv_cache_bytes // block_bytes
     else:
         return None
-    if num_blocks < 2 + layout.state_blocks:
+    if num_blocks < 2 * count + layout.state_blocks + layout.num_unused:
         raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
     return num_blocks
 

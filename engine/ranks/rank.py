@@ -81,7 +81,7 @@ class Rank:
 
     def span(self, rank: int) -> KVSpan:
         """The KV that a rank of the group holds."""
-        return kv_spans(self._config.num_layers, self._config.num_kv_heads, self._group.degrees)[rank]
+        return kv_spans(self._layout.num_layers, self._config.num_kv_heads, self._group.degrees)[rank]
 
     def caches(self, num_blocks: int, memory: Bytes) -> list[KVCache]:
         """The KV caches of all ranks, in memory that all of them map."""
@@ -102,7 +102,7 @@ class Rank:
         group = self._group
         place = Place(group.rank, group.degrees, torch.device(self._settings.device), host)
         hops = Hops(self._store, place) if not shares_memory and group.degrees.pipeline > 1 else None
-        own_layers = self.span(group.rank).layers
+        own_layers = self._share.layers
         self._summing = CollectiveGroup(group, summing(self._store, place), place.device, own_layers, hops)
 
     def follow(self, cache: KVCache) -> Execute:

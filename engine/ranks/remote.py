@@ -164,7 +164,10 @@ class OwnMemoryRank:
         self._num_spare = 1 if captured_bytes else 0
         max_blocks = max_sequence_blocks(settings, config)
         max_rows, num_stages = settings.max_batch_tokens, settings.pipeline_parallel
-        self.memory = StepMemory(config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages)
+        num_groups = self._layout.groups.count
+        self.memory = StepMemory(
+            config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, num_groups=num_groups
+        )
         group = SharedGroup(rank, settings.degrees, self.memory, self._posting(post))
         self.rank = Rank(settings, config, group, store, on_progress)
         self._settings = settings
@@ -223,7 +226,7 @@ def _pack(memory: StepMemory, command: Command) -> Step:
     assert isinstance(command, Forward | RunGraph), "rank 0 alone computes logits"
     if isinstance(command, Forward):
         command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
-    arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command))
+    arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command, memory.num_groups))
     return Step(encode_command(command), *(array.tobytes() for array in arrays))
 
 
@@ -235,7 +238,7 @@ def _unpack(memory: StepMemory, step: Step) -> Command:
     if not isinstance(command, Forward | RunGraph):
         raise ValueError(f"{command} is no step")
     contents = (step.token_ids, step.positions, step.sequences)
-    for (name, size, dtype), content in zip(_arrays(command), contents, strict=True):
+    for (name, size, dtype), content in zip(_arrays(command, memory.num_groups), contents, strict=True):
         array: NDArray[Any] = np.frombuffer(content, dtype)
         if array.size != size:
             raise ValueError(f"a step has {array.size} elements of {name}, not {size}")
@@ -243,11 +246,11 @@ def _unpack(memory: StepMemory, step: Step) -> Command:
     return command
 
 
-def _arrays(command: Forward | RunGraph) -> list[tuple[str, int, type]]:
+def _arrays(command: Forward | RunGraph, num_groups: int) -> list[tuple[str, int, type]]:
     """Name, size and type of the arrays of a step; see StepMemory and `shared.write_metadata`."""
     of_sequences = command.num_seqs * (command.max_blocks + 3) + 1
     return [
         ("token_ids", command.num_tokens, np.int64),
-        ("positions", 3 * command.num_tokens, np.int64),
+        ("positions", (2 + num_groups) * command.num_tokens, np.int64),
         ("sequences", of_sequences, np.int32),
     ]

@@ -27,6 +27,7 @@ from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
 from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Report, RunGraph
+from engine.resolve import freed_windows
 from engine.runner_settings import RunnerSettings
 from engine.step_input import StepInput
 from mesh.domain.errors import ConfigurationError
@@ -44,8 +45,8 @@ class StepMemory:
     _OF_SLOT for each slot, the others for each stage; there are as many slots as stages. A page that no
     step has used takes no memory.
 
-    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence, `adapter_rank` the ranks of LoRA
-    adapters; 0: there are none. `fd`: a file for several processes, which grows to the size that is needed; without it
+    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence in each of `num_groups` groups of layers
+    (KVGroups), `adapter_rank` the ranks of LoRA adapters; 0: there are none. `fd`: a file for several processes, which grows to the size that is needed; without it
     the memory is for threads of this process.
     """
 
@@ -56,9 +57,11 @@ class StepMemory:
         max_rows: int,
         max_blocks: int,
         num_stages: int = 1,
+        num_groups: int = 1,
         adapter_rank: int = 0,
         fd: int | None = None,
     ) -> None:
+        self.num_groups = num_groups
         depth = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         depth = round_up(depth, _DEPTH_MULTIPLE)
         rows, vocab = max_rows + 1, round_up(config.vocab_size, PANEL)
@@ -75,8 +78,8 @@ class StepMemory:
             "output_rows": (rows * config.hidden_size, np.float32),
             "logits": (rows * vocab, np.float32),
             "token_ids": (rows, np.int64),
-            "positions": (3 * rows, np.int64),
-            "sequences": (rows * (max_blocks + 3 + len(AdapterRows._fields)), np.int32),
+            "positions": ((2 + num_groups) * rows, np.int64),
+            "sequences": (rows * (num_groups * max_blocks + 3 + len(AdapterRows._fields)), np.int32),
         }
         if adapter_rank:
             sizes["normed"] = (rows * config.hidden_size, np.float32)
@@ -111,8 +114,15 @@ def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, 
     """The memory of ranks that are processes."""
     num_stages, max_rows = settings.pipeline_parallel, settings.max_batch_tokens
     adapter_rank = max((adapter.rank for adapter in settings.adapters), default=0)
+    num_groups = max(1, len(freed_windows(config, settings)))
     return StepMemory(
-        config, max_rows=max_rows, max_blocks=max_blocks, num_stages=num_stages, adapter_rank=adapter_rank, fd=fd
+        config,
+        max_rows=max_rows,
+        max_blocks=max_blocks,
+        num_stages=num_stages,
+        num_groups=num_groups,
+        adapter_rank=adapter_rank,
+        fd=fd,
     )
 
 
@@ -130,6 +140,7 @@ class StageBuffers:
 
     def __init__(self, memory: StepMemory, stage: int) -> None:
         self.slot = 0
+        self.num_groups = memory.num_groups
         self._memory = memory
         self._stage = stage
 
@@ -276,6 +287,7 @@ def read_metadata(memory: StageBuffers, command: Forward) -> ForwardMetadata:
         chunks=chunks_of(bounds, lengths, num_decodes),
         max_decode_context=max(lengths[:num_decodes], default=0),
         adapters=tuple(AdapterRows(*run) for run in runs.reshape(-1, len(AdapterRows._fields)).tolist()),
+        num_groups=memory.num_groups,
     )
 
 
@@ -311,13 +323,15 @@ def read_step(memory: StageBuffers, command: RunGraph) -> StepInput:
         query_starts=query_starts,
         sample_rows=none,
         copies=none.reshape(0, 2),
+        num_groups=memory.num_groups,
     )
 
 
 def _views(memory: StageBuffers, command: Forward | RunGraph) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
     """The arrays of a step's metadata: of tokens (int64), and of sequences and runs (int32)."""
     num_tokens, num_seqs = command.num_tokens, command.num_seqs
-    of_tokens = _split(memory.get("positions", 3 * num_tokens, np.int64), [num_tokens] * 3)
+    of_token = [num_tokens, num_tokens, num_tokens * memory.num_groups]
+    of_tokens = _split(memory.get("positions", sum(of_token), np.int64), of_token)
     lengths = [num_seqs * command.max_blocks, num_seqs, num_seqs, num_seqs + 1]
     lengths.append(command.num_runs * len(AdapterRows._fields))
     return of_tokens, _split(memory.get("sequences", sum(lengths), np.int32), lengths)

@@ -122,6 +122,11 @@ class KVLayout:
         return KVGroups(self.block_size, self.windows or (0,))
 
     @property
+    def num_unused(self) -> int:
+        """Blocks that nobody gets, see NO_BLOCK."""
+        return 1 if self.windows else 0
+
+    @property
     def whole(self) -> KVSpan:
         """All layers of all heads: the span of a worker with one rank."""
         return KVSpan(Span(0, self.num_layers), Span(0, self.num_kv_heads))
@@ -176,6 +181,10 @@ class KVLayout:
         """
         of_tokens = (self.state_blocks + entry for entry in self.groups.visible_entries(num_tokens))
         return [*of_tokens, *range(self.state_blocks)]
+
+    def num_sent_for(self, num_tokens: int) -> int:
+        """The number of blocks that transfers of a prompt send."""
+        return self.num_sent_before(num_tokens, self.groups.num_positions(num_tokens)) + self.state_blocks
 
     def num_sent_before(self, num_tokens: int, position: int) -> int:
         """Blocks that transfers of a prompt give a place before those of this position, see KVGroups."""

@@ -237,8 +237,9 @@ class InFlightTable:
 def _shares(reservation: CapacityReservation) -> dict[str, InFlight]:
     """The load that a reservation is at each of its workers, by incarnation."""
     decode, prefill = reservation.placement.decode, reservation.placement.prefill
-    blocks = decode.layout.num_blocks_for(reservation.num_tokens) + 1
-    blocks -= reservation.num_shared_tokens // decode.layout.block_size
+    groups = decode.layout.groups
+    blocks = decode.layout.num_blocks_for(reservation.num_tokens) + groups.count
+    blocks -= reservation.num_shared_tokens // groups.block_size * groups.num_full
     own_tokens = reservation.prefill_tokens if prefill is None else 0
     shares = {decode.incarnation: InFlight(1, blocks, 0 if reservation.is_reported else blocks, own_tokens)}
     if prefill is not None and reservation.holds_prefill:

@@ -21,6 +21,7 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from mesh.domain.kv_groups import KVGroups
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from router.admission.prefix_chain import PrefixChain
 from router.workers.membership import WorkerView, capacity_tokens
@@ -65,6 +66,10 @@ Mask = npt.NDArray[np.bool_]
 _Tokens = TypeVar("_Tokens", int, Numbers)
 
 
+_ALL_BLOCKS = 1 << 40
+"""Of a group that sees all tokens."""
+
+
 class Roster:
     """Workers of one role that may get clients' requests, by id. Each array has an element for each worker."""
 
@@ -78,6 +83,7 @@ class Roster:
         self.num_blocks = _column(info.num_blocks for info in infos)
         self.block_size = _column(info.layout.block_size for info in infos)
         self.state_blocks = _column(info.layout.state_blocks for info in infos)
+        self.most_blocks = _most_blocks([info.layout.groups for info in infos])
         self.free_blocks = _column(view.load.free_blocks for view in self.views)
         self.num_seqs, self.held_blocks, self.unreported_blocks = (np.zeros(len(infos), np.int64) for _ in range(3))
         self.prefill_tokens, self.short_prefill_tokens = (np.zeros(len(infos), np.int64) for _ in range(2))
@@ -132,6 +138,15 @@ class Roster:
 
 def _column(values: Iterable[int]) -> Numbers:
     return np.array(list(values), np.int64)
+
+
+def _most_blocks(of_workers: Sequence[KVGroups]) -> Numbers:
+    """The most blocks of each group that a sequence holds, [workers, groups]; 0 for groups that a worker lacks."""
+    most = np.zeros((len(of_workers), max((groups.count for groups in of_workers), default=1)), np.int64)
+    for row, groups in enumerate(of_workers):
+        for group, window in enumerate(groups.windows):
+            most[row, group] = groups.most_visible(group) if window else _ALL_BLOCKS
+    return most
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,7 +294,8 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
     the second does not see shared prefixes; the higher one counts. The worker may still refuse.
     """
     free = np.maximum(roster.free_blocks - roster.unreported_blocks, roster.num_blocks - roster.held_blocks)
-    needed = _num_blocks(query, roster) + (query.num_seqs - 1) * (roster.state_blocks + 2) + 1
+    num_groups = np.count_nonzero(roster.most_blocks, 1)
+    needed = _num_blocks(query, roster) + (query.num_seqs - 1) * (roster.state_blocks + 2 * num_groups) + num_groups
     num_slots = roster.max_num_seqs - np.minimum(num_canary_slots, roster.max_num_seqs // 2)
     num_new_seqs = np.maximum(1, np.minimum(query.num_seqs, num_slots))
     return (roster.num_seqs + num_new_seqs <= num_slots) & (free >= np.minimum(needed, roster.num_blocks))
@@ -341,7 +357,8 @@ def decode_cost(query: PlacementQuery, roster: Roster, cached: Numbers) -> Costs
 
 
 def _num_blocks(query: PlacementQuery, roster: Roster) -> Numbers:
-    return roster.state_blocks - (-query.num_tokens // roster.block_size)
+    positions = -(-query.num_tokens // roster.block_size)
+    return np.asarray(roster.state_blocks + np.minimum(positions[:, None], roster.most_blocks).sum(1))
 
 
 def _is_short_at(query: PlacementQuery, roster: Roster) -> Mask:

@@ -23,7 +23,7 @@ class WorkerView:
 
 def capacity_tokens(info: WorkerInfo) -> int:
     """Return the length of the longest sequence that the worker can hold."""
-    return min(info.max_model_len, info.layout.max_tokens_in(info.num_blocks))
+    return info.layout.max_tokens_in(info.num_blocks, info.max_batch_tokens, info.max_model_len)
 
 
 class WorkerTable(Protocol):

@@ -33,6 +33,7 @@ class Driver:
         self.runner = runner
         self._free = random.Random(seed).sample(range(runner.kv_cache.num_blocks), runner.kv_cache.num_blocks)
         self.announced: list[tuple[int, int]] = []
+        self._left: set[tuple[SequenceState, int]] = set()
 
     def add(self, request: SequenceSpec) -> Run:
         run = Run(SequenceState(request))
@@ -59,6 +60,7 @@ class Driver:
                 run.prompt_logprobs += output.prompt_logprobs
                 run.tokens += output.tokens
                 run.sequence.token_ids += [token.id for token in output.tokens]
+                self.free_behind(run.sequence)
             return outputs
 
         return end
@@ -66,6 +68,16 @@ class Driver:
     def note_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
         """Called when the step has written the KV of these layers."""
         self.announced.append((first, count))
+
+    def free_behind(self, sequence: SequenceState) -> None:
+        """Give the blocks that have left their windows to other sequences."""
+        groups = self.runner.kv_cache.layout.groups
+        for group in range(groups.count):
+            num_left = groups.first_visible(group, sequence.num_computed_tokens)
+            for entry in range(group, num_left * groups.count, groups.count):
+                if (sequence, entry) not in self._left:
+                    self._left.add((sequence, entry))
+                    self._free.append(sequence.block_table[entry])
 
     def finish(self, *runs: Run, chunk: int = 1000) -> None:
         """Step all runs together until each has its max_new_tokens."""

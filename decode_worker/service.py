@@ -197,9 +197,7 @@ class DecodeService:
                 block_ids=tuple(
                     sequence.block_table[entry] for entry in self._layout.sent_entries(sequence.num_tokens)
                 ),
-                first_block=self._layout.num_sent_before(
-                    sequence.num_tokens, ready_tokens // self._layout.block_size
-                ),
+                first_block=self._layout.num_sent_before(sequence.num_tokens, ready_tokens // self._layout.block_size),
                 num_tokens=sequence.num_tokens,
             )
         )

@@ -487,7 +487,7 @@ class Scheduler:
         return found[: len(found) // count * count] if self.evicted is not None else []
 
     def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> None:
-        """Fill the entries of the sequence's table from `first` on with the blocks that were kept under these hashes."""
+        """Fill the entries of the sequence's table from `first` on with the blocks that were kept by these hashes."""
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
         entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
         found = [entry for entry in entries if entry[0] != NO_BLOCK or not self._windows.kept]

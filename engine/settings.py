@@ -47,8 +47,8 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks` and `windows`: see KVLayout. One batch is in flight with either; with the former, no token is computed
-    that may be wrong.
+    `state_blocks` and `windows`: see KVLayout. One batch is in flight with either; with the former, no token is
+    computed that may be wrong.
     """
 
     block_size: int

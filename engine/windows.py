@@ -1,4 +1,4 @@
-"""Windows: which blocks a sequence holds where layers see a window of its tokens (mesh/domain/kv_groups.py). No tensors.
+"""Windows: the blocks that a sequence holds where layers see a window of its tokens (mesh/domain/kv_groups.py).
 
     admitted      in groups that see all tokens, blocks for the whole prompt; in groups with a window, those that the
                   last token of the prompt sees: decoding needs them, and a prefill worker sends them

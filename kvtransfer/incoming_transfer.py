@@ -22,8 +22,8 @@ from mesh.rpc.server import MAX_MESSAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTransfer:
-    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt that
-    are sent, see KVLayout.sent_entries.
+    """A transfer that a decode worker has reserved blocks for. `block_ids` covers all block positions of the prompt
+    that are sent, see KVLayout.sent_entries.
 
     Positions before `first_block` hold valid KV already and are never written.
     """

@@ -17,8 +17,8 @@ from engine.models.model_config import ModelConfig
 
 
 class View(NamedTuple):
-    """The layer's KV is in part `part` of `num_parts` of each block of its group, in this layer of the cache. It attends
-    in chunks of `chunk` tokens, None: from the first token on.
+    """The layer's KV is in part `part` of `num_parts` of each block of its group, in this layer of the cache. It
+    attends in chunks of `chunk` tokens, None: from the first token on.
     """
 
     layer: int

@@ -72,7 +72,7 @@ def test_a_cached_prefix(runner: ModelRunner, cached: int) -> None:
     """The blocks of a prefix that others computed in their passes are taken over."""
     expected = whole(runner)
     driver = Driver(runner)
-    other = driver.add(make_request("other", prompt()[:cached]))
+    other = driver.add(make_request("other", prompt()[:cached], max_new_tokens=1))
     driver.finish(other, chunk=48)
     run = begin(driver)
     run.sequence.block_table = other.sequence.block_table[: cached // 16]

@@ -20,6 +20,7 @@ from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
 from tests.fakes.kv_store import TwoPassCopies
 
 VOCAB = 211
+_OF_GROUP = 1000  # between the values of a token in one group of layers and in the next
 FAKE_LAYOUT = KVLayout("fake", num_layers=4, num_kv_heads=1, head_dim=2, block_size=4, dtype="float32")
 
 
@@ -122,7 +123,8 @@ class FakeRunner:
         for first in range(0, self.store.layout.num_layers, self._layers_per_group):
             for item in batch.items:
                 for position, token_id in enumerate(item.token_ids(), item.start):
-                    self._slot(item.sequence, position, first)[:] = token_id
+                    for group, slot in enumerate(self._slots(item.sequence, position, first)):
+                        slot[:] = token_id + group * _OF_GROUP
             if on_layers is not None:
                 on_layers(batch, first, self._layers_per_group)
         for source, target in batch.saves:
@@ -132,10 +134,22 @@ class FakeRunner:
     def forget(self, sequence: SequenceState) -> None:
         """Nothing is kept."""
 
-    def _slot(self, sequence: SequenceState, position: int, first_layer: int) -> np.ndarray:
-        size = self.store.layout.block_size
-        block_id = sequence.block_table[self.store.layout.state_blocks + position // size]
-        return self.store.data[first_layer : first_layer + self._layers_per_group, :, block_id, position % size]
+    def _slots(self, sequence: SequenceState, position: int, first_layer: int) -> list[np.ndarray]:
+        """A token's KV in each group of layers."""
+        layout = self.store.layout
+        size, count = layout.block_size, layout.groups.count
+        first = layout.state_blocks + position // size * count
+        layers = self.store.data[first_layer : first_layer + self._layers_per_group]
+        return [layers[:, :, block_id, position % size] for block_id in sequence.block_table[first : first + count]]
+
+    def _seen(self, sequence: SequenceState, position: int, first_seen: list[int]) -> int:
+        """The token that its KV tells, in all groups that see it; -99 if they do not agree."""
+        values = set()
+        for first in (0, 2):
+            for group, slot in enumerate(self._slots(sequence, position, first)):
+                if position >= first_seen[group]:
+                    values |= {int(value) - group * _OF_GROUP for value in slot.ravel()}
+        return values.pop() if len(values) == 1 else -99
 
     def _update_state(self, item: ScheduledSequence) -> bool:
         """Write the recurrent state, if the layout has one, as it is after the step's tokens. False if it was not as it
@@ -155,10 +169,9 @@ class FakeRunner:
             prompt_logprobs = tuple(PromptLogprob(-0.25) for _ in range(item.start, last))
         if not item.needs_sampling:
             return RunnerOutput((), prompt_logprobs)
-        seen = []
-        for position in range(item.end):
-            values = {int(v) for first in (0, 2) for v in self._slot(sequence, position, first).ravel()}
-            seen.append(values.pop() if len(values) == 1 else -99)
+        windows = self.store.layout.windows or (0,)
+        first_seen = [max(0, item.start - window + 1) if window else 0 for window in windows]
+        seen = [self._seen(sequence, position, first_seen) for position in range(item.end)]
         seen[0] = -99 if is_lost else seen[0]
         top = tuple(TokenLogprob(i, -0.5 - i) for i in range(sequence.request.top_logprobs))
         tokens = []

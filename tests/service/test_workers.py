@@ -32,10 +32,15 @@ async def test_tokens_through_both_workers(transport: str, length: int) -> None:
         await rig.wait_whole()
 
 
-@pytest.mark.parametrize("state_blocks", [0, 2])
-async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards(state_blocks: int) -> None:
-    """With recurrent states, too: the state comes whole, even if the KV is here in part."""
-    workers = {role: EngineRig.make(state_blocks=state_blocks, num_blocks=128) for role in ("prefill", "decode")}
+@pytest.mark.parametrize(("state_blocks", "windows"), [(0, ()), (2, ()), (0, (0, 6)), (0, (0, 0, 5, 11))])
+async def test_many_at_once_with_shared_prefixes_and_pools_whole_afterwards(
+    state_blocks: int, windows: tuple[int, ...]
+) -> None:
+    """With recurrent states, too: the state comes whole, even if the KV is here in part. And with sliding windows."""
+    workers = {
+        role: EngineRig.make(state_blocks=state_blocks, windows=windows, num_blocks=400)
+        for role in ("prefill", "decode")
+    }
     async with worker_rig(**workers, settings=TransferSettings()) as rig, fake_router(rig) as router:
         prompts = [[5] * (i % 11) + list(range(i, i + 9)) for i in range(1, 13)]
         requests = [make_request(f"r{i}", prompt, max_new_tokens=7 + i) for i, prompt in enumerate(prompts)]

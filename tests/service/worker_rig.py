@@ -54,11 +54,11 @@ class EngineRig:
         max_num_seqs: int = 16,
         speculator: Speculator | None = None,
         state_blocks: int = 0,
+        windows: tuple[int, ...] = (),
     ) -> "EngineRig":
-        layout = replace(FAKE_LAYOUT, state_blocks=state_blocks)
-        config = SchedulerConfig(
-            layout.block_size, max_batch_tokens, max_num_seqs, max_model_len=200, state_blocks=state_blocks
-        )
+        facts = {"state_blocks": state_blocks, "windows": windows}
+        layout = replace(FAKE_LAYOUT, **facts)
+        config = SchedulerConfig(layout.block_size, max_batch_tokens, max_num_seqs, max_model_len=200, **facts)
         scheduler = Scheduler(config, BlockPool(num_blocks))
         return cls(scheduler, FakeRunner(FakeKVStore(num_blocks, layout)), asyncio.Event(), speculator)
 
@@ -70,7 +70,7 @@ class EngineRig:
 
         pool = self.scheduler.pool
         await until(
-            lambda: pool.num_free == pool.num_blocks,
+            lambda: pool.num_free == pool.num_blocks - self.runner.store.layout.num_unused,
             within_s=within_s,
             state=lambda: f"{pool.num_free} of {pool.num_blocks} blocks are free",
         )

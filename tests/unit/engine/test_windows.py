@@ -1,22 +1,15 @@
-"""Windows: after any history a step finds all KV that its tokens see, and sequences hold no more blocks than they need."""
+"""Windows: after any history a step finds all KV that its tokens see, and sequences hold no more blocks than needed."""
 
-import pytest
+from itertools import accumulate
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from itertools import accumulate
-
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
-from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
-from engine.settings import SchedulerConfig
-from mesh.domain.errors import ConfigurationError, TooLarge
-from mesh.domain.kv_groups import NO_BLOCK, KVGroups
-from tests.fakes.requests import make_request
-from tests.unit.engine.test_scheduler import BLOCK, MAX_BATCH_TOKENS, SchedulerLife, run_step
-
+from mesh.domain.kv_groups import NO_BLOCK
+from tests.unit.engine.test_scheduler import BLOCK, MAX_BATCH_TOKENS, SchedulerLife
 
 
 def content(tokens: list[int]) -> list[int]:

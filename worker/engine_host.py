@@ -144,7 +144,7 @@ def load_engine_host(
     adapters = runner_settings.adapters
     weights = _weights_of_kv(settings)
     runner = load(runner_settings, on_progress)
-    num_blocks = runner.kv_cache.num_blocks
+    num_blocks, layout = runner.kv_cache.num_blocks, runner.kv_cache.layout
     speculator = load_speculator(
         limits.speculation,
         # No memory of its own: its KV is already part of companion_block_bytes.
@@ -162,17 +162,15 @@ def load_engine_host(
         max_in_flight=runner_settings.pipeline_parallel,
         max_step_stretch=limits.max_step_stretch,
         adapters=frozenset(adapter.digest for adapter in adapters),
-        state_blocks=runner.kv_cache.layout.state_blocks,
-        windows=runner.kv_cache.layout.windows,
+        state_blocks=layout.state_blocks,
+        windows=layout.windows,
     )
     _announce_adapters(settings, adapters)
     log.info(
         "engine ready",
         num_blocks=num_blocks,
-        kv_tokens=runner.kv_cache.layout.max_tokens_in(
-            num_blocks, limits.max_batch_tokens, num_blocks * settings.block_size
-        ),
-        kv_bytes=num_blocks * (runner.kv_cache.layout.block_bytes + runner_settings.companion_block_bytes),
+        kv_tokens=layout.max_tokens_in(num_blocks, limits.max_batch_tokens, num_blocks * settings.block_size),
+        kv_bytes=num_blocks * (layout.block_bytes + runner_settings.companion_block_bytes),
         attention=runner.attention_backend,
         threads=torch.get_num_threads(),
         ranks=str(runner_settings.degrees),
@@ -223,8 +221,7 @@ def _kv_disk(
     weights.require_unchanged()
     layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))
     planes = ":keys are values" if layout.keys_are_values else ""
-    planes += f":windows {layout.windows}" if layout.windows else ""
-    kind = f"{layout!r}{planes}:{weights.digest}:{runner.attention_backend}"
+    kind = f"{layout!r}{planes}{layout.windows or ''}:{weights.digest}:{runner.attention_backend}"
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
 
 

@@ -45,9 +45,9 @@ class StepMemory:
     _OF_SLOT for each slot, the others for each stage; there are as many slots as stages. A page that no
     step has used takes no memory.
 
-    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence in each of `num_groups` groups of layers
-    (KVGroups), `adapter_rank` the ranks of LoRA adapters; 0: there are none. `fd`: a file for several processes, which grows to the size that is needed; without it
-    the memory is for threads of this process.
+    `max_rows` limits the tokens of a step, `max_blocks` the blocks of a sequence in each of `num_groups` groups of
+    layers (KVGroups), `adapter_rank` the ranks of LoRA adapters; 0: there are none. `fd`: a file for several processes,
+    which grows to the size that is needed; without it the memory is for threads of this process.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class EngineSteps:
     @property
     def kv_bytes_per_token(self) -> int:
         layout = self._host.runner.kv_cache.layout
-        return layout.block_bytes // layout.block_size
+        return layout.groups.count * layout.block_bytes // layout.block_size
 
     def prompt_ms(self) -> float:
         """Milliseconds of the prefill of one prompt."""

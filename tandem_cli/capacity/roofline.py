@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 
+from engine.models.kv_groups import group_windows, num_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.settings import QUANTIZATIONS
@@ -44,7 +45,8 @@ class ModelSize:
     counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `vector_params` counts all
     vectors and learned positions. `expert_params` counts the routed experts, of which a token uses `experts_per_token`
     out of `num_experts` per layer. `kv_planes`: see ModelConfig. `num_recurrent_layers` have no KV; a sequence's states
-    there take `state_bytes`.
+    there take `state_bytes`. `kv_windows`: of layers whose KV is freed behind a window, as often as there is room for
+    them in blocks, see KVLayout; 0 for layers that see all tokens.
     """
 
     linear_params: int
@@ -61,6 +63,7 @@ class ModelSize:
     kv_planes: int = 2
     num_recurrent_layers: int = 0
     state_bytes: int = 0
+    kv_windows: tuple[int, ...] = ()
 
     @property
     def num_kv_layers(self) -> int:
@@ -100,6 +103,13 @@ class ModelSize:
         LLM Serving with PagedAttention" (Kwon et al. 2023), section 3."""
         return self.kv_planes * self.num_kv_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
 
+    def kv_bytes_of(self, num_tokens: float, kv_dtype_bytes: float) -> float:
+        """Memory of the KV of a sequence with so many tokens, without what has left the windows of its layers."""
+        if not self.kv_windows:
+            return num_tokens * self.kv_bytes_per_token(kv_dtype_bytes)
+        held = sum(min(num_tokens, window or num_tokens) for window in self.kv_windows)
+        return self.kv_planes * held * self.num_kv_heads * self.head_dim * kv_dtype_bytes
+
     def attention_flops(self, num_queries: float, context_tokens: float) -> float:
         """Scores and weighted sum, all layers: 2 x 2 x layers x heads x head_dim x queries x context."""
         return 4 * self.num_kv_layers * self.num_heads * self.head_dim * num_queries * context_tokens
@@ -110,6 +120,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     shapes = {spec.name: spec.shape for spec in parameter_specs(config)}
     matrices = {name: prod(shape) for name, shape in shapes.items() if len(shape) == 2}
     linear = sum(size for name, size in matrices.items() if name not in _OUTSIDE_LAYERS)
+    windows = group_windows(config)
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
     vectors = sum(prod(shape) for shape in shapes.values() if len(shape) != 2)
     vectors += sum(matrices.get(name, 0) for name in ("positions", "layer_inputs"))
@@ -128,6 +139,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         kv_planes=config.kv_planes,
         num_recurrent_layers=config.num_layers - config.num_kv_layers,
         state_bytes=config.recurrent.num_bytes if config.recurrent else 0,
+        kv_windows=windows * num_kv_layers(config, windows),
     )
 
 
@@ -221,7 +233,7 @@ class Capacity:
 
     def sequence_bytes(self, tokens: float) -> float:
         """Memory of a sequence of so many tokens: its KV, and its recurrent states."""
-        return tokens * self.kv_bytes_per_token + self.model.state_bytes
+        return self.model.kv_bytes_of(tokens, self.precision.kv_bytes) + self.model.state_bytes
 
     @property
     def critical_batch(self) -> float:

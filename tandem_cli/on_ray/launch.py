@@ -309,9 +309,11 @@ def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNe
         weights_bytes += _weights_bytes(draft, load_config(draft.model_dir), Degrees())
     layout = kv_layout(config, runner)
     block_bytes = layout.block_bytes + draft_block_bytes(speculation, runner)
-    sequence_bytes = (layout.num_blocks_for(settings.max_model_len or config.max_model_len) + 2) * block_bytes
+    count, most_tokens = layout.groups.count, settings.max_model_len or config.max_model_len
+    sequence_bytes = (layout.num_entries_for(most_tokens) + 2 * count) * block_bytes
     state_bytes = slots * layout.state_blocks * block_bytes
-    if fixed := (tokens and tokens // settings.block_size * block_bytes + state_bytes) or settings.kv_cache_bytes:
+    token_bytes = tokens // settings.block_size * count * block_bytes
+    if fixed := (tokens and token_bytes + state_bytes) or settings.kv_cache_bytes:
         return WorkerNeed(name, degrees.num_ranks, weights_bytes, fixed, fixed)
     return WorkerNeed(name, degrees.num_ranks, weights_bytes, sequence_bytes, slots * sequence_bytes)
 

@@ -1,0 +1,102 @@
+"""KV behind sliding windows is freed, and nothing changes: long answers are those of transformers, token by token."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from engine.block_pool import BlockPool
+from engine.loop import Engine
+from engine.model_runner import ModelRunner
+from engine.scheduler import Scheduler
+from engine.sequence import SequenceState
+from engine.settings import SchedulerConfig
+from mesh.domain.request import SequenceSpec
+from mesh.domain.tokens import SampledToken
+from tests.component.arms import load_arm
+from tests.component.checkpoints import WINDOW
+from tests.component.parity import TOLERANCE, expect, prompts
+from tests.component.remote_families import load_reference
+from tests.fakes.drafters import FakeDrafter, eager_speculator, known
+from tests.fakes.requests import make_request
+
+NUM_NEW = 5 * WINDOW
+MODELS = [("gemma2", "compiled"), ("gpt-oss", "compiled"), ("mistral", "compiled"), ("qwen2-window", "torch")]
+
+
+def serve(
+    runner: ModelRunner, scheduler: Scheduler, asked: list[SequenceState], answers: list[list[int]]
+) -> tuple[dict[str, list[SampledToken]], dict[str, int], int]:
+    """Tokens and cached tokens of each request, whose preempted attempts are replayed, and the number of these. Some of
+    the drafts are wrong.
+    """
+    names = [name.request.request_id for each in asked for name in (each, *each.forks)]
+    drafter = FakeDrafter(known({name: answers[int(name[0])] for name in names}), 0.3)
+    engine = Engine(scheduler, runner, speculator=eager_speculator(drafter, 3))
+    tokens: dict[str, list[SampledToken]] = {}
+    cached: dict[str, int] = {}
+    num_replays = 0
+    for sequence in asked:
+        scheduler.add(sequence)
+    while scheduler.has_work:
+        result = engine.step()
+        for output in result.outputs:
+            tokens.setdefault(output.request_id, []).extend(output.tokens)
+            cached.setdefault(output.request_id, output.cached_tokens)
+        for lost in result.preempted:
+            request, known = lost.request, tuple(token.id for token in tokens.get(lost.request.request_id, ()))
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            again = replace(request, attempt=request.attempt + 1, token_ids=(*prompt, *known))
+            scheduler.add(SequenceState(again))
+            num_replays += 1
+        assert not result.failed
+        scheduler.check_integrity()
+    return tokens, cached, num_replays
+
+
+def new_scheduler(runner: ModelRunner, num_blocks: int, max_batch_tokens: int) -> Scheduler:
+    layout = runner.kv_cache.layout
+    config = SchedulerConfig(layout.block_size, max_batch_tokens, 10, max_model_len=200, windows=layout.windows)
+    return Scheduler(config, BlockPool(num_blocks))
+
+
+def with_forks(request: SequenceSpec) -> SequenceState:
+    sequence = SequenceState(request)
+    sequence.forks = [SequenceState(replace(request, request_id=f"{request.request_id}-{fork}")) for fork in range(2)]
+    return sequence
+
+
+@pytest.mark.parametrize(("family", "arm"), MODELS)
+def test_long_answers_are_those_of_transformers(checkpoint: Callable[[str], Path], family: str, arm: str) -> None:
+    runner, model = load_arm(checkpoint(family), arm), load_reference(checkpoint(family))
+    groups = runner.kv_cache.layout.groups
+    assert groups.have_windows
+    assert (groups.count == 1) == (family == "mistral")
+    expected = [expect(model, prompt, NUM_NEW) for prompt in prompts()]
+    answers = [each.token_ids for each in expected]
+    requests = [make_request(str(i), each.prompt, max_new_tokens=NUM_NEW) for i, each in enumerate(expected)]
+
+    def check(tokens: dict[str, list[SampledToken]]) -> None:
+        for name, found in tokens.items():
+            of_prompt = expected[int(name[0])]
+            assert [token.id for token in found] == of_prompt.token_ids
+            rows = of_prompt.logprobs[len(of_prompt.prompt) - 1 :]
+            logprobs = [float(row[token.id]) for row, token in zip(rows, found, strict=True)]
+            assert [token.logprob for token in found] == pytest.approx(logprobs, abs=TOLERANCE)
+
+    scheduler = new_scheduler(runner, runner.kv_cache.num_blocks, max_batch_tokens=13)
+    tokens, _, _ = serve(runner, scheduler, [with_forks(request) for request in requests], answers)
+    check(tokens)
+    assert len(tokens) == 9
+    assert scheduler.load().drafted_tokens > 0
+    again = [SequenceState(replace(request, attempt=9)) for request in requests]
+    tokens, cached, _ = serve(runner, scheduler, again, answers)
+    check(tokens)
+    size = groups.block_size
+    assert cached == {str(i): (len(each.prompt) - 1) // size * size for i, each in enumerate(expected)}
+    longest = max(len(each.prompt) for each in expected) + NUM_NEW
+    few = new_scheduler(runner, groups.num_blocks_at_once(longest, 13) + 3 * groups.count, max_batch_tokens=13)
+    tokens, _, num_replays = serve(runner, few, [SequenceState(request) for request in requests], answers)
+    check(tokens)
+    assert num_replays or family == "mistral", "where every layer has a window, all fit"

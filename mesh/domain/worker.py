@@ -7,7 +7,7 @@ from mesh.domain.kv import KVLayout, KVSpan
 
 # Increase it when the meaning of an internal message changes: routers and workers of different versions refuse each
 # other.
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 HEARTBEAT_INTERVAL_S = 0.5
 
 

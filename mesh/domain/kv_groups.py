@@ -19,7 +19,7 @@ are windows, nobody gets the block with this id, which stays zeros and may be re
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """`windows`: the tokens that a query of each group sees, its own included; 0: all of them. Such groups come first."""
+    """`windows`: the tokens that a query of each group sees, its own included; 0: all. Groups with 0 come first."""
 
     block_size: int
     windows: tuple[int, ...] = (0,)

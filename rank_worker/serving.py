@@ -15,7 +15,7 @@ from engine.ranks.commands import Command, Report, decode_command, encode_comman
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Execute, Rank, map_kv
 from engine.ranks.shared import SharedGroup, step_memory
-from engine.resolve import resolve
+from engine.resolve import freed_windows, resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
 
@@ -50,7 +50,8 @@ def _load(setup: RankSetup, leader: socket.socket) -> Execute:
     torch.set_num_threads(setup.num_threads)
     settings, config = resolve(setup.settings)
     assert isinstance(config, ModelConfig), "the leader has checked it"
-    memory = step_memory(settings, config, setup.max_blocks, setup.memory_fd)
+    num_groups = max(1, len(freed_windows(config, settings)))
+    memory = step_memory(settings, config, setup.max_blocks, num_groups, setup.memory_fd)
     group = SharedGroup(setup.rank, settings.degrees, memory, partial(_post, setup), partial(_report, setup))
     rank = Rank(settings, config, group, shared_store(setup.store_fd))
     send_message(leader, loaded=True)

@@ -92,7 +92,7 @@ def load_ranked_runner(
     processes = RankProcesses(settings, max_blocks, log_level, log_json)
     try:
         reservation.add_ranks(processes.pids, processes.kv_fd)
-        memory = step_memory(settings, config, max_blocks, processes.memory_fd)
+        memory = step_memory(settings, config, max_blocks, layout.groups.count, processes.memory_fd)
         group = SharedGroup(0, degrees, memory, processes.post, next_report=processes.next_report)
         leader = Rank(settings, config, group, shared_store(processes.store_fd), on_progress)
         with load_phase("ranks"):

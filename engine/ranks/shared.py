@@ -27,7 +27,6 @@ from engine.kernels.cpu.machine import PANEL, TILE_ROWS
 from engine.model import LayerGroups
 from engine.models.model_config import ModelConfig
 from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, Report, RunGraph
-from engine.resolve import freed_windows
 from engine.runner_settings import RunnerSettings
 from engine.step_input import StepInput
 from mesh.domain.errors import ConfigurationError
@@ -110,11 +109,10 @@ class StepMemory:
         return array
 
 
-def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, fd: int) -> StepMemory:
+def step_memory(settings: RunnerSettings, config: ModelConfig, max_blocks: int, num_groups: int, fd: int) -> StepMemory:
     """The memory of ranks that are processes."""
     num_stages, max_rows = settings.pipeline_parallel, settings.max_batch_tokens
     adapter_rank = max((adapter.rank for adapter in settings.adapters), default=0)
-    num_groups = max(1, len(freed_windows(config, settings)))
     return StepMemory(
         config,
         max_rows=max_rows,

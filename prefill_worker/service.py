@@ -27,7 +27,7 @@ from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
-from mesh.domain.errors import InvalidRequest, MeshError, WorkerBusy, WorkerDraining
+from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
@@ -289,7 +289,7 @@ class PrefillService:
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)
-        preempted = [(sequence, WorkerBusy("its blocks went to older prompts")) for sequence in result.preempted]
+        preempted = [(sequence, SequencePreempted("its blocks went to older prompts")) for sequence in result.preempted]
         for sequence, error in [*result.failed, *preempted]:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:

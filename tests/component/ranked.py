@@ -39,10 +39,12 @@ MAX_ROWS, MAX_BLOCKS = 256, 64
 def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Iterator[ModelRunner]:
     """A runner over the ranks of `degrees`, each but the first with a thread in place of its process."""
     torch.set_num_threads(1)
-    resolved, config = resolve(settings(model_dir, **changes))
+    divided = {"tensor_parallel": degrees.tensor, "pipeline_parallel": degrees.pipeline}
+    resolved, config = resolve(settings(model_dir, **divided | changes))
     assert isinstance(config, ModelConfig)
     adapter_rank = max((adapter.rank for adapter in resolved.adapters), default=0)
-    sizes = {"num_stages": degrees.pipeline, "adapter_rank": adapter_rank}
+    layout = kv_layout(config, resolved)
+    sizes = {"num_stages": degrees.pipeline, "num_groups": layout.groups.count, "adapter_rank": adapter_rank}
     memory = StepMemory(config, max_rows=MAX_ROWS, max_blocks=MAX_BLOCKS, **sizes)
     queues: list[SimpleQueue[Command | None]] = [SimpleQueue() for _ in range(degrees.num_ranks)]
     reports: SimpleQueue[Report] = SimpleQueue()
@@ -59,8 +61,7 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
     store = distributed.HashStore()
     ranks = [Rank(resolved, config, group, store) for group in groups]
     num_blocks = resolved.num_blocks or 0
-    block_bytes = kv_layout(config, resolved).block_bytes
-    caches = ranks[0].caches(num_blocks, np.zeros(kv_bytes(block_bytes, num_blocks, degrees.num_ranks), np.uint8))
+    caches = ranks[0].caches(num_blocks, np.zeros(kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks), np.uint8))
 
     def serve(rank: int) -> None:
         ranks[rank].connect()

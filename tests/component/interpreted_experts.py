@@ -142,7 +142,7 @@ def test_many_captured_steps_are_those_of_the_host(checkpoint: Callable[[str], P
 def require_captured(model_dir: Path, num_steps: int) -> TapeCapture:
     capture = TapeCapture()
     plain, graphed = load(model_dir, None, GRAPHS), load(model_dir, capture, GRAPHS, attention="triton")
-    require_same_steps(plain, graphed, Traffic(seed=1, drafted=0.2, num_drafts=2), num_steps)
+    require_same_steps(plain, graphed, Traffic(1, 0.2, 2, plain.kv_cache.layout.groups.count), num_steps)
     require_same_kv(plain.kv_cache.tensor, graphed.kv_cache.tensor)
     assert capture.num_replays > num_steps / 3
     return capture

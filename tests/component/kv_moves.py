@@ -13,7 +13,7 @@ NUM_NEW = 8
 
 def move_kv(source: ModelRunner, from_blocks: list[int], target: ModelRunner, to_blocks: list[int], group: int) -> None:
     """Copy blocks layer group by layer group, through a buffer, as a transfer does."""
-    num_layers = source.config.num_layers
+    num_layers = source.kv_cache.layout.num_layers
     for first in range(0, num_layers, group):
         count = min(group, num_layers - first)
         span = KVSpan(Span(first, count), source.kv_cache.span.heads)

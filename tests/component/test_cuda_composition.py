@@ -43,7 +43,7 @@ def batch() -> ScheduledBatch:
     items = []
     for number, (num_tokens, start) in enumerate([(6, 5), (9, 8), (9, 4), (7, 0)]):
         sequence = SequenceState(make_request(f"r{number}", range(num_tokens), sampling={"temperature": 1.0}))
-        sequence.block_table += range(4 * number, 4 * number + 4)
+        sequence.block_table += [*range(4 * number, 4 * number + 4)] * 3  # enough for three or four groups of layers
         items.append(ScheduledSequence(sequence, start, num_tokens - start))
     return ScheduledBatch(tuple(items))
 
@@ -182,7 +182,7 @@ def prompts() -> ScheduledBatch:
     items = []
     for number in range(2):
         sequence = SequenceState(make_request(f"r{number}", range(32)))
-        sequence.block_table += range(8 * number, 8 * number + 8)
+        sequence.block_table += [*range(8 * number, 8 * number + 8)] * 3
         items.append(ScheduledSequence(sequence, 0, 30))
     return ScheduledBatch(tuple(items))
 

@@ -68,10 +68,11 @@ def load(model_dir: Path, capture: TapeCapture | None, graphs: GraphSettings = G
 
 class Traffic:
     """Random steps over sequences that come and go. Two runners get the same steps; blocks are scattered and reused.
-    A sequence has `num_drafts` drafts with a chance of `drafted`.
+    A sequence has `num_drafts` drafts with a chance of `drafted`. Layers are in so many groups.
     """
 
-    def __init__(self, seed: int, drafted: float = 0.03, num_drafts: int = 3) -> None:
+    def __init__(self, seed: int, drafted: float = 0.03, num_drafts: int = 3, num_groups: int = 1) -> None:
+        self._num_groups = num_groups
         self._drafted = drafted
         self._num_drafts = num_drafts
         self._rng = random.Random(seed)
@@ -86,8 +87,8 @@ class Traffic:
         chosen = self._rng.sample(self.sequences, self._rng.randint(1, len(self.sequences)))
         items = sorted((self._item(sequence) for sequence in chosen), key=lambda item: item.num_tokens > 1)
         for item in items:
-            while len(item.sequence.block_table) * 4 < item.end:
-                item.sequence.block_table.append(self._free.pop())
+            while len(item.sequence.block_table) * 4 < item.end * self._num_groups:
+                item.sequence.block_table += [self._free.pop() for _ in range(self._num_groups)]
         return ScheduledBatch(tuple(items))
 
     def _new(self) -> SequenceState:
@@ -181,7 +182,7 @@ def test_steps_with_scaled_fp8_kv_can_be_captured(checkpoint: Callable[[str], Pa
 
 
 def require_same_until_replayed(plain: ModelRunner, graphed: ModelRunner, capture: TapeCapture) -> None:
-    traffic = Traffic(seed=2)
+    traffic = Traffic(seed=2, num_groups=plain.kv_cache.layout.groups.count)
     while not capture.num_replays:
         batch = traffic.next_batch()
         wanted, outputs = plain.begin(batch)(), graphed.begin(batch)()

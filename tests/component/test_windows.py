@@ -12,6 +12,7 @@ from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from engine.speculation.drafters import Drafter, DraftModel
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from tests.component.arms import load_arm
@@ -26,13 +27,9 @@ MODELS = [("gemma2", "compiled"), ("gpt-oss", "compiled"), ("mistral", "compiled
 
 
 def serve(
-    runner: ModelRunner, scheduler: Scheduler, asked: list[SequenceState], answers: list[list[int]]
+    runner: ModelRunner, scheduler: Scheduler, asked: list[SequenceState], drafter: Drafter
 ) -> tuple[dict[str, list[SampledToken]], dict[str, int], int]:
-    """Tokens and cached tokens of each request, whose preempted attempts are replayed, and the number of these. Some of
-    the drafts are wrong.
-    """
-    names = [name.request.request_id for each in asked for name in (each, *each.forks)]
-    drafter = FakeDrafter(known({name: answers[int(name[0])] for name in names}), 0.3)
+    """Tokens and cached tokens of each request, whose preempted attempts are replayed, and the number of these."""
     engine = Engine(scheduler, runner, speculator=eager_speculator(drafter, 3))
     tokens: dict[str, list[SampledToken]] = {}
     cached: dict[str, int] = {}
@@ -74,7 +71,8 @@ def test_long_answers_are_those_of_transformers(checkpoint: Callable[[str], Path
     assert groups.have_windows
     assert (groups.count == 1) == (family == "mistral")
     expected = [expect(model, prompt, NUM_NEW) for prompt in prompts()]
-    answers = [each.token_ids for each in expected]
+    answers = {f"{i}{fork}": each.token_ids for i, each in enumerate(expected) for fork in ("", "-0", "-1")}
+    drafter = FakeDrafter(known(answers), 0.3)
     requests = [make_request(str(i), each.prompt, max_new_tokens=NUM_NEW) for i, each in enumerate(expected)]
 
     def check(tokens: dict[str, list[SampledToken]]) -> None:
@@ -86,18 +84,30 @@ def test_long_answers_are_those_of_transformers(checkpoint: Callable[[str], Path
             assert [token.logprob for token in found] == pytest.approx(logprobs, abs=TOLERANCE)
 
     scheduler = new_scheduler(runner, runner.kv_cache.num_blocks, max_batch_tokens=13)
-    tokens, _, _ = serve(runner, scheduler, [with_forks(request) for request in requests], answers)
+    tokens, _, _ = serve(runner, scheduler, [with_forks(request) for request in requests], drafter)
     check(tokens)
     assert len(tokens) == 9
     assert scheduler.load().drafted_tokens > 0
     again = [SequenceState(replace(request, attempt=9)) for request in requests]
-    tokens, cached, _ = serve(runner, scheduler, again, answers)
+    tokens, cached, _ = serve(runner, scheduler, again, drafter)
     check(tokens)
     size = groups.block_size
     assert cached == {str(i): (len(each.prompt) - 1) // size * size for i, each in enumerate(expected)}
-    longest = max(len(prompt) for prompt in prompts())
-    needed = max(groups.num_blocks_for(longest + NUM_NEW), groups.num_blocks_at_once(longest + 1, 13))
-    few = new_scheduler(runner, needed + groups.count + 1, max_batch_tokens=13)
-    tokens, _, num_replays = serve(runner, few, [SequenceState(request) for request in requests], answers)
+    longest = max(len(prompt) for prompt in prompts()) + NUM_NEW
+    few = new_scheduler(runner, groups.num_blocks_at_once(longest, 13) + groups.count + 1, max_batch_tokens=13)
+    twice = [replace(request, request_id=name) for i, request in enumerate(requests) for name in (f"{i}", f"{i}-0")]
+    tokens, _, num_replays = serve(runner, few, [SequenceState(request) for request in twice], drafter)
     check(tokens)
     assert num_replays or family == "mistral", "where every layer has a window, all fit"
+
+
+def test_a_draft_model_has_its_kv_in_the_blocks_of_the_first_group(checkpoint: Callable[[str], Path]) -> None:
+    """A model that drafts for itself is always right."""
+    runner, draft = (
+        load_arm(checkpoint("qwen2-window"), "torch", num_blocks=200, keep_all_kv=keep) for keep in (False, True)
+    )
+    windows = runner.kv_cache.layout.windows
+    drafter = DraftModel(draft, max_model_len=200, max_batch_tokens=64, windows=windows)
+    scheduler, prompt = new_scheduler(runner, 200, max_batch_tokens=64), prompts()[2]
+    serve(runner, scheduler, [SequenceState(make_request("a", prompt, max_new_tokens=NUM_NEW))], drafter)
+    assert scheduler.load().accepted_tokens == scheduler.load().drafted_tokens > NUM_NEW // 2

@@ -459,7 +459,8 @@ class Scheduler:
         num_reused = (len(matched) + len(kept)) // self._groups.count
         num_cached_tokens = num_reused * self.config.block_size
         wanted = self._windows.wanted(num_tokens, num_reused, last_seen)
-        matched = [block_id if is_wanted else NO_BLOCK for block_id, is_wanted in zip(matched, wanted, strict=False)]
+        if kept:  # the window is further on
+            matched = [each if is_wanted else NO_BLOCK for each, is_wanted in zip(matched, wanted, strict=False)]
         unheld = wanted[len(matched) :]
         num_missing = states + sum(unheld)
         promised = self._windows.num_promised(self._slots.values()) + spare

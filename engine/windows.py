@@ -40,13 +40,11 @@ class Windows:
             length = len(self._pool.match(group_hash(block_hash, group) for block_hash in hashes[:length]))
         while (missing := self._last_missing(hashes[:length], token)) is not None:
             length = missing
-        entries: list[int] = []
-        firsts = self._firsts(length, token)
-        for position, block_hash in enumerate(hashes[:length]):
-            for group, first in enumerate(firsts):
-                found = self._pool.find(group_hash(block_hash, group)) if position >= first else NO_BLOCK
-                assert found is not None
-                entries.append(found)
+        entries = [NO_BLOCK] * (length * groups.count)
+        for group, first in enumerate(self._firsts(length, token)):
+            seen = hashes[min(first, length) : length]
+            found = self._pool.match(group_hash(block_hash, group) for block_hash in seen)
+            entries[(length - len(seen)) * groups.count + group :: groups.count] = found
         return entries
 
     def _last_missing(self, hashes: Sequence[BlockHash], token: int | None) -> int | None:
@@ -68,15 +66,16 @@ class Windows:
         """True for each entry of the table of a prompt that is to have a block once the prompt is admitted: its last
         token sees it, or the one that is computed next, behind `num_reused` positions (`token`: see `match`).
         """
-        groups, last = self._groups, num_tokens - 1
+        groups, num_positions = self._groups, self._groups.num_positions(num_tokens)
         if not self._numbers:
-            return [True] * groups.num_positions(num_tokens)
-        next_firsts, last_firsts = self._firsts(num_reused, token), self._firsts(0, last)
-        return [
-            position >= last_first or next_first <= position < num_reused
-            for position in range(groups.num_positions(num_tokens))
-            for next_first, last_first in zip(next_firsts, last_firsts, strict=True)
-        ]
+            return [True] * num_positions
+        wanted = [False] * (num_positions * groups.count)
+        for group, next_first in enumerate(self._firsts(num_reused, token)):
+            last_first = groups.first_visible(group, num_tokens - 1)
+            for first, end in ((next_first, num_reused), (last_first, num_positions)):
+                seen = slice(first * groups.count + group, end * groups.count, groups.count)
+                wanted[seen] = [True] * max(0, end - first)
+        return wanted
 
     def num_passing(self, num_tokens: int, num_computed: int) -> int:
         """Blocks that a prompt may need besides, until it is computed."""
@@ -88,8 +87,8 @@ class Windows:
         """Blocks that those of these sequences that are computed here may need besides."""
         if not self._numbers:
             return 0
-        running = (sequence for sequence in sequences if sequence.status is SequenceStatus.RUNNING)
-        return sum(self.num_passing(sequence.num_tokens, sequence.num_computed_tokens) for sequence in running)
+        prompts = (s for s in sequences if s.status is SequenceStatus.RUNNING and not s.is_decoding)
+        return sum(self.num_passing(prompt.num_tokens, prompt.num_computed_tokens) for prompt in prompts)
 
     def fill(self, sequence: SequenceState, num_tokens: int) -> int:
         """Allocate blocks for the next `num_tokens` tokens of a prompt. Returns for how many of them there are some."""

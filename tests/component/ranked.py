@@ -61,7 +61,8 @@ def ranked_runner(model_dir: Path, degrees: Degrees, **changes: object) -> Itera
     store = distributed.HashStore()
     ranks = [Rank(resolved, config, group, store) for group in groups]
     num_blocks = resolved.num_blocks or 0
-    caches = ranks[0].caches(num_blocks, np.zeros(kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks), np.uint8))
+    num_bytes = kv_bytes(layout.block_bytes, num_blocks, degrees.num_ranks)
+    caches = ranks[0].caches(num_blocks, np.zeros(num_bytes, np.uint8))
 
     def serve(rank: int) -> None:
         ranks[rank].connect()

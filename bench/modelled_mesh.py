@@ -23,6 +23,7 @@ from redis.asyncio import Redis
 
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
 from mesh.domain.worker import WorkerRole
+from mesh.settings import as_flags
 from tandem_cli.simulation.mesh import write_model
 
 _PR_SET_PDEATHSIG = 1
@@ -209,22 +210,22 @@ class Mesh:
         self.redis = await self._stack.enter_async_context(Redis.from_url(url))
         return url
 
-    def _router_flags(self) -> list[str]:
+    def _router_flags(self) -> tuple[str, ...]:
         num_prefill = self.shape.num_workers // 2
         flags = {
             "model": self._folder / "model",
             "name": MODEL_NAME,
             "port": 0,
-            "registry-port": 0,
-            "max-concurrent-requests": _MAX_STREAMS,
-            "max-queued-requests": _MAX_STREAMS,
-            "expect-prefill": num_prefill,
-            "expect-decode": self.shape.num_workers - num_prefill,
-            "stall-timeout-s": _STALL_S,
-            "log-level": "warning",
-            "follow-stdin": "true",
+            "registry_port": 0,
+            "max_concurrent_requests": _MAX_STREAMS,
+            "max_queued_requests": _MAX_STREAMS,
+            "expect_prefill": num_prefill,
+            "expect_decode": self.shape.num_workers - num_prefill,
+            "stall_timeout_s": _STALL_S,
+            "log_level": "warning",
+            "follow_stdin": "true",
         }
-        return [f"--{name}={value}" for name, value in flags.items()]
+        return as_flags(**flags)
 
     async def _start_workers(self, registry: str) -> None:
         num_prefill = self.shape.num_workers // 2
@@ -237,10 +238,9 @@ class Mesh:
                     "count": min(_WORKERS_A_PROCESS, count - first),
                     "model": self._folder / "model",
                     "registry": registry,
-                    "tokens-per-s": self.shape.tokens_per_s,
+                    "tokens_per_s": self.shape.tokens_per_s,
                 }
-                words = (f"--{name}={value}" for name, value in flags.items())
-                self.workers.append(await self._start("bench.modelled_workers", *words))
+                self.workers.append(await self._start("bench.modelled_workers", *as_flags(**flags)))
         for child in self.workers:
             await child.event("listening")
 
@@ -324,7 +324,6 @@ async def running(shape: Shape) -> AsyncIterator[Mesh]:
     """Run a mesh of this shape."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-scale-")))
-        (folder / "model").mkdir()
         mesh = Mesh(shape, stack, folder)
         await mesh.start()
         yield mesh

@@ -230,8 +230,9 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     """The degrees of tensor parallelism to measure. Raises ConfigurationError if none above 1 fits."""
     # The engine is imported for this preset only.
     from tandem_cli.capacity.ranks import fitting_degrees
-    from tandem_cli.deployment import find_model, join_models
+    from tandem_cli.deployment import join_models
     from tandem_cli.main import parse_arguments
+    from tandem_cli.model_folders import find_model
     from tandem_cli.up_arguments import models_of
     from tandem_cli.up_settings import UpSettings
 

@@ -12,7 +12,7 @@ from typing import Any
 from checkpoint.source import ModelSource, Progress, split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import Cores
-from mesh.settings import Resolved, load_settings
+from mesh.settings import Resolved, as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.hardware import (
     CoreAssignment,
@@ -25,9 +25,9 @@ from tandem_cli.hardware import (
     worker_devices,
 )
 from tandem_cli.low_code_values import flag
+from tandem_cli.model_folders import find_model
 from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
-BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
 _MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
 _WORKER_ROLES = ("prefill", "decode")
 _COUNTS = ("prefill", "decode", "colocated")
@@ -58,7 +58,7 @@ class Service:
         A restarted service must keep its address, even if its port was chosen by the system at first.
         """
         ports = {name: address.rpartition(":")[2] for name, address in addresses.items() if address}
-        return replace(self, flags=(*self.flags, *_flags(**ports)))
+        return replace(self, flags=(*self.flags, *as_flags(**ports)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +123,12 @@ class Deployment:
         if self.registry_host:
             router_settings["registry_host"] = self.registry_host
         flags = self._flags({**self._served(), **router_settings, **self.values.get("router", {})})
-        expected = _flags(
+        expected = as_flags(
             expect_prefill=sum(len(model.cores.prefill) for model in self.models),
             expect_decode=sum(len(model.cores.decode) for model in self.models),
         )
         cores = self.models[0].cores.router if self.pin else ()
-        pinned = _flags(cpu_list=format_cores(cores)) if cores else ()
+        pinned = as_flags(cpu_list=format_cores(cores)) if cores else ()
         name = "router" if settings.routers == 1 else f"router-{number}"
         return Service(name, "router", (*flags, *expected, *pinned, *self._metrics_port(number)), cores)
 
@@ -162,7 +162,7 @@ class Deployment:
                 "router_tls_name": identity.name,
             }
         routers = ",".join(map(_reachable, router_addresses))
-        flags = _flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
+        flags = as_flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
     def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "Deployment":
@@ -237,19 +237,19 @@ class Deployment:
         else:
             settings |= {**self.values.get(role, {}), **model.values.get(role, {})}
         flags = self._flags(settings)
-        extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
-        extra_flags += _flags(**self.device_values.get(name, {}))
+        extra_flags = as_flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
+        extra_flags += as_flags(**self.device_values.get(name, {}))
         if self.pin:
-            extra_flags += _flags(cpu_list=format_cores(cores))
+            extra_flags += as_flags(cpu_list=format_cores(cores))
         lent = model.cores.lent_to(role, number)
         if self.pin and self.core_table is not None and lent:
-            extra_flags += _flags(core_table=self.core_table, lent_cores=format_cores(lent))
+            extra_flags += as_flags(core_table=self.core_table, lent_cores=format_cores(lent))
         return Service(name, role, (*flags, *extra_flags), cores if self.pin else (), program)
 
     def _metrics_port(self, index: int) -> tuple[str, ...]:
         """The metrics port of service number `index`, counted from the routers through the workers."""
         first = self.settings.metrics_port
-        return () if first is None else _flags(metrics_port=first + index if first else 0)
+        return () if first is None else as_flags(metrics_port=first + index if first else 0)
 
     def _served(self) -> dict[str, str]:
         """The router settings `model` and `name`."""
@@ -259,7 +259,7 @@ class Deployment:
 
     def _flags(self, settings: Mapping[str, object]) -> tuple[str, ...]:
         # The revision in the environment is for the hub; services get folders.
-        return (*_flags(**{**self._config(), "revision": "", **settings}), "--follow-stdin")
+        return (*as_flags(**{**self._config(), "revision": "", **settings}), "--follow-stdin")
 
     def _config(self) -> dict[str, str]:
         return {"config": self.config} if self.config else {}
@@ -269,10 +269,6 @@ def _reachable(address: str) -> str:
     """Replace the address of a server that listens on all interfaces by a loopback address."""
     host, _, port = address.rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
-
-
-def _flags(**values: Any) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,17 +376,3 @@ def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings])
         max_per_worker=settings.threads_per_worker,
     )
     return all_cores.split(counts)
-
-
-def find_model(
-    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
-) -> Path:
-    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
-    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
-    if source.name in names:
-        return bundled / source.name
-    try:
-        return source.locate(on_progress)
-    except ConfigurationError as error:
-        hint = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
-        raise ConfigurationError(f"{error}{hint}") from error

@@ -17,7 +17,7 @@ from engine.resolve import kv_layout, resolve, rounded_to, weights_digest, why_e
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 
 
 def partition_model(args: argparse.Namespace) -> int:

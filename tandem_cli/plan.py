@@ -35,7 +35,7 @@ from tandem_cli.capacity.prediction import (
     read_measured,
 )
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console

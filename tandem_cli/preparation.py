@@ -14,6 +14,7 @@ from functools import partial
 from checkpoint.source import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback
+from mesh.settings import as_flags
 from router.settings import RouterSettings
 from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
@@ -101,9 +102,8 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
         raise ConfigurationError(f"--partition is for workers with equal settings, and these have {listed}")
     [(tensor, pipeline, quantize, dtype)] = partitions
     display.line(f"partition: {folder}")
-    degrees = (f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}")
-    flags = ("--reuse", *degrees, f"--quantize={quantize}", f"--dtype={dtype}")
-    display.line(_run_partition((*flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
+    flags = as_flags(tensor_parallel=tensor, pipeline_parallel=pipeline, quantize=quantize, dtype=dtype)
+    display.line(_run_partition(("--reuse", *flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
     return replace(deployment, models=(replace(model, folder=folder),))
 
 

@@ -20,7 +20,7 @@ from engine.quantizer.rare_experts import MIN_TOKENS
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
 from tandem_cli.terminal import FittingTable, error_console, wide_console
 

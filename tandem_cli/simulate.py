@@ -18,11 +18,11 @@ from rich import progress
 
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
-from mesh.settings import flag_name, load_settings
+from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, RunFailed, Slo, count_errors
-from tandem_cli.parser import CommandParser, count, output_file, positive, whole
+from tandem_cli.parser import CommandParser, count, given, output_file, positive, whole
 from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs, require_context
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
@@ -263,8 +263,8 @@ def _observe(
 
 
 def _settings(args: argparse.Namespace) -> RouterSettings:
-    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
-    return load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
+    flags = as_flags(model="simulated", **given(args, _ROUTER_SETTINGS))
+    return load_settings(RouterSettings, flags, prog="simulate").values
 
 
 @contextmanager

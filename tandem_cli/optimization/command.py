@@ -16,9 +16,9 @@ from rich.table import Table
 from checkpoint.source import ModelSource
 from engine.resolve import fingerprint
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import find_model
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
+from tandem_cli.model_folders import find_model
 from tandem_cli.optimization.candidate_trial import CandidateTrial
 from tandem_cli.optimization.candidates import STORED, Candidate
 from tandem_cli.optimization.choice import Result, choose

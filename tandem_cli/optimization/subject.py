@@ -25,8 +25,8 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import PromptEncoder
 from tandem_cli.capacity.roofline import Precision
-from tandem_cli.deployment import find_model
 from tandem_cli.load_test.report import num_cores
+from tandem_cli.model_folders import find_model
 from tandem_cli.optimization.candidates import (
     BASE,
     COMPUTED,

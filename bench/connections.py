@@ -24,7 +24,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
-from bench.pinned import on_cores
+from bench.processes import on_cores
 from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
 from tandem_cli.load_test.figures import percentile

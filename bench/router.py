@@ -36,12 +36,13 @@ from rich.table import Table
 import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
+from bench.processes import cpu_s
 from mesh.interrupts import run_async, run_program, showing
+from mesh.logs import quiet_logs
 from router.admission.placement import PlacementQuery, place
 from router.admission.prefix_chain import PrefixChain
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import percentile
-from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
@@ -98,10 +99,9 @@ async def run_bare(core: int, load: Workload) -> tuple[Measured, float]:
 
 async def run_load(client: tandem.AsyncClient, server: psutil.Process, load: Workload) -> tuple[Measured, float]:
     """Run a closed loop; returns the CPU seconds of the server too."""
-    before = server.cpu_times()
+    before_s = cpu_s(server)
     measured = await run_closed_loop(load, through(client))
-    after = server.cpu_times()
-    return measured, after.user + after.system - before.user - before.system
+    return measured, cpu_s(server) - before_s
 
 
 def show(runs: list[list[RouterRun]]) -> None:

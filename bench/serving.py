@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -127,13 +127,8 @@ async def measure_engine(model_dir: Path, quantize: str, clients: Sequence[int])
     alone = EngineAlone(model_dir, quantize)
     await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
     for num_clients in clients:
-        print(to_json(await run_closed_loop(Workload(num_clients), alone.send)), flush=True)
+        print(json.dumps(asdict(await run_closed_loop(Workload(num_clients), alone.send))), flush=True)
     await alone.stop()
-
-
-def to_json(measured: Measured) -> str:
-    """A run as a line of JSON."""
-    return json.dumps({name: getattr(measured, name) for name in ("duration_s", "num_tokens", "ttft_s", "gaps_s")})
 
 
 def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -18,13 +17,14 @@ from engine.kernels.cpu.compiler import code_folder
 from engine.kernels.cpu.machine import why_no_loops
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.logs import quiet_logs
 from mesh.settings import as_flags, flag_name, load_settings
 from tandem_cli.capacity.measurement import load_format_of
 from tandem_cli.compile import SETTINGS
 from tandem_cli.deployment import find_draft
+from tandem_cli.hardware import available_cores
 from tandem_cli.model_folders import find_model
 from tandem_cli.parser import given
-from tandem_cli.plan import quiet_logs
 from tandem_cli.up_settings import UpSettings
 from worker.engine_host import load_runner_with_ranks, model_settings
 
@@ -34,7 +34,7 @@ def compile_model(args: argparse.Namespace) -> int:
     chosen = given(args, SETTINGS)
     if args.all and chosen:
         raise ConfigurationError(f"--all takes all the usual types: leave {flag_name(next(iter(chosen)))} out")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(len(available_cores()))
     folder = code_folder()
     for name, settings in _all_settings(args, chosen):
         with quiet_logs(logging.WARNING):

@@ -40,6 +40,13 @@ def add_connection_arguments(parser: CommandParser) -> None:
             parser.add_setting(field, group=group, note=f"env {env_name(field.name)}")
 
 
+def add_sampling_arguments(parser: CommandParser) -> None:
+    """Add what `tandem generate` and `tandem chat` let users say of answers."""
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, metavar="N", help="draws the same answer again")
+
+
 def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
     """The settings from the flags in `args` and from the environment."""
     values = given(args, (field.name for field in fields(ConnectionSettings)))

@@ -34,6 +34,7 @@ _COUNTS = ("prefill", "decode", "colocated")
 _STOP_MARGIN_S = 50.0
 """A service on a busy machine may need this long to stop besides the time for running work."""
 
+_NOWHERE = "127.0.0.1:1"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
 Values = Mapping[str, Mapping[str, str]]
@@ -136,8 +137,10 @@ class Deployment:
         """All routers, on consecutive ports."""
         return [self.router(number) for number in range(self.settings.routers)]
 
-    def workers(self, registry_address: str) -> list[Service]:
-        """The workers of all models, in the order of the models; prefill workers come first."""
+    def workers(self, registry_address: str = _NOWHERE) -> list[Service]:
+        """The workers of all models, in the order of the models; prefill workers come first. Without an address they
+        are only to be looked at.
+        """
         workers = (
             self._worker(model, assignment, registry_address)
             for model in self.models
@@ -171,14 +174,12 @@ class Deployment:
 
         Raises ConfigurationError as `resolve` does.
         """
-        workers = self.workers("127.0.0.1:1")
-        ranks = [self.resolve(worker, environ).num_local_ranks for worker in workers]
-        if max(ranks) == 1:
-            return self
+        workers = self.worker_settings(environ)
         prefill, decode = (
-            [num_ranks for worker, num_ranks in zip(workers, ranks, strict=True) if worker.role == role]
-            for role in _WORKER_ROLES
+            [settings.num_local_ranks for worker, settings in workers if worker.role == role] for role in _WORKER_ROLES
         )
+        if max(*prefill, *decode, 1) == 1:
+            return self
         cores = assign_cores(
             available,
             num_prefill=len(prefill),
@@ -195,7 +196,7 @@ class Deployment:
 
         Raises ConfigurationError as `resolve` does.
         """
-        workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
+        workers = {worker.name: settings for worker, settings in self.worker_settings(environ)}
         asked = {name: (settings.device, settings.num_local_ranks) for name, settings in workers.items()}
         chosen = assign_gpus(asked, num_gpus(environ))
         devices = {name: worker_devices(chosen.get(name, asked[name][0]), asked[name][1]) for name in workers}
@@ -209,6 +210,10 @@ class Deployment:
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will load. Raises the same ConfigurationError that the service would raise."""
         return self._load(service, environ).values
+
+    def worker_settings(self, environ: Mapping[str, str]) -> list[tuple[Service, Any]]:
+        """Each worker with the settings that it will load. Raises ConfigurationError as `resolve` does."""
+        return [(worker, self.resolve(worker, environ)) for worker in self.workers()]
 
     def stop_limit_s(self, service: Service, environ: Mapping[str, str]) -> float:
         """Seconds after SIGTERM in which `service` should exit: the time for running work, and some more."""

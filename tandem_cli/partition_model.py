@@ -64,7 +64,7 @@ def partition_model(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{args.out}: {len(shares)} x {partition.num_bytes / len(shares) / 1e6:.0f} MB "
         f"in {time.monotonic() - began_s:.1f} s; "
-        f"serve it with: tandem up --model {args.out}{flags}\n"
+        f"serve it with: tandem up {args.out}{flags}\n"
     )
     return 0
 

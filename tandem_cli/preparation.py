@@ -65,9 +65,10 @@ def with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Depl
     """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
     at the address that these ranks dial. Raises ConfigurationError.
     """
-    workers = [(worker.role, deployment.resolve(worker, environ)) for worker in deployment.workers("127.0.0.1:1")]
     hosts = {
-        settings.listen_for_ranks().host for role, settings in workers if role == "prefill" and settings.rank_listen
+        settings.listen_for_ranks().host
+        for worker, settings in deployment.worker_settings(environ)
+        if worker.role == "prefill" and settings.rank_listen
     }
     if not (far := sorted(host for host in hosts if not is_loopback(host))):
         return deployment
@@ -90,9 +91,9 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
     if len(deployment.models) > 1:
         raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
     [model] = deployment.models
-    workers = [deployment.resolve(worker, environ) for worker in deployment.workers("127.0.0.1:1")]
     partitions = {
-        (worker.tensor_parallel, worker.degrees().pipeline, worker.quantize, worker.dtype) for worker in workers
+        (settings.tensor_parallel, settings.degrees().pipeline, settings.quantize, settings.dtype)
+        for _, settings in deployment.worker_settings(environ)
     }
     if len(partitions) > 1:
         listed = " and ".join(

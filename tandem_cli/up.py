@@ -115,7 +115,7 @@ def _serve_on_ray(
 
     with connected(deployment.settings.on) as cluster:
         placed = on_ray(deployment, environ, cluster, display)
-        scaling = Scaling(placed.spares, trial.client) if placed.spares("127.0.0.1:1") else None
+        scaling = Scaling(placed.spares, trial.client) if placed.spares("") else None
         start = partial(_serve, programs=programs, environ=environ, launcher=placed.launcher, scaling=scaling)
         return start(placed.deployment, display, trial)
 
@@ -265,8 +265,7 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     _require_redis(deployment.settings.routers, router.registry_url)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
-    for worker in deployment.workers("127.0.0.1:1"):
-        deployment.resolve(worker, environ)
+    deployment.worker_settings(environ)
     require_distinct_ports(deployment, router.metrics_host)
     for port in deployment.settings.router_ports or (0,):
         require_free(deployment.settings.host, port)

@@ -16,6 +16,7 @@ from rich.table import Table
 from checkpoint.source import ModelSource
 from engine.resolve import fingerprint
 from mesh.domain.errors import ConfigurationError
+from mesh.logs import quiet_logs
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
 from tandem_cli.model_folders import find_model
@@ -40,7 +41,6 @@ from tandem_cli.optimization.result import (
 )
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Checkpoints, Subject
-from tandem_cli.plan import quiet_logs
 from tandem_cli.terminal import FittingTable, error_console, wide_console
 
 _WORK = "work"

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.choice import GAP, SPEED, TTFT, Result
+from tandem_cli.terminal import progress_bar
 
 
 class TimeLeft:
@@ -40,8 +40,7 @@ class ShownProgress:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}", markup=False), BarColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._bar = progress_bar(console)
         self._task = self._bar.add_task("", total=1.0)
         self._left = TimeLeft()
         self._begun_s = 0.0

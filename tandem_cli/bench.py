@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
@@ -173,8 +171,9 @@ def _measure(args: argparse.Namespace) -> Report:
     report = Report(_settings(args, benchmark), describe_machine(), benchmark.slo, benchmark.price_per_hour)
     arms = _arms(args, report)
     try:
-        with Progress(benchmark, len(arms), error_console()) as progress:
-            run_async(Sweep(benchmark, arms, report, progress).run(lambda: _save_round(args, report)))
+        with progress_bar(error_console(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            sweep = Sweep(benchmark, arms, report, SweepProgress(benchmark, len(arms), bar))
+            run_async(sweep.run(lambda: _save_round(args, report)))
     except (KeyboardInterrupt, SystemExit):
         if not report.points:
             raise
@@ -309,24 +308,14 @@ def _openai_server(args: argparse.Namespace) -> Opener:
     return partial(openai_endpoint, args.openai, args.model, **options)
 
 
-class Progress(Watcher):
-    """Shows the progress of one sweep. Use it as a context manager."""
+class SweepProgress(Watcher):
+    """Shows the progress of one sweep."""
 
-    def __init__(self, benchmark: Benchmark, num_arms: int, console: Console) -> None:
+    def __init__(self, benchmark: Benchmark, num_arms: int, bar: Progress) -> None:
         self._benchmark = benchmark
-        self._console = console
-        self._total = benchmark.repeats * num_arms * sum(map(benchmark.num_jobs, benchmark.cases()))
-        self._bar = progress_bar(console, MofNCompleteColumn(), TimeElapsedColumn())
-        self._task = self._bar.add_task("", total=self._total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._bar = bar
+        total = benchmark.repeats * num_arms * sum(map(benchmark.num_jobs, benchmark.cases()))
+        self._task = bar.add_task("", total=total)
 
     def opening(self, arm: str) -> None:
         self._say(f"{arm}: starting")
@@ -340,7 +329,7 @@ class Progress(Watcher):
             self._bar.advance(self._task)
 
     def _say(self, text: str) -> None:
-        if self._console.is_terminal:
+        if self._bar.console.is_terminal:
             self._bar.update(self._task, description=text)
         else:
-            self._console.print(text, soft_wrap=True, highlight=False)
+            self._bar.console.print(text, soft_wrap=True, highlight=False)

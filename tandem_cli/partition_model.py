@@ -48,10 +48,7 @@ def partition_model(args: argparse.Namespace) -> int:
     shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
     ranks = (load_packed(settings, config, share) for share in shares)
     facts = {"weights_digest": digest, "quantize": settings.quantize, "dtype": settings.dtype}
-    try:
-        partition = write_partition(model_dir, args.out, ranks, degrees=degrees, source=source, **facts)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {args.out}: {error}") from error
+    partition = write_partition(model_dir, args.out, ranks, degrees=degrees, source=source, **facts)
     flags = "".join(
         f" --{name} {value}"
         for name, value, default in (

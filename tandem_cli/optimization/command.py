@@ -41,7 +41,7 @@ from tandem_cli.optimization.result import (
 )
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Checkpoints, Subject
-from tandem_cli.terminal import FittingTable, error_console, wide_console
+from tandem_cli.terminal import FittingTable, error_console, progress_bar, wide_console
 
 _WORK = "work"
 
@@ -62,7 +62,8 @@ def optimize(args: argparse.Namespace) -> int:
         state = State.open(args.out / "state.json", _about(args, recipe, subject, questions), tried)
         console.print(f"{len(tried)} candidates, {len(questions)} prompts, {recipe.concurrency} at once")
         try:
-            with ShownProgress(console) as progress:
+            with progress_bar(console) as bar:
+                progress = ShownProgress(bar)
                 trial = CandidateTrial(
                     recipe.max_prompts, subject, recipe, questions, demand, checkpoints, judge, state, progress
                 )

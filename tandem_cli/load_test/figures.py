@@ -198,6 +198,11 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]
 
 
+def p50_and_p99_ms(values_s: Sequence[float], digits: int = 1) -> str:
+    """Both in milliseconds, for a table."""
+    return " / ".join(f"{1000 * percentile(values_s, percent):.{digits}f}" for percent in (50, 99))
+
+
 def percentiles_ms(name: str, values_s: Sequence[float], percents: Iterable[int] = PERCENTS) -> dict[str, float]:
     """The percentiles of times, as figures: `NAME_p50_ms` and so on."""
     return {f"{name}_p{percent}_ms": 1000 * percentile(values_s, percent) for percent in percents}

@@ -16,14 +16,14 @@ from engine.runner_settings import RunnerSettings
 ARMS: dict[str, dict[str, object]] = {
     "compiled": {},
     "cpu": {"enforce_eager": True},
-    "torch": {"enforce_eager": True, "block_size": 4},
+    "torch": {"enforce_eager": True, "block_size": 4, "num_blocks": 128},
 }
 """By the name of the attention backend."""
 
 
 def settings(model_dir: Path, **changes: object) -> RunnerSettings:
     """Room for the prompts of `parity`, and several groups of layers."""
-    return RunnerSettings(model_dir, **{"num_blocks": 128, "block_size": 16, "layers_per_group": 2} | changes)  # type: ignore[arg-type]
+    return RunnerSettings(model_dir, **{"num_blocks": 64, "block_size": 16, "layers_per_group": 2} | changes)  # type: ignore[arg-type]
 
 
 def load_arm(model_dir: Path, arm: str, **changes: object) -> ModelRunner:

@@ -57,8 +57,7 @@ from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.packed_decoder import PackedDecoder, qkv_width
 from engine.models.rank_group import Alone, RankGroup
-from engine.models.recurrent.for_kernels import state_steps
-from engine.models.recurrent.state import RecurrentStates
+from engine.models.recurrent.state import RecurrentStates, state_steps
 from engine.models.rope import ropes_of
 from engine.models.row_shares import (
     RowCosts,
@@ -247,7 +246,8 @@ class CompiledDecoder:
     def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
         config, share, kind = self.config, self._share, self._model.kind
         branch_rows = rows if kind.sandwich else 0
-        gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
+        is_plain = kind.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
+        gate_up_rows = rows if kind.gated and not is_plain else 0
         q_width = config.num_heads * config.head_dim
         latent = self._latent_rows(rows)
         width = q_width if config.latent else qkv_width(self._heads, config)
@@ -307,7 +307,8 @@ class CompiledDecoder:
             rows * (experts.routing.top_k * experts.width + experts.shared_width),
             rows * experts.routing.top_k,
         )
-        buffers, num_gated = self._ranks.buffers, 0 if experts.activation == SILU else 2 * num_inner
+        is_plain = not experts.gated or experts.activation == SILU
+        buffers, num_gated = self._ranks.buffers, 0 if is_plain else 2 * num_inner
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),

@@ -20,9 +20,10 @@ from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
-_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
-_RECURRENCES = ("conv", "delta")
-_REQUIRED_FACTS = {"embed_size": None, "final_norm": True, "activation_factors": (1.0, 1.0)}
+_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind", "single")
+_ADDED_BLOCKS = ("sequential", "single")
+"""Those with room for a recurrence, and for experts."""
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "silu": SILU,
@@ -51,7 +52,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (recurrent := config.recurrent) is not None:
         if (missing := why_not_mixed(recurrent)) is not None:
             return missing
-        if config.block != "sequential":
+        if config.block not in _ADDED_BLOCKS:
             return f"recurrent layers in a block {config.block}"
     if config.attention_gate and num_ranks > 1:
         return "gates of attention over several ranks"
@@ -62,14 +63,16 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         return f"block {config.block}"
     if config.activation not in KERNEL_ACTIVATIONS:
         return f"activation {config.activation}"
-    if config.activation == "xielu" and config.gated:
-        return "xielu of gates"
+    if config.activation == "xielu" and (config.gated or config.experts is not None):
+        return "xielu of gates or experts"
+    if config.activation_factors != (1.0, 1.0) and (config.experts is not None or not config.gated):
+        return "factors of activations without gates or in experts"
     widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block != "sequential" or not config.gated:
-            return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
+        if config.block not in _ADDED_BLOCKS:
+            return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:
         if num_ranks > 1:
@@ -86,8 +89,6 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
 
 def why_not_mixed(recurrent: RecurrentConfig) -> str | None:
     """The reason why the kernel cannot compute recurrent layers, or None if it can."""
-    if recurrent.kind not in _RECURRENCES:
-        return f"recurrent layers of kind {recurrent.kind}"
     widths = {"channels": recurrent.channels, "key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
     wrong = next((f"{name} {width}" for name, width in widths.items() if width % LANES), None)
     return None if wrong is None else f"recurrent layers with {wrong}, not a multiple of {LANES}"

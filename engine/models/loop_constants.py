@@ -16,7 +16,7 @@ from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
-from engine.models.blocks import BLOCKS
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
@@ -34,18 +34,20 @@ def model_constants(
     places: StatePlaces | None = None,
 ) -> ModelConstants:
     """The constants of these layers, with heads of this shape, and states in these places."""
-    are_recurrent = [config.is_recurrent(layer) for layer in layers]
-    recurrent = NO_RECURRENCE
+    recurrent, first = NO_RECURRENCE, config.num_kv_layers_before(layers[0])
     if config.recurrent is not None and places is not None:
-        weights = RecurrentWeights(
-            packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.recurrent_norms
-        )
+        taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
+        weights = RecurrentWeights(*taken, packed.recurrent_norms)
         recurrent = recurrent_layers(weights, config.recurrent, config.norm_eps, places)
+    num_before = [0 if config.recurrent is None else config.recurrent.num_before(layer) for layer in layers]
     return ModelConstants(
         weights=packed.weights,
-        firsts=_numbers_of_qkv(config, layers),
-        numbers=_numbers(config, layers),
-        are_recurrent=np.array(are_recurrent, np.int64),
+        firsts=_first_matrices(config, layers),
+        numbers=np.array([config.num_kv_layers_before(layer) - first for layer in layers], np.int64),
+        state_numbers=np.array(num_before, np.int64),
+        have_attention=np.array([has_attention(config, layer) for layer in layers], np.int64),
+        are_recurrent=np.array([config.is_recurrent(layer) for layer in layers], np.int64),
+        have_mlp=np.array([has_mlp(config, layer) for layer in layers], np.int64),
         output=packed.output,
         norms=packed.norms,
         final_norm=packed.final_norm,
@@ -63,17 +65,6 @@ def model_constants(
     )
 
 
-def _numbers(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer among those with KV, or among recurrent ones."""
-    first, numbers = config.num_kv_layers_before(layers[0]), []
-    for layer in layers:
-        if config.recurrent is not None and config.is_recurrent(layer):
-            numbers.append(config.recurrent.num_before(layer))
-        else:
-            numbers.append(config.num_kv_layers_before(layer) - first)
-    return np.array(numbers, np.int64)
-
-
 def _kind(config: ModelConfig) -> Kind:
     return Kind(
         parallel=config.block.startswith("parallel"),
@@ -81,6 +72,8 @@ def _kind(config: ModelConfig) -> Kind:
         sandwich="attn_out_norm" in BLOCKS[config.block],
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        gate_factor=np.float32(config.activation_factors[0]),
+        inner_factor=np.float32(config.activation_factors[1]),
         centred_heads=config.norm == "layer",
         norms_rotated=config.qk_norm_rotated,
         clip_qkv=np.float32(config.clip_qkv or 0.0),
@@ -88,11 +81,18 @@ def _kind(config: ModelConfig) -> Kind:
     )
 
 
-def _numbers_of_qkv(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer's `qkv`, or of what recurrent layers have instead, among the matrices."""
-    names = [matrix_names(config, layer) for layer in layers]
-    firsts = np.cumsum([0, *map(len, names)], dtype=np.int64)[:-1]
-    return firsts + np.array([int(of_layer[0] == "q_b") for of_layer in names], np.int64)
+def _first_matrices(config: ModelConfig, layers: Sequence[int]) -> Int64s:
+    """The number of each layer's `qkv`, of the first matrix of its recurrence, and of the first behind these two. They
+    are not read in layers without such a part.
+    """
+    firsts, number = [], 0
+    for layer in layers:
+        names = matrix_names(config, layer)
+        places = [names.index(name) if name in names else 0 for name in ("qkv", "recurrent_in")]
+        behind = max((place + 1 for place, name in enumerate(names) if name in ("o", "recurrent_out")), default=0)
+        firsts.append([number + place for place in (*places, behind)])
+        number += len(names)
+    return np.array(firsts, np.int64)
 
 
 def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
@@ -133,5 +133,6 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         num_experts=facts.num_experts,
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
+        gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
     )

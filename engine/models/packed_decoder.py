@@ -20,12 +20,13 @@ from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
-from engine.models.blocks import BLOCKS
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.recurrent.for_kernels import stacked, take_weights
+from engine.models.recurrent.for_kernels import stacked
+from engine.models.recurrent.mixer import take_recurrence
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError
@@ -73,6 +74,7 @@ class PackedDecoder(NamedTuple):
     conv_biases: Floats
     rates: Floats
     rate_biases: Floats
+    skips: Floats
     recurrent_norms: Floats
 
 
@@ -98,7 +100,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         if has_experts(config, share.layers.first + i):
             _take_router(parameters, layer, i, routers)
         if config.recurrent is not None and config.is_recurrent(share.layers.first + i):
-            recurrences.append(take_weights(parameters, f"{layer}.", config.recurrent, config.norm_eps))
+            taken = take_recurrence(parameters, f"{layer}.", config.recurrent, config.norm_eps)
+            recurrences.append(taken.for_kernels())
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
@@ -143,14 +146,17 @@ def has_experts(config: ModelConfig, layer: int) -> bool:
 
 def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
+    names = ["recurrent_in", "recurrent_out"] if config.is_recurrent(layer) else []
+    if has_attention(config, layer):
+        names += ["q_b", "qkv", "o"] if config.latent is not None and config.latent.query_rank else ["qkv", "o"]
+    if not has_mlp(config, layer):
+        return tuple(names)
+    parts = [""]
+    if config.experts is not None and config.experts.layers[layer]:
+        parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
+        parts += ["shared."] if config.experts.shared_size else []
     up = "gate_up" if config.gated else "up"
-    attention = ("q_b", "qkv", "o") if config.latent is not None and config.latent.query_rank else ("qkv", "o")
-    attention = ("recurrent_in", "recurrent_out") if config.is_recurrent(layer) else attention
-    if config.experts is None or not config.experts.layers[layer]:
-        return *attention, up, "down"
-    parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
-    parts += ["shared."] if config.experts.shared_size else []
-    return *attention, *(part + name for part in parts for name in (up, "down"))
+    return *names, *(part + name for part in parts for name in (up, "down"))
 
 
 class _Routers(NamedTuple):
@@ -230,7 +236,7 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
 def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
-    if config.is_recurrent(layer):
+    if not has_attention(config, layer):
         return np.zeros((2, config.head_dim), np.float32)  # not read
     names = (f"layers.{layer}.q_norm", f"layers.{layer}.k_norm")
     taken = [parameters.take(name).float().view(-1, config.head_dim) for name in names]
@@ -297,8 +303,10 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
         recurrent = [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
     shapes = []
     for layer in range(share.layers.first, share.layers.end):
-        shapes += recurrent if config.is_recurrent(layer) else attention
-        shapes += routed if has_experts(config, layer) else dense
+        shapes += recurrent if config.is_recurrent(layer) else []
+        shapes += attention if has_attention(config, layer) else []
+        if has_mlp(config, layer):
+            shapes += routed if has_experts(config, layer) else dense
     return shapes
 
 

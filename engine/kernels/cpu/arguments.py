@@ -29,6 +29,8 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+CONV, DELTA, SCAN = range(3)
+"""Kinds of recurrent layers: see engine.models.recurrent.config.RecurrentConfig."""
 HIDDEN = -1e30
 """The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
@@ -249,54 +251,6 @@ class RoutedRows(NamedTuple):
     results: Floats  # [copies, hidden]
 
 
-class States(NamedTuple):
-    """The states of a recurrent layer: flat numbers, in rows of the cache."""
-
-    rows: Floats  # [rows of the cache, width]
-    tables: Int64s  # [num_seqs, blocks of a state]
-    block: Int64s  # [rows of a state]: the block of a row, a column of `tables`
-    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
-    in_piece: int  # rows from there to the same one of the next block
-    is_kept: Bools  # [num_seqs]: the token changes the state
-
-
-class Convolution(NamedTuple):
-    """See CausalConv. Its state, [kernel - 1, channels], is at the beginning of the layer's."""
-
-    taps: Floats  # [kernel, channels]
-    bias: Floats  # [channels]
-
-
-class Delta(NamedTuple):
-    """See GatedDelta. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
-
-    conv: Convolution
-    rate: Floats  # [num_heads]
-    rate_bias: Floats  # [num_heads]
-    norm: Floats  # [value_dim]
-    eps: np.float32
-    num_key_heads: int
-    key_dim: int
-
-
-class Scan(NamedTuple):
-    """See SelectiveScan. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
-
-    conv: Convolution
-    rate: Floats  # [num_heads]
-    step_bias: Floats  # [num_heads]
-    skip: Floats  # [num_heads]
-    norm: Floats  # [num_heads * value_dim], or empty
-    factors: Floats  # [projected]
-    eps: np.float32
-    least_step: np.float32
-    most_step: np.float32
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    gate_first: bool  # the result is gated before it is normed
-
-
 class StatePlaces(NamedTuple):
     """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
 
@@ -317,26 +271,41 @@ class StateSteps(NamedTuple):
 
 
 class RecurrentWeights(NamedTuple):
-    """The parameters of recurrent layers, which are short convolutions or, with rates, gated delta nets."""
+    """The parameters of recurrent layers; [num_layers, 0] where their kind does without."""
 
     taps: Floats  # [num_layers, kernel, channels]
     biases: Floats  # [num_layers, channels]
-    rates: Floats  # [num_layers, num_heads]; else [num_layers, 0]
-    rate_biases: Floats  # like rates
-    norms: Floats  # [num_layers, value_dim]; else [num_layers, 0]
+    rates: Floats  # [num_layers, num_heads], of DELTA and SCAN
+    rate_biases: Floats  # like rates; of SCAN the biases of steps
+    skips: Floats  # [num_layers, num_heads], of SCAN
+    norms: Floats  # [num_layers, value_dim] of DELTA; of SCAN [num_layers, num_heads * value_dim], if it has norms
+
+
+class ScanFacts(NamedTuple):
+    """See engine.models.recurrent.config.ScanConfig."""
+
+    gate_factor: np.float32
+    step_factor: np.float32
+    least_step: np.float32
+    most_step: np.float32
+    gate_first: bool
 
 
 class Recurrent(NamedTuple):
     """The recurrent layers of a model. The convolution's state, [kernel - 1, channels], is at the beginning of a
-    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of a delta net.
+    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of DELTA and SCAN.
     """
 
     taps: Floats  # see RecurrentWeights
     biases: Floats
     rates: Floats
     rate_biases: Floats
+    skips: Floats
     norms: Floats
     eps: np.float32  # of the norm of results
-    num_key_heads: int  # 0: short convolutions
+    kind: int
+    num_key_heads: int
     key_dim: int
+    value_dim: int
+    scan: ScanFacts
     places: StatePlaces

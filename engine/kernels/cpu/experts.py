@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.activations import gate_rows
+from engine.kernels.cpu.activations import activate_rows, gate_rows
 from engine.kernels.cpu.arguments import (
     SILU,
     Floats,
@@ -40,7 +40,8 @@ class Experts(NamedTuple):
     num_experts: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
-    activation: int  # of gates: a number of arguments.py
+    gated: bool
+    activation: int  # a number of arguments.py
 
 
 class Copies(NamedTuple):
@@ -104,7 +105,9 @@ def put_copies(
 def multiply_up(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Part
 ) -> None:
-    """Compute the inner rows of all copies, or their gates and ups: one thread's part of the columns."""
+    """Compute the inner rows of all copies, before their activation, or their gates and ups: one thread's part of the
+    columns.
+    """
     for e in range(len(copies.starts) - 1):
         begin, end = copies.starts[e], copies.starts[e + 1]
         if begin == end:
@@ -113,9 +116,9 @@ def multiply_up(
         at = _place(copies, begin, experts.width, experts.shared_width)
         matrix, count = first + 2 * e, end - begin
         own = _from(operand, begin * weights.matrices[matrix, 2], begin)
-        if experts.activation == SILU:
+        if not experts.gated or experts.activation == SILU:
             out = routed.inner[at : at + count * width].reshape(count, width)
-            product(own, weights, matrix, Target(out, GATE), part)
+            product(own, weights, matrix, Target(out, GATE if experts.gated else STORE), part)
         else:
             out = routed.gate_up[2 * at : 2 * (at + count * width)].reshape(count, 2 * width)
             product(own, weights, matrix, Target(out, STORE), part)
@@ -125,17 +128,19 @@ def multiply_up(
 def put_inner(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
 ) -> None:
-    """Write the inner rows of the copies in the range, which may have to be gated first, to the operand of their
-    experts' second products.
+    """Write the inner rows of the copies in the range, which may have to be gated or activated first, to the operand of
+    their experts' second products.
     """
     for e in range(len(copies.starts) - 1):
         matrix, width = first + 2 * e + 1, experts.width if e < experts.num_experts else experts.shared_width
         for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
             at = _place(copies, copy, experts.width, experts.shared_width)
             row, place = routed.inner[at : at + width], _place_of_inner(copies, copy, weights, first, experts)
-            if experts.activation != SILU:
+            if not experts.gated:
+                activate_rows(row.reshape(1, width), experts.activation, row, Range(0, 1))
+            elif experts.activation != SILU:
                 gate_up = routed.gate_up[2 * at : 2 * (at + width)].reshape(1, 2 * width)
-                gate_rows(gate_up, row.reshape(1, width), experts.activation, Range(0, 1))
+                gate_rows(gate_up, row.reshape(1, width), experts.activation, _ONE, _ONE, Range(0, 1))
             operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, place)
 
 

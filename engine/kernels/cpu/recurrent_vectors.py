@@ -67,6 +67,20 @@ class Seen(NamedTuple):
     result: Address  # [columns]
 
 
+class Scanned(NamedTuple):
+    """A token of Mamba 2 that changes some columns and then sees them: each is multiplied by the decay, then
+    key * step * values is added. Its result is written.
+    """
+
+    decay: np.float32
+    step: np.float32
+    skip: np.float32  # of the values, in the result
+    key: Address  # [rows]
+    query: Address  # [rows]
+    values: Address  # [columns]
+    result: Address  # [columns]
+
+
 @emitted
 def copy_vectors(
     typing: TypingContext,
@@ -210,3 +224,33 @@ def advance(
         return context.get_dummy_value()
 
     return types.void(matrix, change, seen, num_vectors), generate
+
+
+@emitted
+def scan_columns(typing: TypingContext, matrix: NumbaType, token: NumbaType, num_vectors: NumbaType) -> Intrinsic:
+    """Let a token pass over `num_vectors` columns of vectors of a HeadMatrix, a compile-time constant."""
+    count = num_vectors.literal_value
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit, none = Emitter(context, builder), constant(FLOATS, 0.0)
+        address, num_rows, step = emit.members(args[0], 3)
+        columns = [emit.at(emit.pointer(address), builder.mul(step, INT64(i))) for i in range(count)]
+        decay, token_step, skip, key, query, values, result = emit.members(args[1], 7)
+        decay, token_step, skip = (emit.splat(number) for number in (decay, token_step, skip))
+        key_at, query_at, values_at, result_at = (emit.pointer(at) for at in (key, query, values, result))
+        values = [emit.load(emit.at(values_at, i * VECTOR_BYTES), FLOATS) for i in range(count)]
+        changes = [builder.fmul(value, token_step) for value in values]
+        with emit.loop(num_rows, [none] * count) as row:
+            offset = builder.mul(row.index, INT64(FLOAT_BYTES))
+            by_key, by_query = (emit.splat(emit.load(emit.at(at, offset), FLOAT)) for at in (key_at, query_at))
+            offset = builder.mul(row.index, INT64(VECTOR_BYTES))
+            for i in range(count):
+                place = emit.at(columns[i], offset)
+                number = emit.multiply_add(by_key, changes[i], builder.fmul(emit.load(place, FLOATS), decay))
+                emit.store(number, place)
+                row.next.append(emit.multiply_add(number, by_query, row.carried[i]))
+        for i in range(count):
+            emit.store(emit.multiply_add(skip, values[i], row.next[i]), emit.at(result_at, i * VECTOR_BYTES))
+        return context.get_dummy_value()
+
+    return types.void(matrix, token, num_vectors), generate

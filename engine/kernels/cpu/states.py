@@ -71,7 +71,7 @@ def copy_matrix(
     recurrent: Recurrent, state: State, steps: StateSteps, first: int, matrix: Floats, writes: bool
 ) -> None:
     """Copy a head's matrix, which begins at number `first` of the state, to columns of vectors, or from there."""
-    places, width, done = recurrent.places, recurrent.norms.shape[1], 0
+    places, width, done = recurrent.places, recurrent.value_dim, 0
     row_width, step = places.rows.shape[1], recurrent.key_dim * VECTOR_BYTES
     while done < len(matrix):
         row, column = done // width, done % width

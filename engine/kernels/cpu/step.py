@@ -21,6 +21,7 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import (
+    SCAN,
     SILU,
     Floats,
     Operand,
@@ -60,7 +61,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
-from engine.kernels.cpu.recurrence import call_mix
+from engine.kernels.cpu.recurrence import CONVOLVE, GATE_ROWS, MIX, call_mix
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
@@ -76,6 +77,8 @@ class _Matrices(NamedTuple):
 
     qkv: int
     output: int
+    recurrent_in: int
+    recurrent_out: int
     gate_up: int
     down: int
 
@@ -89,9 +92,9 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
     for layer in range(layers.first, layers.end):
         if model.are_recurrent[layer]:
             _compute_recurrence(model, work, team, layer)
-        elif model.latent.rank:
+        if model.latent.rank:
             _compute_latent_attention(model, work, team, layer)
-        else:
+        elif model.have_attention[layer]:
             _compute_attention(model, work, team, layer)
         if model.kind.parallel:
             _compute_inner(model, work, team, layer)
@@ -102,8 +105,9 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
             _add_experts(model, work, team, layer)
         else:
             _add_attention(model, work, team, layer)
-            _compute_inner(model, work, team, layer)
-            _add_mlp(model, work, team, layer)
+            if model.have_mlp[layer]:
+                _compute_inner(model, work, team, layer)
+                _add_mlp(model, work, team, layer)
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
         _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
@@ -119,7 +123,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
     qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
-    _put_inputs(model, work, rows, layer, QKV_SITE)
+    _put_inputs(model, work, rows, layer, QKV_SITE, qkv)
     _finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
     _finish_own_phase(team, QKV)
@@ -144,17 +148,31 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
 
 @jit
 def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """`_compute_attention` of a recurrent layer. There is one rank, which has no adapters."""
-    acts, part = work.acts, Part(team.thread, team.num_threads)
-    rows = _rows_of(len(acts.residual), team.number, team.num_all)
-    _put_inputs(model, work, rows, layer, QKV_SITE)
+    """`_compute_attention` of a recurrent part. There is one rank, which has no adapters. The share's rows of the layer
+    are there for later ones when both parts are computed.
+    """
+    acts, part, is_scan = work.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
+    rows, matrix = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).recurrent_in
+    _put_inputs(model, work, rows, layer, QKV_SITE, matrix)
     _finish_phase(team, NORM)
-    product(work.operand, model.weights, _matrices(model, layer).qkv, Target(acts.projected, STORE), part)
+    product(work.operand, model.weights, matrix, Target(acts.projected, STORE), part)
     _finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
-    call_mix(model.mix_at, model.recurrent, model.numbers[layer], work.states, acts.projected, acts.recurred, part)
+    if is_scan:
+        _mix(model, work, layer, CONVOLVE, part)
+        _finish_phase(team, ATTENTION)
+    _mix(model, work, layer, MIX, part)
     _finish_phase(team, ATTENTION)
-    publish_rows(team.share, team.thread, layer)
+    if is_scan:
+        _mix(model, work, layer, GATE_ROWS, part)
+    if not model.have_attention[layer]:
+        publish_rows(team.share, team.thread, layer)
+
+
+@jit
+def _mix(model: ModelConstants, work: Work, layer: int, stage: int, part: Part) -> None:
+    acts, number = work.acts, model.state_numbers[layer]
+    call_mix(model.mix_at, model.recurrent, number, work.states, acts.projected, acts.recurred, part, stage)
 
 
 @jit
@@ -185,15 +203,13 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
 
 
 @jit
-def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
-    """Write rows of the residual, normed in most models, to the operand of the product at the start of attention or of
-    the MLP.
+def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int, matrix: int) -> None:
+    """Write rows of the residual, normed in most models, to the operand of the product with a matrix at the start of
+    attention, a recurrence or the MLP.
     """
     residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
-    matrices, is_attention = _matrices(model, layer), site == QKV_SITE
-    matrix = matrices.qkv if is_attention else matrices.gate_up
     if model.kind.norms_inputs:
-        norm = Norm(model.norms[layer, _INPUT_NORM if is_attention else _POST_NORM], model.eps)
+        norm = Norm(model.norms[layer, _INPUT_NORM if site == QKV_SITE else _POST_NORM], model.eps)
         norm_rows(residual, norm, weights, matrix, operand, rows)
         norm_and_shrink(adapted, layer, site, residual, norm, rows)
     else:
@@ -203,20 +219,23 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
 
 @jit
 def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """Add attention's result to the residual."""
+    """Add the results of attention and of a recurrence to the residual."""
     acts, operand, _, _, adapted, _ = work
-    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
-    if model.are_recurrent[layer]:
-        put_rows(acts.recurred, model.weights, output, operand, rows)
-    else:
+    rows, matrices = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer)
+    if model.have_attention[layer]:
         if model.kind.gates_attention:
             _gate_results(acts.mixed, acts.qkv, rows)
-        put_rows(acts.mixed, model.weights, output, operand, rows)
-    shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
-    _finish_phase(team, QUANTISE)
-    _add_product(model, work, team, output)
-    _finish_phase(team, OUTPUT)
-    _end_branch(model, work, rows, layer, OUTPUT_SITE)
+        put_rows(acts.mixed, model.weights, matrices.output, operand, rows)
+        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
+        _finish_phase(team, QUANTISE)
+        _add_product(model, work, team, matrices.output)
+        _finish_phase(team, OUTPUT)
+        _end_branch(model, work, rows, layer, OUTPUT_SITE)
+    if model.are_recurrent[layer]:
+        put_rows(acts.recurred, model.weights, matrices.recurrent_out, operand, rows)
+        _finish_phase(team, QUANTISE)
+        _add_product(model, work, team, matrices.recurrent_out)
+        _finish_phase(team, OUTPUT)
 
 
 @jit
@@ -235,7 +254,7 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
     rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
     is_gated_at_once = _is_gated_at_once(kind, work, layer)
-    _put_inputs(model, work, rows, layer, GATE_UP_SITE)
+    _put_inputs(model, work, rows, layer, GATE_UP_SITE, gate_up)
     _finish_phase(team, NORM)
     if is_gated_at_once:
         product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
@@ -247,7 +266,7 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
         activate_rows(acts.inner, kind.activation, model.activation[layer], rows)
     elif not is_gated_at_once:
         expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
-        gate_rows(acts.gate_up, acts.inner, kind.activation, rows)
+        gate_rows(acts.gate_up, acts.inner, kind.activation, kind.gate_factor, kind.inner_factor, rows)
 
 
 @jit
@@ -288,7 +307,8 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
 @jit
 def _is_gated_at_once(kind: Kind, work: Work, layer: int) -> bool:
     """True if the product of gate and up itself ends with silu(gate) * up."""
-    return kind.gated and kind.activation == SILU and not changes_site(work.adapted, layer, GATE_UP_SITE)
+    is_plain = kind.gated and kind.activation == SILU and kind.gate_factor == 1 and kind.inner_factor == 1
+    return is_plain and not changes_site(work.adapted, layer, GATE_UP_SITE)
 
 
 @jit
@@ -315,8 +335,8 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
 
 @jit
 def _matrices(model: ModelConstants, layer: int) -> _Matrices:
-    first = model.firsts[layer]
-    return _Matrices(first, first + 1, first + 2, first + 3)
+    qkv, recurrent, gate_up = model.firsts[layer]
+    return _Matrices(qkv, qkv + 1, recurrent, recurrent + 1, gate_up, gate_up + 1)
 
 
 @jit

@@ -30,6 +30,8 @@ class Kind(NamedTuple):
     sandwich: bool  # the outputs of attention and MLP are normed before they are added
     gated: bool
     activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
+    gate_factor: np.float32  # of gates, before the activation
+    inner_factor: np.float32  # of what it gives
     centred_heads: bool  # see HeadNorms
     norms_rotated: bool
     clip_qkv: np.float32  # see clip_rows; 0: no limit
@@ -39,13 +41,18 @@ class Kind(NamedTuple):
 class ModelConstants(NamedTuple):
     """The weights and constants of a model, the same in every step.
 
-    Layers of attention and recurrent ones have numbers of their own: of the layer of KV, or of states.
+    A layer has attention, a recurrence, an MLP or experts, or several of these.
     """
 
-    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
-    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
-    numbers: Int64s  # [num_layers]
-    are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
+    weights: (
+        Weights  # of each layer: of its recurrence two; qkv, output; gate and up (or up alone), down of each expert
+    )
+    firsts: Int64s  # [num_layers, 3]: numbers of qkv, of the recurrence's first matrix, of gate and up
+    numbers: Int64s  # [num_layers]: of the layer among those with KV
+    state_numbers: Int64s  # [num_layers]: of the layer among recurrent ones
+    have_attention: Int64s  # [num_layers]: 1 or 0, as the next two
+    are_recurrent: Int64s
+    have_mlp: Int64s
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
     norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]

@@ -116,7 +116,7 @@ class CompiledDecoder:
         self._cache = cache.elements
         layers = range(self.layers.first, self.layers.end)
         shape = head_shape(self._heads, cache.layer(self.layers.first))
-        places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache, None).places
+        places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._model = model_constants(config, packed, layers, shape, places)
         self._buffers = Buffers()
         if self._ranks.rank == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
-from engine.kernels.cpu.recurrence import mix_address
+from engine.kernels.cpu.recurrence import mix, mix_address
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
 from engine.models.cpu_support import why_not_mixed
@@ -25,7 +25,7 @@ from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.mixer import RecurrentMixer
-from engine.models.recurrent.state import RecurrentStates
+from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
@@ -183,11 +183,11 @@ def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | Non
     """
     if config.recurrent is None:
         return None
-    attention, threads = memory.attention, None
+    attention, mixing = memory.attention, None
     if isinstance(attention, CpuAttention) and why_not_mixed(config.recurrent) is None:
-        threads = attention.threads
+        mixing = Mixing(mix, attention.threads)
         mix_address()
-    return RecurrentStates(config.recurrent, memory.cache, threads)
+    return RecurrentStates(config.recurrent, memory.cache, mixing)
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:

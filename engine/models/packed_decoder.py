@@ -26,7 +26,7 @@ from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.for_kernels import stacked
-from engine.models.recurrent.mixer import take_recurrence
+from engine.models.recurrent.kinds import take_recurrence
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError

@@ -132,7 +132,8 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
-_REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "qwen3.5-moe"]
+_OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1"]
+_REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", *_OF_STATES]
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -187,7 +188,7 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1"])
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))
     torch.set_num_threads(1)

@@ -31,6 +31,9 @@ SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
 CONV, DELTA, SCAN = range(3)
 """Kinds of recurrent layers: see engine.models.recurrent.config.RecurrentConfig."""
+CONVOLVE, MIX, GATE_ROWS = range(3)
+STAGES = {CONV: (MIX,), DELTA: (MIX,), SCAN: (CONVOLVE, MIX, GATE_ROWS)}
+"""The stages of a layer of each kind. All threads end one before the next begins."""
 HIDDEN = -1e30
 """The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
@@ -38,6 +41,14 @@ HIDDEN = -1e30
 class Part(NamedTuple):
     """The part of the work that one thread does: number `number` of `num_parts` equal parts."""
 
+    number: int
+    num_parts: int
+
+
+class MixPart(NamedTuple):
+    """The part of a stage of a recurrent layer that one thread computes."""
+
+    stage: int
     number: int
     num_parts: int
 

@@ -10,7 +10,7 @@ from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
 from engine.kernels.cpu.recurrent_vectors import Change, HeadMatrix, Seen, advance, dot_rows, gate_row
-from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix
+from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix, softplus
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float
 
 _ONE = np.float32(1.0)
@@ -153,9 +153,3 @@ def _seen(recurrent: Recurrent, head: int, product: np.float32, rows: MixedRows,
         row + (2 * recurrent.num_key_heads * key_dim + column) * FLOAT_BYTES,
         rows.out + token * rows.out_step + column * FLOAT_BYTES,
     )
-
-
-@jit
-def softplus(x: np.float32) -> np.float32:
-    """log(1 + e^x)."""
-    return max(x, _NOTHING) + np.log1p(np.exp(-abs(x)))

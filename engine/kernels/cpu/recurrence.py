@@ -14,11 +14,12 @@ from numba import types
 
 from engine.kernels.cpu.arguments import (
     CONV,
+    CONVOLVE,
     DELTA,
-    SCAN,
+    GATE_ROWS,
     Address,
     Floats,
-    Part,
+    MixPart,
     Range,
     Recurrent,
     ScanFacts,
@@ -47,17 +48,15 @@ from engine.kernels.cpu.vectors import address
 _numba: Any = numba  # it does not annotate its functions
 _CONV_CHANNELS = 128
 """Channels of a unit of short convolutions."""
-CONVOLVE, MIX, GATE_ROWS = range(3)
-STAGES = {CONV: (MIX,), DELTA: (MIX,), SCAN: (CONVOLVE, MIX, GATE_ROWS)}
-"""The stages of each kind of layer. All threads end one before the next begins."""
 
 
 @entry
-def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: Part, stage: int) -> None:
-    """Compute one thread's part of a stage of a recurrent layer. rows: [num_tokens, projected], which are overwritten;
-    out: [num_tokens, result_width].
+def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: MixPart) -> None:
+    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out: [num_tokens,
+    result_width].
     """
     at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
+    stage = part.stage
     if stage == GATE_ROWS:
         own = Range(len(rows) * part.number // part.num_parts, len(rows) * (part.number + 1) // part.num_parts)
         gate_and_norm(recurrent, layer, own, at)
@@ -100,12 +99,11 @@ def call_mix(
     rows: NumbaType,
     out: NumbaType,
     part: NumbaType,
-    stage: NumbaType,
 ) -> Intrinsic:
     """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
     models that have recurrent layers.
     """
-    kinds = (recurrent, layer, steps, rows, out, part, types.unliteral(stage))
+    kinds = (recurrent, layer, steps, rows, out, part)
     if kinds != _mix_types():
         raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
 
@@ -135,7 +133,11 @@ def _mix_types() -> tuple[Any, ...]:
     number, counts = np.float32(0.0), np.empty(0, np.int32)
     recurrent = Recurrent(
         np.empty((0, 0, 0), np.float32),
-        *[floats] * 5,
+        floats,
+        floats,
+        floats,
+        floats,
+        floats,
         eps=number,
         kind=CONV,
         num_key_heads=0,
@@ -145,4 +147,4 @@ def _mix_types() -> tuple[Any, ...]:
         places=StatePlaces(floats, empty, empty, in_piece=0, of_layer=0),
     )
     steps = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), counts, counts)
-    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, Part(0, 1), MIX))
+    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, MixPart(0, 0, 1)))

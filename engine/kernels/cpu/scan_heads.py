@@ -9,10 +9,9 @@ import numpy as np
 
 from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.delta_heads import softplus
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
 from engine.kernels.cpu.recurrent_vectors import HeadMatrix, Scanned, gate_row, scan_columns
-from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix
+from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix, softplus
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float
 
 _ONE = np.float32(1.0)

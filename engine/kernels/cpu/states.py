@@ -159,3 +159,9 @@ def _keep(recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, o
     for tap in range(num_past):
         state, at = State(layer, tokens.seq), address(past) + tap * width * FLOAT_BYTES
         copy_row(recurrent.places, state, steps, tap * channels + own.first, width, at, True)
+
+
+@jit
+def softplus(x: np.float32) -> np.float32:
+    """log(1 + e^x)."""
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

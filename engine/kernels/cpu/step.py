@@ -21,9 +21,13 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import (
+    CONVOLVE,
+    GATE_ROWS,
+    MIX,
     SCAN,
     SILU,
     Floats,
+    MixPart,
     Operand,
     Part,
     Range,
@@ -61,7 +65,7 @@ from engine.kernels.cpu.phases import (
     end_phase,
     start_phases,
 )
-from engine.kernels.cpu.recurrence import CONVOLVE, GATE_ROWS, MIX, call_mix
+from engine.kernels.cpu.recurrence import call_mix
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
@@ -171,8 +175,8 @@ def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: in
 
 @jit
 def _mix(model: ModelConstants, work: Work, layer: int, stage: int, part: Part) -> None:
-    acts, number = work.acts, model.state_numbers[layer]
-    call_mix(model.mix_at, model.recurrent, number, work.states, acts.projected, acts.recurred, part, stage)
+    acts, number, own = work.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
+    call_mix(model.mix_at, model.recurrent, number, work.states, acts.projected, acts.recurred, own)
 
 
 @jit

@@ -16,7 +16,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.models.recurrent.config import RecurrentConfig
 
-KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN}
+_KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN}
 """By the names of RecurrentConfig.kind."""
 NO_NUMBERS: Floats = np.empty((1, 0), np.float32)
 """A parameter that a layer does not have."""
@@ -43,7 +43,7 @@ def recurrent_layers(
     return Recurrent(
         *weights,
         eps=np.float32(norm_eps),
-        kind=KINDS[facts.kind],
+        kind=_KINDS[facts.kind],
         num_key_heads=facts.num_key_heads,
         key_dim=facts.key_dim,
         value_dim=facts.value_dim,

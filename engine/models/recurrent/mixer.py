@@ -6,59 +6,25 @@ a chunk of a prompt at once. Both give the same numbers up to rounding, and thos
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import Floats, Part, Recurrent, RecurrentWeights, StateSteps
-from engine.kernels.cpu.recurrence import STAGES, mix
+from engine.kernels.cpu.arguments import STAGES, MixPart, RecurrentWeights
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.delta import GatedDelta
-from engine.models.recurrent.for_kernels import KINDS, recurrent_layers
-from engine.models.recurrent.scan import SelectiveScan
-from engine.models.recurrent.short_conv import ShortConv
-from engine.models.recurrent.state import LayerStates
+from engine.models.recurrent.for_kernels import recurrent_layers
+from engine.models.recurrent.kinds import Recurrence, take_recurrence
+from engine.models.recurrent.state import LayerStates, Mixing
 
 if TYPE_CHECKING:
     from engine.models.linear import LinearLayer, Rows
 
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
-
-
-class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token;
-    results and states are fp32.
-    """
-
-    def for_kernels(self) -> RecurrentWeights:
-        """The parameters of this one layer as the kernels of CPUs take them, which compute what `scan` does."""
-        ...
-
-    def step(self, rows: Tensor, states: Tensor) -> Tensor:
-        """One token of each sequence: rows [num_seqs, projected], states [num_seqs, state_numbers], which are updated
-        in place -> [num_seqs, result_width].
-        """
-        ...
-
-    def scan(self, rows: Tensor, state: Tensor) -> Tensor:
-        """Tokens of one sequence, one after the other: rows [num_tokens, projected], state [state_numbers], which is
-        updated in place -> [num_tokens, result_width].
-        """
-        ...
-
-
-def take_recurrence(parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> Recurrence:
-    """Take the parameters of a recurrent layer between its projections."""
-    if facts.kind == "conv":
-        return ShortConv(parameters, prefix, facts)
-    kind = GatedDelta if facts.kind == "delta" else SelectiveScan
-    return kind(parameters, prefix, facts, norm_eps)
 
 
 class RecurrentMixer:
@@ -75,8 +41,8 @@ class RecurrentMixer:
         """
         assert metadata.states is not None
         out = torch.empty((len(rows), self._facts.result_width), dtype=torch.float32, device=rows.device)
-        if states.threads is not None:
-            self._run_kernel(rows, out, states, states.threads)
+        if states.mixing is not None:
+            self._run_kernel(rows, out, states, states.mixing)
             return out
         repeated = metadata.states.is_repeated
         if num_steps := metadata.num_decodes:
@@ -125,20 +91,18 @@ class RecurrentMixer:
     def _weights(self) -> RecurrentWeights:
         return self._recurrence.for_kernels()
 
-    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, threads: KernelThreads) -> None:
+    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, mixing: Mixing) -> None:
         layer = recurrent_layers(self._weights, self._facts, self._norm_eps, states.places)
-        work = layer, states.steps, rows.to(torch.float32).contiguous().numpy(), out.numpy()
-        for stage in STAGES[KINDS[self._facts.kind]]:
+        inputs, results, threads = rows.to(torch.float32).contiguous().numpy(), out.numpy(), mixing.threads
+
+        def run_part(stage: int, num_parts: int, number: int) -> None:
+            mixing.mix(layer, 0, states.steps, inputs, results, MixPart(stage, number, num_parts))
+
+        for stage in STAGES[layer.kind]:
             if len(rows) * states.numbers < _SHARED_NUMBERS:
-                _mix(*work, stage, 1, 0)
+                run_part(stage, 1, 0)
             else:
-                threads.run(partial(_mix, *work, stage, threads.count))
-
-
-def _mix(
-    layer: Recurrent, steps: StateSteps, rows: Floats, out: Floats, stage: int, num_threads: int, thread: int
-) -> None:
-    mix(layer, 0, steps, rows, out, Part(thread, num_threads), stage)
+                threads.run(partial(run_part, stage, threads.count))
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:

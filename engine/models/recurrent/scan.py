@@ -40,9 +40,9 @@ class SelectiveScan:
         self._norm = None if norm is None else norm.to(torch.float32)
 
     def for_kernels(self) -> RecurrentWeights:
-        of_heads = (values.numpy()[None] for values in (self._rate, self._step_bias, self._skip))
+        rate, bias, skip = (values.numpy()[None] for values in (self._rate, self._step_bias, self._skip))
         norm = NO_NUMBERS if self._norm is None else self._norm.numpy()[None]
-        return RecurrentWeights(*self._conv.for_kernels(), *of_heads, norm)
+        return RecurrentWeights(*self._conv.for_kernels(), rate, bias, skip, norm)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         conv_states, matrices = self._split(states)

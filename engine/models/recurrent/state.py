@@ -1,5 +1,6 @@
 """RecurrentStates: the states of sequences in KV blocks, read and written as tensors, or found there by kernels."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import StatePlaces, StateSteps
+from engine.kernels.cpu.arguments import Floats, MixPart, Recurrent, StatePlaces, StateSteps
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
@@ -26,12 +27,19 @@ def state_steps(metadata: ForwardMetadata) -> StateSteps:
     return StateSteps(tables.numpy().astype(np.int64), np.array(is_repeated, np.bool_), starts, context_lens)
 
 
+class Mixing(NamedTuple):
+    """How a kernel computes recurrent layers where their states lie: engine/kernels/cpu/recurrence.py, in threads."""
+
+    mix: Callable[[Recurrent, int, StateSteps, Floats, Floats, MixPart], None]
+    threads: KernelThreads
+
+
 class RecurrentStates:
-    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. With `threads`, kernels
-    compute the layers.
+    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. Without `mixing`, torch
+    computes the layers.
     """
 
-    def __init__(self, recurrent: RecurrentConfig, cache: KVCache, threads: KernelThreads | None) -> None:
+    def __init__(self, recurrent: RecurrentConfig, cache: KVCache, mixing: Mixing | None = None) -> None:
         rows, device = state_rows(recurrent, cache.layout), cache.tensor.device
         self._numbers, self._of_layer, self._in_piece = recurrent.state_numbers, rows.of_layer, rows.in_piece
         self._rows = cache.tensor.view(torch.uint8).view(-1).view(torch.float32).view(-1, rows.width)
@@ -42,13 +50,13 @@ class RecurrentStates:
         self._rows_of_state = (piece // rows.num_pieces, first)
         self._tables = torch.zeros((1, rows.num_blocks), dtype=torch.int64, device=device)
         self._steps = _NO_STEPS
-        self._threads = threads
+        self._mixing = mixing
 
     def begin(self, metadata: ForwardMetadata) -> None:
         """Find the states of the sequences of a pass."""
         assert metadata.states is not None
         self._tables = metadata.states.tables.to(torch.int64)
-        if self._threads is not None:
+        if self._mixing is not None:
             self._steps = state_steps(metadata)
 
     @property
@@ -61,7 +69,7 @@ class RecurrentStates:
         """The states of the recurrent layer with this number among its kind."""
         block, first = (of_state.narrow(0, number * self._of_layer, self._of_layer) for of_state in self._rows_of_state)
         facts = (self._rows, self._tables, block, first, self._in_piece, self._numbers)
-        return LayerStates(*facts, self._steps, self._threads)
+        return LayerStates(*facts, self._steps, self._mixing)
 
 
 class LayerStates(NamedTuple):
@@ -76,7 +84,7 @@ class LayerStates(NamedTuple):
     in_piece: int
     numbers: int
     steps: StateSteps
-    threads: KernelThreads | None
+    mixing: Mixing | None
 
     def of(self, first: int, end: int) -> "LayerStates":
         """The states of sequences [first, end) of these."""

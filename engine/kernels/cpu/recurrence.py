@@ -40,13 +40,13 @@ from engine.kernels.cpu.compiler import (
     jit,
 )
 from engine.kernels.cpu.delta_heads import mix_heads
-from engine.kernels.cpu.machine import FLOAT_BYTES
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
 from engine.kernels.cpu.scan_heads import convolve_channels, gate_and_norm, scan_head
 from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
 from engine.kernels.cpu.vectors import address
 
 _numba: Any = numba  # it does not annotate its functions
-_CONV_CHANNELS = 128
+_CONV_CHANNELS = 256
 """Channels of a unit of short convolutions."""
 
 
@@ -62,7 +62,7 @@ def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: 
         gate_and_norm(recurrent, layer, own, at)
         return
     num_units = _num_units(recurrent, stage)
-    work, matrix = num_units * len(rows), np.empty(recurrent.key_dim * recurrent.value_dim, np.float32)
+    work, matrix = num_units * len(rows), _aligned(recurrent.key_dim * recurrent.value_dim)
     first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
     for seq in range(len(steps.tables)):
         tokens = tokens_of(steps, seq)
@@ -79,6 +79,14 @@ def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: 
                 mix_heads(recurrent, layer, steps, tokens, unit, matrix, at)
             else:
                 scan_head(recurrent, layer, steps, tokens, unit, matrix, at)
+
+
+@jit
+def _aligned(size: int) -> Floats:
+    """Numbers that begin at a cache line: vectors that lie across two take three times as long."""
+    numbers = np.empty(size + LANES, np.float32)
+    first = -address(numbers) % CACHE_LINE_BYTES // FLOAT_BYTES
+    return numbers[first : first + size]
 
 
 @jit

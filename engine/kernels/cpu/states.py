@@ -95,6 +95,14 @@ def _number_at(places: StatePlaces, state: State, steps: StateSteps, number: int
 
 
 @jit
+def numbers_from(places: StatePlaces, state: State, steps: StateSteps, number: int) -> tuple[Address, int]:
+    """The address of a number of a state, and how many numbers follow without a gap, itself included."""
+    width = places.rows.shape[1]
+    in_piece = places.first[state.layer * places.of_layer + number // width] % places.in_piece
+    return _number_at(places, state, steps, number), (places.in_piece - in_piece) * width - number % width
+
+
+@jit
 def mix_channels(
     recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, own: Range, rows: MixedRows
 ) -> None:

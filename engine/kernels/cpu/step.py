@@ -152,8 +152,8 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
 
 @jit
 def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """`_compute_attention` of a recurrent part. There is one rank, which has no adapters. The share's rows of the layer
-    are there for later ones when both parts are computed.
+    """`_compute_attention` of a recurrence. There is one rank, which has no adapters. In a layer with both, attention
+    lets later rows go on.
     """
     acts, part, is_scan = work.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
     rows, matrix = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).recurrent_in

@@ -344,12 +344,12 @@ class Scheduler:
 
         Drafts never preempt a sequence, nor do they use the headroom. `update` frees the blocks of wrong drafts.
         """
-        size = self.config.block_size
-        num_missing = -(-(sequence.num_tokens + num_drafts) // size) - len(sequence.block_table)
+        num_missing = self.config.num_blocks_for(sequence.num_tokens + num_drafts) - len(sequence.block_table)
         num_new = max(0, min(num_missing, self.pool.num_free - self._headroom()))
         if num_new > 0:
             sequence.block_table += self.pool.allocate(num_new) or []
-        return min(num_drafts, len(sequence.block_table) * size - sequence.num_tokens)
+        num_held = (len(sequence.block_table) - self.config.state_blocks) * self.config.block_size
+        return min(num_drafts, num_held - sequence.num_tokens)
 
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]

@@ -189,9 +189,9 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
         hashes = self._prefixes.reusable(sequence)
-        return hashes[len(self.pool.match(hashes)) :]
+        return self._snapshots.missing(hashes) if self.config.state_blocks else hashes[len(self.pool.match(hashes)) :]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -402,6 +402,8 @@ class Scheduler:
     def _take_computed_slot(self, sequence: SequenceState) -> bool:
         """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
         hashes = self._prefixes.reusable(sequence)
+        if self.config.state_blocks and self.evicted is not None:
+            self._snapshots.restore(sequence, hashes, self.evicted.restore)
         matched = self.pool.match(hashes)
         if not self.config.state_blocks:
             return self._take_slot(sequence, hashes, matched)

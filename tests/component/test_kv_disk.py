@@ -71,7 +71,6 @@ def test_answers_are_equal_to_the_bit(
 ) -> None:
     runner = load_arm(checkpoint(family), arm, num_blocks=num_blocks, **changes)
     engine, disk = engine_with_disk(runner, tmp_path)
-    print(runner.kv_cache.layout.state_blocks, runner.kv_cache.layout)
     _, alone = answer(engine, disk, "a")
     for other in ("b", "c"):  # together they take all blocks
         answer(engine, disk, other)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from engine.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.sequence import SequenceState
-from mesh.domain.cache_hints import NO_HINTS, CacheHints
+from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.kv import BlockHash, block_hashes, next_hash, root_hash, state_block_hashes, state_hash
 from mesh.domain.worker import CacheEvent
 
@@ -188,6 +188,15 @@ class BlockPool:
         """Give up a snapshot, unless somebody holds it."""
         if all(self._references[block_id] == 0 for block_id in self.snapshot(block_hash)):
             self._forget_snapshot(block_hash)
+
+    def demote_snapshot(self, block_hash: BlockHash, tenant: str, conversation: str) -> None:
+        """Let a snapshot go before all else, if only this conversation has used it, without hints, and nobody holds it."""
+        blocks = self.snapshot(block_hash)
+        is_own = all(self._unhinted.get(each) == conversation and each not in self._hinted for each in blocks)
+        if is_own and all(self._references[each] == 0 for each in blocks):
+            for block_id in blocks:
+                self._cached.remove(block_id)
+                self._cached.add([block_id], Worth(tenant, conversation, KeepPriority.LOW))
 
     def free(self, block_ids: Sequence[int], tenant: str = "", hints: CacheHints = NO_HINTS) -> None:
         """Drop one holder of each block, with its tenant and its client's hints. Pass a sequence's blocks in order: the

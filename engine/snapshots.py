@@ -120,10 +120,19 @@ class Snapshots:
             return
         if sequence.last_snapshot > len(sequence.request.token_ids):
             self._pool.drop_snapshot(self._hash_at(sequence, sequence.last_snapshot))
+        elif sequence.last_snapshot == sequence.num_cached_tokens:
+            self._supersede(sequence)
         self._pool.publish_snapshot(sequence.saving, self._hash_at(sequence, item.end))
         sequence.last_snapshot = item.end
         self._release(sequence, sequence.saving)
         sequence.saving = []
+
+    def _supersede(self, sequence: SequenceState) -> None:
+        """Let the snapshots of the conversation's former turns go first: the next turn begins behind them."""
+        request = sequence.request
+        if conversation := request.cache_hints.session_id:
+            for block_hash in sequence.block_hashes[: sequence.num_cached_tokens // self._block_size]:
+                self._pool.demote_snapshot(block_hash, request.cache_namespace, conversation)
 
     def end(self, sequence: SequenceState) -> None:
         """Release what a sequence holds that ends, and let its last snapshot stay as long as its blocks of tokens."""

@@ -16,6 +16,7 @@ from engine.loop import Engine
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.cache_hints import CacheHints
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import block_hashes, state_block_hashes
 from tests.fakes.requests import make_request
@@ -128,9 +129,10 @@ def new_scheduler(num_blocks: int = 64, state_blocks: int = STATES) -> Scheduler
     return Scheduler(config, BlockPool(num_blocks))
 
 
-def ask(scheduler: Scheduler, tokens: list[int], max_new: int = 1) -> tuple[int, list[int]]:
+def ask(scheduler: Scheduler, tokens: list[int], max_new: int = 1, session: str = "") -> tuple[int, list[int]]:
     """The number of cached tokens, and the ends of the prompt's steps."""
-    sequence = SequenceState(make_request("a", tokens, max_new_tokens=max_new, eos_token_ids=frozenset()))
+    facts: dict[str, Any] = {"eos_token_ids": frozenset(), "cache_hints": CacheHints(session_id=session)}
+    sequence = SequenceState(make_request("a", tokens, max_new_tokens=max_new, **facts))
     scheduler.add(sequence)
     ends = []
     while scheduler.has_work:
@@ -150,6 +152,18 @@ def test_turns_of_a_chat_begin_behind_the_last_one() -> None:
     # The answer, repeated: the last snapshot is behind position 68, and those before it in the answer are gone.
     assert ask(scheduler, [*second, *[1] * 30]) == (68, [70])
     assert ask(scheduler, [*second, *[1] * 11, 2, *range(9)]) == (32, [48, 52, 61])
+
+
+@pytest.mark.parametrize("session", ["", "first"])
+def test_snapshots_of_a_conversations_former_turns_go_first(session: str) -> None:
+    scheduler, first, other = new_scheduler(num_blocks=30), list(range(30, 60)), list(range(100, 130))
+    ask(scheduler, first, session=session)
+    ask(scheduler, other)
+    ask(scheduler, [*first, *range(60, 70)], session=session)
+    ask(scheduler, list(range(200, 224)))  # takes the memory of one snapshot
+    former, others = (block_hashes(tokens, BLOCK, "")[4] for tokens in (first, other))
+    assert bool(scheduler.pool.snapshot(former)) == (not session)
+    assert bool(scheduler.pool.snapshot(others)) == bool(session)
 
 
 def test_a_branch_becomes_a_snapshot_when_it_is_seen() -> None:

@@ -41,8 +41,9 @@ PROMPTS = {
 def engine_with_disk(runner: ModelRunner, folder: Path) -> tuple[Engine, DiskCache]:
     layout = runner.kv_cache.layout
     disk = DiskCache(BlockFiles(folder, repr(layout), layout.block_bytes, 1 << 30), runner.kv_cache)
-    states = layout.state_blocks
-    config = SchedulerConfig(layout.block_size, max_batch_tokens=64, max_num_seqs=2, max_model_len=160, state_blocks=states)
+    config = SchedulerConfig(
+        layout.block_size, max_batch_tokens=64, max_num_seqs=2, max_model_len=160, state_blocks=layout.state_blocks
+    )
     return Engine(Scheduler(config, BlockPool(runner.kv_cache.num_blocks, disk.evicted), disk), runner), disk
 
 

@@ -190,7 +190,7 @@ class BlockPool:
             self._forget_snapshot(block_hash)
 
     def demote_snapshot(self, block_hash: BlockHash, tenant: str, conversation: str) -> None:
-        """Let a snapshot go before all else, if only this conversation has used it, without hints, and none holds it."""
+        """Let a snapshot go before all else, if only this conversation used it, without hints, and none holds it."""
         blocks = self.snapshot(block_hash)
         is_own = all(self._unhinted.get(each) == conversation and each not in self._hinted for each in blocks)
         if is_own and all(self._references[each] == 0 for each in blocks):

@@ -300,9 +300,10 @@ class DiskCache:
     def _up_to_a_state(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
         """The blocks of the last state that is on disk, and those of tokens before it that are."""
         for end in range(len(hashes), 0, -1):
-            state = state_block_hashes(hashes[end - 1], self._state_blocks)
-            if all(map(self._files.has, state)):
-                return [*state, *filter(self._files.has, hashes[:end])]
+            if self._files.has(*state_block_hashes(hashes[end - 1], 1)):  # of most blocks there is no state
+                state = state_block_hashes(hashes[end - 1], self._state_blocks)
+                if all(map(self._files.has, state)):
+                    return [*state, *filter(self._files.has, hashes[:end])]
         return []
 
     def _read(self, block_hash: BlockHash, used_ns: int) -> bytes | None:

@@ -82,7 +82,11 @@ async def talk(address: str, options: argparse.Namespace, num_kept: int = 0) -> 
                 session += words(options.question_tokens)
                 asked_s, first_token_s = clock(), 0.0
                 async for event in client.stream(
-                    token_ids=session, max_new_tokens=_ANSWER_TOKENS, ignore_eos=True, keep_priority=priority
+                    token_ids=session,
+                    max_new_tokens=_ANSWER_TOKENS,
+                    ignore_eos=True,
+                    session_id=f"session {number}",
+                    keep_priority=priority,
                 ):
                     if event.token is not None:
                         first_token_s = first_token_s or clock() - asked_s

@@ -106,8 +106,10 @@ async def compare(options: argparse.Namespace, model: Path, disk: Path, table: T
     longest += _SNAPSHOTS * state_tokens(model, options.quantize)
     all_tokens = options.sessions * longest + 1024
     small = max(2 * longest, int(options.in_memory * all_tokens))
-    common = (f"--model={model}", "--load-format=dummy", f"--quantize={options.quantize}", "--colocated")
-    common += ("--set=decode.max_rolling_batch_size=2",)  # each has room for a state beside the KV
+    common = (
+        *(f"--model={model}", "--load-format=dummy", f"--quantize={options.quantize}", "--colocated"),
+        "--set=decode.max_rolling_batch_size=2",  # each has room for a state beside the KV
+    )
     arms = {
         "no prefix cache": (f"--set=decode.max_batch_total_tokens={small}", "--set=decode.prefix_caching=false"),
         "memory for few": (f"--set=decode.max_batch_total_tokens={small}",),

@@ -5,7 +5,6 @@ Those without a family in their name are Llama's. The others have the layers of 
 """
 
 import json
-import shutil
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,7 @@ import numpy as np
 from checkpoint.tensors import SINGLE_FILE
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-
-BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
+from tandem_cli.model_folders import write_without_weights
 
 SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
@@ -141,8 +139,6 @@ def write_shape(name: str, folder: Path) -> Path:
     """Write a model folder of the shape `name` below `folder`, for load_format=dummy; returns the model folder.
     A name may end with LONG.
     """
-    model_dir = folder / name
-    model_dir.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -155,10 +151,7 @@ def write_shape(name: str, folder: Path) -> Path:
         "eos_token_id": 2,
         **SHAPES[name.removesuffix(LONG)],
     }
-    (model_dir / "config.json").write_text(json.dumps(config, indent=1))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / file, model_dir / file)
-    return model_dir
+    return write_without_weights(folder / name, config)
 
 
 def write_weights(model_dir: Path, seed: int = 0) -> Path:

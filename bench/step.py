@@ -161,8 +161,8 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     arms = [(threads, 1) for threads in (*options.threads, *options.ranks)]
     arms += [(ranks, ranks) for ranks in options.ranks]
     return [
-        Variant(name, kv_dtype, *arm, is_eager=decoder == "eager")
-        for name, kv_dtype, arm, decoder in itertools.product(
+        Variant(name, kv_dtype, num_threads, num_ranks, is_eager=decoder == "eager")
+        for name, kv_dtype, (num_threads, num_ranks), decoder in itertools.product(
             weights, options.kv_dtype, dict.fromkeys(arms), options.decoder
         )
     ]

@@ -246,7 +246,7 @@ class Streamer:
             chunk = opening + b"".join(map(frame, renderer.end())) + self.framing.last
         except Exception as error:
             problem = Problem.of(error)
-            self.exchange.arrival.progress.failed(problem)
+            self.exchange.progress.failed(problem)
             _log(error, self.exchange.request_id)
             chunk = opening + b"".join(map(frame, renderer.error(problem))) + self.framing.last
         if chunk:
@@ -256,7 +256,7 @@ class Streamer:
 def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> Response:
     """Return a stream with status 200 whose only event is an error."""
     problem = Problem.of(error)
-    streamer.exchange.arrival.progress.failed(problem)
+    streamer.exchange.progress.failed(problem)
     content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
     return Response(content, media_type=streamer.framing.media_type, headers=streamer.headers)
 

@@ -35,8 +35,8 @@ _ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -> Response:
     """Handle a request. `streams_by_default`: a body without `stream` gets JSON lines if its options allow it."""
-    request = exchange.arrival.request
-    handler = exchange.arrival.backend.handler
+    request = exchange.request
+    handler = exchange.backend.handler
     if handler is not None and handler.has("handle"):
         return await handler.handle(exchange, request.path_params.get("model", ""))
     payload = await exchange.read(read_payload, request.headers.get("content-type", ""))
@@ -95,7 +95,7 @@ def _ending_in_newline(response: Response) -> Response:
 
 
 async def _built_in(exchange: Exchange, payload: dict[str, object], streaming: _Streaming) -> Response:
-    model = _model(exchange.arrival.request, payload)
+    model = _model(exchange.request, payload)
     settings = exchange.settings
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
     if "inputs" not in payload:

@@ -124,7 +124,7 @@ async def list_models(exchange: Exchange) -> Response:
 
 
 async def get_model(exchange: Exchange) -> Response:
-    name = exchange.arrival.request.path_params["model"]
+    name = exchange.request.path_params["model"]
     if not name:  # /v1/models/
         return await list_models(exchange)
     model = await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)

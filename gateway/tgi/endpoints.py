@@ -108,7 +108,7 @@ def build_shape(body: GenerateBody, arguments: tandem.GenerateArguments, *, full
 
 
 async def _parse(exchange: Exchange) -> GenerateBody:
-    content_type = exchange.arrival.request.headers.get("content-type", "")
+    content_type = exchange.request.headers.get("content-type", "")
     if "json" not in content_type:
         raise UnsupportedMediaType("Expected request with `Content-Type: application/json`")
     return await exchange.parse(GenerateBody)
@@ -117,7 +117,7 @@ async def _parse(exchange: Exchange) -> GenerateBody:
 def _headers(exchange: Exchange, body: GenerateBody, answer: Answer) -> dict[str, str]:
     """TGI's headers of a complete answer, for its best choice. Times are whole ms, but x-compute-time is in seconds."""
     best = answer.choices[0]
-    total_s = exchange.arrival.progress.duration_s()
+    total_s = exchange.progress.duration_s()
     return {
         **_compute(body),
         "x-compute-time": str(total_s),

@@ -39,7 +39,7 @@ def exchange(ping_interval_s: float = 10.0) -> Any:
     """As much of one as a stream needs."""
     progress = SimpleNamespace(failed=lambda problem: None)
     settings = SimpleNamespace(ping_interval_s=ping_interval_s)
-    return SimpleNamespace(settings=settings, request_id="r", arrival=SimpleNamespace(progress=progress))
+    return SimpleNamespace(settings=settings, request_id="r", progress=progress)
 
 
 async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[TokenEvent, None]:

@@ -80,7 +80,7 @@ class RouterProcess:
             ModelRouter(
                 model_settings.located(_downloading),
                 self.coordination.limiter_for(model_settings.served_name),
-                table=self.membership,
+                membership=self.membership,
                 links=self._links,
                 prefill_client=prefill_client,
                 journal=self.journal,

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import PROTOCOL_VERSION, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
@@ -26,35 +25,9 @@ def capacity_tokens(info: WorkerInfo) -> int:
     return min(info.max_model_len, info.layout.max_tokens_in(info.num_blocks))
 
 
-class WorkerTable(Protocol):
-    """The workers that a router can use. Implementation: Membership, fed over gRPC or by RedisRegistry."""
-
-    def workers(self) -> list[WorkerView]:
-        """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
-        ...
-
-    def find(self, worker_id: str) -> WorkerView | None:
-        """Return the worker, or None if it is unknown."""
-        ...
-
-    def lose(self, worker_id: str, incarnation: str) -> None:
-        """Mark an unreachable worker LOST, unless it has left in order. A later heartbeat of the same incarnation
-        brings it back."""
-        ...
-
-    def on_change(self, callback: Callable[[WorkerView], None]) -> None:
-        """Call `callback` on the event loop's thread with each worker of which more than the load has changed, or that
-        was dropped."""
-        ...
-
-    def on_report(self, callback: Callable[[WorkerView], None]) -> None:
-        """Call `callback` on the event loop's thread with each worker that reports its load or prefix cache, and whose
-        state is as before. A thousand workers report two thousand times a second."""
-        ...
-
-
 class Membership:
-    """The WorkerTable of a router. Used by one event loop; `clock` returns monotonic seconds.
+    """The workers that a router can use, fed over gRPC or by RedisRegistry. Used by one event loop; `clock` returns
+    monotonic seconds.
 
     `require_fits` is called with each worker that joins, and raises LayoutMismatch if this router cannot use it.
     """
@@ -71,6 +44,7 @@ class Membership:
         self._report_callbacks: list[Callable[[WorkerView], None]] = []
 
     def workers(self) -> list[WorkerView]:
+        """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
         if not self._is_in_order:
             in_order = sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
             self._views = {view.info.worker_id: view for view in in_order}
@@ -81,9 +55,13 @@ class Membership:
         return self._views.get(worker_id)
 
     def on_change(self, callback: Callable[[WorkerView], None]) -> None:
+        """Call `callback` with each worker of which more than the load has changed, or that was dropped."""
         self._callbacks.append(callback)
 
     def on_report(self, callback: Callable[[WorkerView], None]) -> None:
+        """Call `callback` with each worker that reports its load or prefix cache, and whose state is as before. A
+        thousand workers report two thousand times a second.
+        """
         self._report_callbacks.append(callback)
 
     def join(self, info: WorkerInfo) -> None:
@@ -162,6 +140,9 @@ class Membership:
             self._reported(self._views[worker_id])
 
     def lose(self, worker_id: str, incarnation: str) -> None:
+        """Mark an unreachable worker LOST, unless it has left in order. A later heartbeat of the same incarnation
+        brings it back.
+        """
         view = self._current(worker_id, incarnation)
         if view is not None and not view.state.is_gone:
             self._set_gone(view, WorkerState.LOST)

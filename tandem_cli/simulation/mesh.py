@@ -89,7 +89,7 @@ class SimulatedMesh:
         self.router = ModelRouter(
             settings,
             LocalLimiter(settings.max_concurrent_requests),
-            table=self._table,
+            membership=self._table,
             links=self._links,
             prefill_client=self._prefills,
             journal=self.journal,

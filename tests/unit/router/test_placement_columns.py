@@ -98,7 +98,7 @@ class Mesh:
             trust=lambda info: Trust.NONE if info.incarnation in self.unproven else Trust.FULL,
         )
         self.view = MeshView(
-            everything, table=self.membership, links=everything, in_flight=self.in_flight, health=everything
+            everything, membership=self.membership, links=everything, in_flight=self.in_flight, health=everything
         )
         self.membership.on_change(lambda _: self._changed())
         self.membership.on_report(self.view.reported)

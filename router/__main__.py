@@ -16,7 +16,7 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
-from router.api.operators import MeshServicer, Operations
+from router.api.operators import MeshServicer
 from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
@@ -111,9 +111,15 @@ class RouterProcess:
         generation_pb2_grpc.add_GenerationServicer_to_server(
             GenerationServicer(self._services, self._callers), self.public.grpc
         )
-        operations = Operations(self._control, self.traffic, self.coordination.tell_traffic)
         mesh_servicer = MeshServicer(
-            self.model_routers, self.journal, self.history, operations, self._callers, time.monotonic
+            self.model_routers,
+            self._callers,
+            journal=self.journal,
+            history=self.history,
+            control=self._control,
+            traffic=self.traffic,
+            tell_traffic=self.coordination.tell_traffic,
+            clock=time.monotonic,
         )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))

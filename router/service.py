@@ -17,6 +17,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -25,7 +26,7 @@ from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.limiter import ConcurrencyLimiter, Permit
-from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, AnswerStream, ChoiceRun
+from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, AnswerStream
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
@@ -238,13 +239,11 @@ class ModelService:
         num_choices = valid.params.num_generated_choices
         siblings = Siblings(num_choices) if num_choices > 1 else None
         choices = [Choice(index, valid, self.model.tokenizer, siblings) for index in range(num_choices)]
-        runs = [
-            ChoiceRun(choice, permit, lambda choice: self._run(choice, valid, timeline))
-            for choice, permit in zip(choices, permits, strict=True)
-        ]
         num_best = valid.params.num_choices if (valid.params.best_of or 1) > 1 else None
         stream = AnswerStream(
-            runs,
+            choices,
+            permits,
+            partial(self._run, valid=valid, timeline=timeline),
             slow_reader_s=self._slow_reader_s,
             num_best=num_best,
             max_pending_events=MAX_PENDING_BEHIND_PROMPT if valid.params.prompt_logprobs else MAX_PENDING_EVENTS,

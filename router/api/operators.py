@@ -6,7 +6,6 @@ capacity and load, and nothing of the mesh's own protocol.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import starmap
 from types import MappingProxyType
 
@@ -59,32 +58,29 @@ _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """The means by which operators change workers, and the traffic of revisions. `tell_traffic` tells other routers."""
-
-    control: WorkerControl
-    traffic: Traffic
-    tell_traffic: Callable[[], Awaitable[None]]
-
-
 class MeshServicer(mesh_pb2_grpc.MeshServicer):
-    """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
+    """Serves the calls of operators. `tell_traffic` tells other routers of a change of the traffic. `clock` returns
+    monotonic seconds, as that of Membership.
+    """
 
     def __init__(
         self,
         models: Sequence[ModelRouter],
+        callers: CallerDirectory,
+        *,
         journal: Journal,
         history: History,
-        operations: Operations,
-        callers: CallerDirectory,
+        control: WorkerControl,
+        traffic: Traffic,
+        tell_traffic: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
         self._history = history
-        self._control, self._traffic = operations.control, operations.traffic
-        self._tell_traffic = operations.tell_traffic
+        self._control = control
+        self._traffic = traffic
+        self._tell_traffic = tell_traffic
         self._callers = callers
         self._clock = clock
 

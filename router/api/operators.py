@@ -25,6 +25,7 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
+from router.timeline import AttemptWorkers
 from router.traffic import RoutedRequests, Shares, Traffic
 from router.workers.connections import WorkerControl
 from router.workers.membership import WorkerView
@@ -218,10 +219,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         )
 
     def _trace(self, trace: Trace) -> mesh_pb2.RequestTrace:
-        attempts = (
-            mesh_pb2.AttemptPlace(prefill_worker=workers.prefill, decode_worker=workers.decode, failure=workers.failure)
-            for workers in trace.attempt_workers
-        )
+        attempts = trace.timing.attempts if trace.timing is not None else ()
         return mesh_pb2.RequestTrace(
             request_id=trace.request_id,
             age=duration_to_proto(self._age_s(trace.at_s)),
@@ -231,11 +229,15 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             finish_reason=wire.finish_to_proto(trace.finish_reason),
             error=trace.error,
             timing=None if trace.timing is None else timing_to_proto(trace.timing),
-            places=attempts,
+            places=(_place(attempt.workers) for attempt in attempts),
         )
 
     def _age_s(self, at_s: float) -> float:
         return max(0.0, self._clock() - at_s)
+
+
+def _place(workers: AttemptWorkers) -> mesh_pb2.AttemptPlace:
+    return mesh_pb2.AttemptPlace(prefill_worker=workers.prefill, decode_worker=workers.decode, failure=workers.failure)
 
 
 def _advice(advice: Advice, model: str) -> mesh_pb2.Advice:

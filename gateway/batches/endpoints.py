@@ -14,10 +14,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.access import key_in
 from gateway.batches.files import URLS
 from gateway.batches.runner import Batches
-from gateway.batches.store import Json, Shelf
+from gateway.batches.store import Shelf
 from gateway.errors import InvalidField
 from gateway.exchange import Exchange
-from gateway.schema import Body, Name
+from gateway.schema import Body, Json, Name
 from tandem import InvalidRequest
 
 _CHUNK_BYTES = 64 << 10

@@ -12,7 +12,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer, collect
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, collect, stream_answer
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
 from gateway.lmi.requests import InvocationBody, invocation_arguments, log_dropped, read_payload
@@ -147,7 +147,7 @@ async def _answer(exchange: Exchange, payload: dict[str, object], model: str, st
         # Only clients of LMI 0.26 get a stream that they did not request.
         lines = Lines(shape, closing_line=shape.details and not request_body.stream)
         framing = SSE if _wants_events(exchange.settings) else JSON_LINES
-        return await Streamer(framing, exchange).respond(exchange.feed(arguments), lines)
+        return await stream_answer(exchange, exchange.feed(arguments), lines, framing)
     num_choices = body.parameters.num_choices
     answers = answers_json(await collect(exchange.feed(arguments, num_choices), num_choices), shape)
     return JSONResponse(answers[0] if isinstance(body.inputs, str) else answers)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
@@ -37,7 +37,8 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
         arguments, reading = await plan_chat(exchange, body)
         feed = exchange.feed([arguments], body.n or 1)
         if body.stream:
-            return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope, reading, field_names))
+            renderer = ChatChunks(body, envelope, reading, field_names)
+            return await stream_answer(exchange, feed, renderer, framing)
         return JSONResponse(chat_json(await collect(feed), body, envelope, reading))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from gateway.answers import SSE, Answer, Framing, OwnTexts, Streamer, collect, failed_stream
+from gateway.answers import SSE, Answer, Framing, OwnTexts, collect, failed_stream, stream_answer
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
@@ -50,13 +50,14 @@ async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing
 
 
 async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
-    streamer = Streamer(framing, exchange, raise_early=False, extra=_compute(body))
     try:
         arguments = generate_arguments(body, stream=True)
     except tandem.TandemError as error:
-        return failed_stream(streamer, error, StreamEvents(build_shape(body, {}, full_text=full_text)))
+        renderer = StreamEvents(build_shape(body, {}, full_text=full_text))
+        return failed_stream(exchange, error, renderer, framing, _compute(body))
     renderer = StreamEvents(build_shape(body, arguments, full_text=full_text))
-    return await streamer.respond(exchange.feed([arguments]), renderer)
+    feed = exchange.feed([arguments])
+    return await stream_answer(exchange, feed, renderer, framing, raise_early=False, headers=_compute(body))
 
 
 async def _complete(exchange: Exchange, body: GenerateBody, *, full_text: bool, as_array: bool = False) -> Response:

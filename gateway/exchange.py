@@ -29,7 +29,7 @@ from gateway.feed import Feed
 from gateway.metrics import Progress
 from gateway.schema import M, check, parse
 from gateway.server import cancel_on_disconnect
-from gateway.settings import REASONING_PARSERS, GatewaySettings
+from gateway.settings import GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 
 log = structlog.get_logger(__name__)
@@ -75,24 +75,6 @@ class Exchange:
     def served_name(self) -> str:
         """The model that answers requests without a model name."""
         return self.backend.gate.served_name
-
-    def tool_call_format(self, model: str) -> str:
-        """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
-        if self.settings.tool_call_parser != "auto":
-            return self.settings.tool_call_parser
-        served = self.model(model)
-        return served.tool_call_format if served is not None else ""
-
-    def reasoning_parser(self, model: str) -> str:
-        """Return the configured reasoning parser. By default, if the template has reasoning, that of the model's format
-        of calls, or `qwen3`.
-        """
-        if self.settings.reasoning_parser != "auto":
-            return self.settings.reasoning_parser
-        served = self.model(model)
-        if served is None or not served.has_reasoning:
-            return "none"
-        return served.tool_call_format if served.tool_call_format in REASONING_PARSERS else "qwen3"
 
     def model(self, name: str = "") -> tandem.Model | None:
         """Return the served model of that name or with that adapter, or the default model. None if no model is known

@@ -20,6 +20,7 @@ from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
 from gateway.schema import structure_arguments
+from gateway.settings import REASONING_PARSERS
 from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 
 
@@ -57,7 +58,7 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
-    style = CALL_FORMATS.get(exchange.tool_call_format(body.model))
+    style = CALL_FORMATS.get(_call_format(exchange, body.model))
     tool_use = parse_tool_use(body, style)
     arguments = chat_arguments(body, exchange.model(body.model), tool_use)
     if isinstance(style, HarmonyFormat):
@@ -71,11 +72,26 @@ def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Readin
     return arguments, Reading(tool_use, parser)
 
 
+def _call_format(exchange: Exchange, model: str) -> str:
+    """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
+    if exchange.settings.tool_call_parser != "auto":
+        return exchange.settings.tool_call_parser
+    served = exchange.model(model)
+    return served.tool_call_format if served is not None else ""
+
+
 def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:
-    """Return the parser to use: none for structured output, which has no reasoning before it."""
+    """Return the parser to use: none for structured output, which has no reasoning before it, else the configured one.
+    By default, if the template has reasoning, that of the model's format of calls, or `qwen3`.
+    """
     if not body.separate_reasoning or structure_arguments(body) or (tool_use is not None and tool_use.is_forced):
         return "none"
-    return exchange.reasoning_parser(body.model)
+    if exchange.settings.reasoning_parser != "auto":
+        return exchange.settings.reasoning_parser
+    served = exchange.model(body.model)
+    if served is None or not served.has_reasoning:
+        return "none"
+    return served.tool_call_format if served.tool_call_format in REASONING_PARSERS else "qwen3"
 
 
 @dataclass(slots=True)

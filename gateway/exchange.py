@@ -214,7 +214,7 @@ async def _receive(backend: Backend, request: Request, cleanup: ExitStack) -> tu
     key = key_in(request.headers)
     await backend.gate.check(key)
     backend.slots.require_slot()  # before the body is read, which would be wasted work
-    body = await _read_body(request, backend.settings, cleanup.enter_context(backend.bodies.share()))
+    body = await _read_body(request, backend.settings, cleanup.enter_context(BodyShare(backend.bodies)))
     cleanup.enter_context(backend.slots.slot())
     return backend.client.acting_for(key), body
 

@@ -6,6 +6,7 @@ raises InvalidRequest.
 """
 
 from collections.abc import Iterable, Sized
+from dataclasses import fields
 
 from mesh.domain import request as limits
 from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
@@ -55,10 +56,7 @@ _PLAIN_WORKER = (
     *("max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "speculative", "switchable"),
 )
 
-_LOAD = (
-    *("free_blocks", "num_running", "num_waiting", "pending_tokens"),
-    *("generated_tokens", "computed_tokens", "drafted_tokens", "accepted_tokens"),
-)
+_LOAD = tuple(field.name for field in fields(WorkerLoad))
 
 _LAYOUT = (
     *("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size"),

@@ -36,7 +36,7 @@ _NS = 1_000_000_000
 
 
 class IncidentKind(Enum):
-    """Kinds of incidents, of workers and of requests."""
+    """Kinds of incidents, of workers and of requests. That a worker has another state has the name of the state."""
 
     JOINED = "joined"
     READY = "ready"
@@ -48,15 +48,6 @@ class IncidentKind(Enum):
     FAILED = "failed"
     SWITCHED = "switched"
     STOPPED = "stopped"
-
-
-_OF_STATE = {
-    WorkerState.READY: IncidentKind.READY,
-    WorkerState.DRAINING: IncidentKind.DRAINING,
-    WorkerState.STALLED: IncidentKind.STALLED,
-    WorkerState.LOST: IncidentKind.LOST,
-    WorkerState.STOPPED: IncidentKind.STOPPED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +136,7 @@ class Journal:
         elif incarnation not in self._states:
             self._note(IncidentKind.JOINED, worker_id=worker_id)
         elif self._states[incarnation] is not view.state and view.state is not WorkerState.SWITCHING:
-            self._note(_OF_STATE[view.state], worker_id=worker_id)
+            self._note(IncidentKind(view.state.value), worker_id=worker_id)
         self._states[incarnation], self._roles[worker_id] = view.state, role
 
     def keep(self, views: Iterable[WorkerView]) -> None:

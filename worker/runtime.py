@@ -13,7 +13,7 @@ import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import structlog
 
@@ -85,7 +85,7 @@ class WorkerRuntime:
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
         stopped: "asyncio.Task[None]",
-        engine: "WatchedEngine",
+        engine: EngineLoop,
         engine_died: asyncio.Event,
     ) -> WorkerRole | None:
         """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
@@ -187,7 +187,7 @@ class WorkerRuntime:
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 
-    async def _watch(self, engine: "WatchedEngine") -> None:
+    async def _watch(self, engine: EngineLoop) -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -240,18 +240,6 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     raise error or MeshError("registration ended")
 
 
-class WatchedEngine(Protocol):
-    """An engine's thread. Plug point: EngineLoop. Both methods return at once."""
-
-    def busy(self) -> Busy | None:
-        """Return the current step or command; None between steps."""
-        ...
-
-    def stack(self) -> str:
-        """Return the thread's stack, for the log."""
-        ...
-
-
 class StallWatch:
     """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end.
 
@@ -261,7 +249,7 @@ class StallWatch:
 
     def __init__(
         self,
-        engine: "WatchedEngine",
+        engine: EngineLoop,
         *,
         stall_after_s: float,
         wedged_exit_s: float,

@@ -21,7 +21,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Required, TypedDict
+from typing import NamedTuple, Required, TypedDict
 
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, pre_tokenizers
@@ -106,18 +106,6 @@ def _byte_chars() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_chars()
 
 
-class IncrementalDetokenizer(Protocol):
-    """The text of one sequence. Plug point: Detokenizer, and ByteDetokenizer for byte-level vocabularies."""
-
-    def push(self, token_id: int, /) -> str:
-        """Return the text that this token completes; may be empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text still held back, at the end of the sequence."""
-        ...
-
-
 class Detokenizer:
     """The text of one sequence. Push special tokens only if their text is wanted. `before`: the tokens with text that
     the sequence continues; theirs is not returned.
@@ -185,6 +173,9 @@ def _context(decode: Decode, before: Sequence[int]) -> list[int]:
 
 def _trailing_partials(text: str) -> int:
     return min(_MAX_PARTIAL_CHARS, len(text) - len(text.rstrip(_PARTIAL)))
+
+
+IncrementalDetokenizer = Detokenizer | ByteDetokenizer
 
 
 class _Component(TypedDict, total=False):

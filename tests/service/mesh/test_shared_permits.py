@@ -197,7 +197,7 @@ async def test_a_round_trip_that_redis_executes_late_changes_nothing(redis_serve
             await late.exchange(redis, 1, 0, {"alice": 0}, [Take("bob", None, CAP, 2)], allowance=CAP)
         assert await num_leased(redis) == 3
         other = PermitStore("other", TIMES)
-        _, [taken] = await other.exchange(redis, 2, 0, {}, [Take("alice", 3, CAP, 1, allowance=0)])
+        _, [taken] = await other.exchange(redis, 2, 0, {}, [Take("alice", 3, CAP, 1)])
         assert (taken.by_tenant, taken.num_held) == (True, 3)
 
 
@@ -205,7 +205,7 @@ async def test_a_grant_whose_answer_was_lost_is_taken_back(redis_server: RedisSe
     """The router counts on without it, and tells so in its next round trip."""
     permits = PermitStore("router", TIMES)
     async with redis_server.client() as redis:
-        await permits.exchange(redis, 1, 0, {}, [Take("alice", None, CAP, 1, allowance=0)])
+        await permits.exchange(redis, 1, 0, {}, [Take("alice", None, CAP, 1)])
         await permits.exchange(redis, 1, 1, {"alice": 1}, [Take("alice", None, CAP, 4, allowance=0)])
         assert await num_leased(redis) == 5
         known, _ = await permits.exchange(redis, 1, 1, {"alice": 1})

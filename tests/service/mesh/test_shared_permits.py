@@ -206,7 +206,7 @@ async def test_a_grant_whose_answer_was_lost_is_taken_back(redis_server: RedisSe
     permits = PermitStore("router", TIMES)
     async with redis_server.client() as redis:
         await permits.exchange(redis, 1, 0, {}, [Take("alice", None, CAP, 1)])
-        await permits.exchange(redis, 1, 1, {"alice": 1}, [Take("alice", None, CAP, 4, allowance=0)])
+        await permits.exchange(redis, 1, 1, {"alice": 1}, [Take("alice", None, CAP, 4)])
         assert await num_leased(redis) == 5
         known, _ = await permits.exchange(redis, 1, 1, {"alice": 1})
         assert (known.num_leased, known.settling) == (1, False)

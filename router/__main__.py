@@ -91,7 +91,7 @@ class RouterProcess:
         ]
 
         services = [model_router.service for model_router in self.model_routers]
-        self._services = ModelDirectory(services, self.journal, self.traffic)
+        self._directory = ModelDirectory(services, self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],
@@ -109,7 +109,7 @@ class RouterProcess:
         self.membership.on_change(self._worker_changed)
         self.metrics.watch(self.model_routers, self.traffic)
         generation_pb2_grpc.add_GenerationServicer_to_server(
-            GenerationServicer(self._services, self._callers), self.public.grpc
+            GenerationServicer(self._directory, self._callers), self.public.grpc
         )
         mesh_servicer = MeshServicer(
             self.model_routers,
@@ -134,7 +134,7 @@ class RouterProcess:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
         await _cancel(self._tasks)
         self._readiness.end()
-        await self._services.drain(grace_s)
+        await self._directory.drain(grace_s)
         await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:

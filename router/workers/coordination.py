@@ -175,7 +175,7 @@ class TwinWatch:
 
 
 def worker_joined(membership: Membership, info: WorkerInfo) -> None:
-    """Add a worker. Raises LayoutMismatch."""
+    """Add a worker that has registered. Raises LayoutMismatch if it does not fit."""
     membership.join(info)
     log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
 

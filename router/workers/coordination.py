@@ -184,26 +184,25 @@ def apply_report(membership: Membership, info: WorkerInfo, message: worker_pb2.R
     """Apply a heartbeat or a snapshot of a worker that has joined. False if a snapshot is needed, because changes of
     its prefix cache were missed. Raises LayoutMismatch like Membership.heartbeat.
     """
-    worker_id, incarnation = info.worker_id, info.incarnation
     if message.HasField("snapshot"):
         snapshot = message.snapshot
-        membership.replace_cache(worker_id, incarnation, snapshot.next_number, snapshot.block_hashes)
+        membership.replace_cache(info, snapshot.next_number, snapshot.block_hashes)
         return True
     heartbeat = message.heartbeat
     load, state = wire.load_from_proto(heartbeat.load), wire.state_from_proto(heartbeat.state)
-    membership.heartbeat(worker_id, incarnation, load, state)
+    membership.heartbeat(info, load, state)
     events = [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events]
-    return membership.apply_cache_events(worker_id, incarnation, heartbeat.cache_events.first_number, events)
+    return membership.apply_cache_events(info, heartbeat.cache_events.first_number, events)
 
 
 def worker_left(membership: Membership, info: WorkerInfo, state: WorkerState) -> None:
     """Note that a worker is gone: LOST, or as its last heartbeat says."""
     facts = {"worker": info.worker_id, "role": info.role.value}
     if state is WorkerState.LOST:
-        membership.lose(info.worker_id, info.incarnation)
+        membership.lose(info)
         log.warning("worker lost", **facts)
     else:
-        membership.leave(info.worker_id, info.incarnation, state)
+        membership.leave(info, state)
         log.info("worker left", state=state.value, **facts)
 
 

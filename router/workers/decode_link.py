@@ -325,7 +325,7 @@ class DecodeLinks:
         del self._tasks[info.incarnation]
         self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
         if is_lost:
-            self._membership.lose(info.worker_id, info.incarnation)
+            self._membership.lose(info)
         self._on_change()
 
     def _retry_delay_s(self, incarnation: str) -> float:

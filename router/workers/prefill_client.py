@@ -113,7 +113,7 @@ class PrefillClient:
         if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
         if _is_unreachable(error):
-            self._membership.lose(worker.worker_id, worker.incarnation)
+            self._membership.lose(worker)
             return error
         is_internal = isinstance(error, WorkerLost)
         if isinstance(error, Replayable | InvalidRequest | ModelFailed) and not is_internal:

@@ -310,7 +310,7 @@ class DirectChecks:
                     raise
                 return
         if load is None:
-            self._membership.lose(view.info.worker_id, view.info.incarnation)
+            self._membership.lose(view.info)
             return
         now = self._membership.find(view.info.worker_id)
         if now is None or now.last_seen_s != view.last_seen_s:
@@ -321,7 +321,7 @@ class DirectChecks:
         )
         state = WorkerState.READY if serving else state_if_not_serving
         with suppress(LayoutMismatch):  # it stays lost, and is told when Redis is back
-            self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
+            self._membership.heartbeat(view.info, load, state)
 
     async def _load(self, channel: grpc.aio.Channel, view: WorkerView) -> WorkerLoad | None:
         """Return the load; None if another run of a worker has taken over the address."""

@@ -160,7 +160,7 @@ class SimulatedMesh:
     def report(self, worker: ModelledWorker) -> None:
         """Send the router a heartbeat of a worker."""
         state = WorkerState.DRAINING if worker.is_draining else WorkerState.READY
-        self._table.heartbeat(worker.info.worker_id, worker.info.incarnation, worker.load, state)
+        self._table.heartbeat(worker.info, worker.load, state)
 
     async def all_proven(self) -> None:
         """Return when canaries have proven all workers."""
@@ -184,7 +184,7 @@ class SimulatedMesh:
                 break
         self._prefills.workers.pop(info.incarnation, None)
         self._links.workers.pop(info.incarnation, None)
-        self._table.lose(info.worker_id, info.incarnation)
+        self._table.lose(info)
         worker.lose()
         left = self._left[info.role]
         left.busy_s += worker.engine.busy_s

@@ -128,7 +128,7 @@ async def test_a_lost_worker_gets_no_request_from_the_same_moment_on(make_mesh: 
     mesh = await make_mesh()
     decode = await mesh.decode()
     assert mesh.model.mesh.has_path
-    mesh.router.membership.lose(decode.info.worker_id, decode.info.incarnation)
+    mesh.router.membership.lose(decode.info)
     assert not mesh.model.mesh.has_path
 
 

@@ -26,8 +26,8 @@ def capacity_tokens(info: WorkerInfo) -> int:
 
 
 class Membership:
-    """The workers that a router can use, fed over gRPC or by RedisRegistry. All that is said of a former run of a worker
-    is ignored. Used by one event loop; `clock` returns monotonic seconds.
+    """The workers that a router can use, fed over gRPC or by RedisRegistry. Reports about a former run of a worker are
+    ignored. Used by one event loop; `clock` returns monotonic seconds.
 
     `require_fits` is called with each worker that joins, and raises LayoutMismatch if this router cannot use it.
     """
@@ -99,7 +99,8 @@ class Membership:
             _require_same_adapters(peer, info)
 
     def heartbeat(self, info: WorkerInfo, load: WorkerLoad, state: WorkerState) -> None:
-        """Update the load and the state of a worker. Raises LayoutMismatch for a worker that was gone and is incompatible with those that have joined since.
+        """Update the load and the state of a worker. Raises LayoutMismatch for one that was gone and is incompatible
+        with those that have joined since.
         """
         view = self._current(info)
         if view is not None:

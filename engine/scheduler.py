@@ -189,9 +189,9 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
         hashes = self._prefixes.reusable(sequence)
-        return hashes[len(self.pool.match(hashes)) :]
+        return self._snapshots.missing(hashes) if self.config.state_blocks else hashes[len(self.pool.match(hashes)) :]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -344,12 +344,12 @@ class Scheduler:
 
         Drafts never preempt a sequence, nor do they use the headroom. `update` frees the blocks of wrong drafts.
         """
-        size = self.config.block_size
-        num_missing = -(-(sequence.num_tokens + num_drafts) // size) - len(sequence.block_table)
+        num_missing = self.config.num_blocks_for(sequence.num_tokens + num_drafts) - len(sequence.block_table)
         num_new = max(0, min(num_missing, self.pool.num_free - self._headroom()))
         if num_new > 0:
             sequence.block_table += self.pool.allocate(num_new) or []
-        return min(num_drafts, len(sequence.block_table) * size - sequence.num_tokens)
+        num_held = (len(sequence.block_table) - self.config.state_blocks) * self.config.block_size
+        return min(num_drafts, num_held - sequence.num_tokens)
 
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]
@@ -402,6 +402,8 @@ class Scheduler:
     def _take_computed_slot(self, sequence: SequenceState) -> bool:
         """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
         hashes = self._prefixes.reusable(sequence)
+        if self.config.state_blocks and self.evicted is not None:
+            self._snapshots.restore(sequence, hashes, self.evicted.restore)
         matched = self.pool.match(hashes)
         if not self.config.state_blocks:
             return self._take_slot(sequence, hashes, matched)

@@ -330,6 +330,9 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         pipeline_parallel=record.pipeline_parallel or 1,
         adapters=tuple(record.adapters),
         switchable=record.switchable,
+        max_batch_tokens=record.max_batch_tokens,
+        block_size=record.block_size,
+        state_blocks=record.state_blocks,
     )
 
 

@@ -270,6 +270,11 @@ def state_hash(block_hash: BlockHash) -> BlockHash:
     return next_hash(block_hash, ())
 
 
+def state_block_hashes(block_hash: BlockHash, state_blocks: int) -> list[BlockHash]:
+    """Return the hashes that name the blocks of this state one by one."""
+    return [next_hash(state_hash(block_hash), (place,)) for place in range(state_blocks)]
+
+
 def block_hashes(
     token_ids: Sequence[int], block_size: int, scope: str, whole_prompt: Sequence[int] = ()
 ) -> list[BlockHash]:

@@ -254,7 +254,7 @@ def _optional_duration(seconds: float | None) -> Duration | None:
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
-    """Leave out what only the mesh needs: KV layout, addresses of ranks, tokenizer and protocol version."""
+    """Leave out what only the mesh needs: the rest of the layout, addresses of ranks, tokenizer, protocol version."""
     return mesh_pb2.WorkerRecord(
         worker_id=info.worker_id,
         incarnation=info.incarnation,
@@ -272,4 +272,6 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         pipeline_parallel=info.pipeline_parallel,
         adapters=[adapter.name for adapter in info.adapters],
         switchable=info.switchable,
+        block_size=info.layout.block_size,
+        state_blocks=info.layout.state_blocks,
     )

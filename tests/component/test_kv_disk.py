@@ -41,7 +41,9 @@ PROMPTS = {
 def engine_with_disk(runner: ModelRunner, folder: Path) -> tuple[Engine, DiskCache]:
     layout = runner.kv_cache.layout
     disk = DiskCache(BlockFiles(folder, repr(layout), layout.block_bytes, 1 << 30), runner.kv_cache)
-    config = SchedulerConfig(layout.block_size, max_batch_tokens=64, max_num_seqs=2, max_model_len=160)
+    config = SchedulerConfig(
+        layout.block_size, max_batch_tokens=64, max_num_seqs=2, max_model_len=160, state_blocks=layout.state_blocks
+    )
     return Engine(Scheduler(config, BlockPool(runner.kv_cache.num_blocks, disk.evicted), disk), runner), disk
 
 
@@ -56,21 +58,26 @@ def answer(engine: Engine, disk: DiskCache, name: str) -> tuple[SequenceState, l
 
 
 @pytest.mark.parametrize(
-    ("arm", "changes"),
-    [("compiled", {}), ("compiled", {"quantize": "int8"}), ("torch", {"kv_dtype": "fp8", "block_size": 16})],
-    ids=["fp32", "int8", "fp8"],
+    ("family", "arm", "num_blocks", "changes"),
+    [
+        ("llama", "compiled", 10, {}),
+        ("llama", "compiled", 10, {"quantize": "int8"}),
+        ("llama", "torch", 10, {"kv_dtype": "fp8", "block_size": 16}),
+        ("qwen3.5", "compiled", 24, {}),
+    ],
+    ids=["fp32", "int8", "fp8", "recurrent"],
 )
 def test_answers_are_equal_to_the_bit(
-    checkpoint: Checkpoint, tmp_path: Path, arm: str, changes: dict[str, object]
+    checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str, num_blocks: int, changes: dict[str, object]
 ) -> None:
-    runner = load_arm(checkpoint("llama"), arm, num_blocks=10, **changes)
+    runner = load_arm(checkpoint(family), arm, num_blocks=num_blocks, **changes)
     engine, disk = engine_with_disk(runner, tmp_path)
     _, alone = answer(engine, disk, "a")
     for other in ("b", "c"):  # together they take all blocks
         answer(engine, disk, other)
     disk.close()
     engine, disk = engine_with_disk(runner, tmp_path)  # as a worker that has started again
-    runner.clear_blocks(list(range(10)))
+    runner.clear_blocks(list(range(num_blocks)))
     again, tokens = answer(engine, disk, "a again")
     assert again.num_cached_tokens == 112, "seven full blocks"
     assert tokens == alone

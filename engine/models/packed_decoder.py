@@ -17,7 +17,7 @@ from torch import Tensor
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, EIGHT_BITS, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.blocks import BLOCKS
@@ -83,8 +83,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     if parameters.encoding not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
-    group = parameters.group if parameters.encoding == "int4" else 0
-    packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
+    packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
     output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     positions = _take_at_start(parameters, "positions", config, share)
@@ -267,7 +266,8 @@ def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:
     return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
 
 
-def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
+def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters) -> list[MatrixShape]:
+    group = parameters.group if parameters.encoding == "int4" else 0
     attention = [MatrixShape(share.hidden.count, config.num_heads * config.result_dim, group=group)]
     if (latent := config.latent) is None:
         qkv = qkv_width(attention_shape(config).shard(share.heads), config)
@@ -297,8 +297,11 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
         recurrent = [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
     shapes = []
     for layer in range(share.layers.first, share.layers.end):
-        shapes += recurrent if config.is_recurrent(layer) else attention
-        shapes += routed if has_experts(config, layer) else dense
+        of_layer = recurrent if config.is_recurrent(layer) else attention
+        of_layer = of_layer + (routed if has_experts(config, layer) else dense)
+        for name, shape in zip(matrix_names(config, layer), of_layer, strict=True):
+            in_int8 = f"layers.{layer}.{name}" in parameters.in_int8
+            shapes.append(replace(shape, numbers=EIGHT_BITS) if in_int8 else shape)
     return shapes
 
 

@@ -41,6 +41,9 @@ CASES: list[tuple[str, Parts]] = [
     ("<|channel|>analysis<|message|>Hm" + FINAL, ("Hm", "It rains.", [])),
     ("of a message that is continued, <|", ("", "of a message that is continued, <|", [])),
     (THOUGHT + "<|start|>assistant<|chan", ("Hm, 2 < 3.", None, [])),
+    ("<|channel|>" + 600 * "x", ("", "<|channel|>" + 600 * "x", [])),
+    (THOUGHT + 600 * " " + FINAL, ("Hm, 2 < 3.", 600 * " " + "\nIt rains.", [])),
+    ("to", ("", "to", [])),
 ]
 
 

@@ -22,6 +22,7 @@ from engine.kernels.cpu.arguments import (
     HeadShape,
     Part,
     Queries,
+    Window,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
@@ -127,7 +128,7 @@ class CpuAttention:
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
-        visible = NO_WINDOW if window is None else window
+        visible = Window(NO_WINDOW if window is None else window)
         splits = self._buffers[0].splits(shape, batch)
         work = [
             Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes, kernel_sinks(sinks))

@@ -44,8 +44,6 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
-    if config.windows_are_chunks:
-        return "attention in chunks"
     if config.mixed is not None:
         return "layers with heads of several sizes"
     if (recurrent := config.recurrent) is not None:

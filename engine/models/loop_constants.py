@@ -11,6 +11,7 @@ from engine.kernels.cpu.arguments import (
     RecurrentWeights,
     Routing,
     StatePlaces,
+    Window,
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
@@ -51,7 +52,8 @@ def model_constants(
         final_norm=packed.final_norm,
         head_norms=packed.head_norms,
         activation=packed.activation,
-        windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
+        num_head_norms=_num_head_norms(config, layers, packed),
+        windows=np.array([_window(config, layer) for layer in layers], np.int64),
         ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
         eps=np.float32(config.norm_eps),
         shape=shape,
@@ -72,6 +74,18 @@ def _numbers(config: ModelConfig, layers: Sequence[int]) -> Int64s:
         else:
             numbers.append(config.num_kv_layers_before(layer) - first)
     return np.array(numbers, np.int64)
+
+
+def _num_head_norms(config: ModelConfig, layers: Sequence[int], packed: PackedDecoder) -> Int64s:
+    counts = [packed.head_norms.shape[1] if config.of_layer(layer).qk_norm else 0 for layer in layers]
+    return np.array(counts, np.int64)
+
+
+def _window(config: ModelConfig, layer: int) -> Window:
+    window = config.windows[layer]
+    if window is None:
+        return Window(NO_WINDOW)
+    return Window(1, window) if config.windows_are_chunks else Window(window)
 
 
 def _kind(config: ModelConfig) -> Kind:
@@ -134,4 +148,5 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        scales_inputs=facts.scales_inputs,
     )

@@ -230,7 +230,7 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
 def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
-    if config.is_recurrent(layer):
+    if config.is_recurrent(layer) or not config.of_layer(layer).qk_norm:
         return np.zeros((2, config.head_dim), np.float32)  # not read
     names = (f"layers.{layer}.q_norm", f"layers.{layer}.k_norm")
     taken = [parameters.take(name).float().view(-1, config.head_dim) for name in names]

@@ -21,6 +21,7 @@ from engine.kernels.cpu.arguments import (
     Operand,
     Part,
     Queries,
+    Window,
 )
 from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
@@ -173,7 +174,7 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
     begin_products(amx)
     for part in range(3):
-        attend(attending, elements(cache), 0, NO_WINDOW if window is None else window, Part(part, 3))
+        attend(attending, elements(cache), 0, Window(NO_WINDOW if window is None else window), Part(part, 3))
     end_products(amx)
     # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
     floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()

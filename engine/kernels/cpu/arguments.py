@@ -72,6 +72,17 @@ class Weights(NamedTuple):
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
 """A sliding window that no context reaches."""
+
+
+class Window(NamedTuple):
+    """A query at position p sees the tokens from `p // step * step + 1 - size` on. A sliding window has steps of 1, a
+    chunk of `step` tokens the size 1.
+    """
+
+    size: int
+    step: int = 1
+
+
 Cache: TypeAlias = Array
 """A KV cache as a flat array of its dtype; fp16 as uint16."""
 
@@ -199,7 +210,7 @@ class LayerKV(NamedTuple):
     keys: Address
     values: Address
     element: Element
-    window: int  # tokens that a query sees, its own included
+    window: Window
 
 
 _NOT_WIDE: Floats = np.empty(0, np.float32)

@@ -26,6 +26,7 @@ from engine.kernels.cpu.arguments import (
     Operand,
     Part,
     Range,
+    Window,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import Team, publish_rows, wait, wait_for_earlier_rows
@@ -118,7 +119,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     weights, part, number = model.weights, Part(team.thread, team.num_threads), model.numbers[layer]
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
+    qkv, window, kind = _matrices(model, layer).qkv, _window(model, layer), model.kind
     _put_inputs(model, work, rows, layer, QKV_SITE)
     _finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
@@ -130,7 +131,8 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
         sum_squares(acts.qkv, attending.shape, acts.own_squares, own_rows)
         if team.num_all > team.num_threads:
             _finish_phase(team, QKV)
-    head_norms = HeadNorms(model.head_norms[layer], model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
+    weights_of_heads = model.head_norms[layer][: model.num_head_norms[layer]]
+    head_norms = HeadNorms(weights_of_heads, model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
     rotate_and_store(acts.queries.rows, head_norms, attending, cache, number, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
@@ -161,7 +163,7 @@ def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: in
 def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """`_compute_attention` over latents. There is one rank, which has no adapters."""
     latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
-    operand, qkv, window = work.operand, _matrices(model, layer).qkv, model.windows[layer]
+    operand, qkv, window = work.operand, _matrices(model, layer).qkv, _window(model, layer)
     part, rows = Part(team.thread, team.num_threads), _rows_of(len(work.acts.residual), team.thread, team.num_threads)
     norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
     _finish_phase(team, NORM)
@@ -282,7 +284,7 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     _finish_phase(team, QUANTISE)
     multiply_down(experts, routed, copies, weights, first, operand, part)
     _finish_phase(team, DOWN)
-    add_results(routed, copies, acts.residual, rows)
+    add_results(experts, routed, copies, acts.residual, rows)
 
 
 @jit
@@ -317,6 +319,11 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
 def _matrices(model: ModelConstants, layer: int) -> _Matrices:
     first = model.firsts[layer]
     return _Matrices(first, first + 1, first + 2, first + 3)
+
+
+@jit
+def _window(model: ModelConstants, layer: int) -> Window:
+    return Window(model.windows[layer, 0], model.windows[layer, 1])
 
 
 @jit

@@ -51,7 +51,8 @@ class ModelConstants(NamedTuple):
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
     activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
-    windows: Int64s  # [num_layers]
+    num_head_norms: Int64s  # [num_layers]: rows of head_norms; 0 of layers whose heads are not normed
+    windows: Int64s  # [num_layers, 2]; see Window
     ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
     shape: HeadShape

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Array, Floats, Weights
+from engine.kernels.cpu.arguments import Array, Floats, HeadShape, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
@@ -25,12 +25,20 @@ from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
+from engine.models.packed_mixed import (
+    LAYER_INPUT,
+    PROJECTION,
+    input_shapes,
+    take_layer_inputs,
+    take_mixed_head_norms,
+    take_scalars,
+)
 from engine.models.recurrent.for_kernels import stacked, take_weights
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 from mesh.domain.errors import ConfigurationError
 
-_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm")
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", "input_out_norm")
 """In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
 _PARTS = ("weights", "output")
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
@@ -56,9 +64,12 @@ class PackedDecoder(NamedTuple):
     embed_norm: Floats  # as final_norm; [0, hidden] without
     weights: Weights  # of the layers
     output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
+    norms: Floats  # [num_layers, 2, 4 or 5 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0, 2 or number of own heads, head_dim]; see HeadNorms
+    head_norms: Floats  # [num_layers, 0, 2, 3 or number of own heads, largest head_dim]; see HeadNorms
+    scalars: Floats  # see ModelConstants
+    layer_inputs: Array  # [input_vocab, num_layers * input_width] of Gemma 4, as embed; else [0, 0]
+    layer_inputs_norm: Floats  # [1, input_width], else [1, 0]
     activation: Floats  # see ModelConstants
     sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
     routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
@@ -107,6 +118,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
+    layer_inputs, layer_inputs_norm = take_layer_inputs(parameters, config)
+    if layer_inputs.size:
+        _pack(packer, number, parameters.take_linear(PROJECTION))
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     tied = embed[: share.vocab.count]
     _pack(output_packer, 0, parameters.take_output(tied))
@@ -119,6 +133,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
         np.stack(head_norms),
+        take_scalars(parameters, config, range(share.layers.first, share.layers.end)),
+        layer_inputs,
+        layer_inputs_norm,
         torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
@@ -146,6 +163,7 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     up = "gate_up" if config.gated else "up"
     attention = ("q_b", "qkv", "o") if config.latent is not None and config.latent.query_rank else ("qkv", "o")
     attention = ("recurrent_in", "recurrent_out") if config.is_recurrent(layer) else attention
+    attention = (*LAYER_INPUT, *attention) if config.mixed is not None and config.mixed.input_width else attention
     if config.experts is None or not config.experts.layers[layer]:
         return *attention, up, "down"
     parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
@@ -221,16 +239,25 @@ def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats
 
 
 def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
-    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
+    names = [*BLOCKS[config.block]]
+    names += ["input_out_norm"] if config.mixed is not None and config.mixed.input_width else []
+    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in names}
     taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
     taken.setdefault("post_norm", taken["input_norm"])
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 
+def has_head_norms(config: ModelConfig, layer: int) -> bool:
+    """True if heads of the layer are normed."""
+    return config.mixed is not None or (config.of_layer(layer).qk_norm and not config.is_recurrent(layer))
+
+
 def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
+    if config.mixed is not None:
+        return take_mixed_head_norms(parameters, layer, config)
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
-    if config.is_recurrent(layer) or not config.of_layer(layer).qk_norm:
+    if not has_head_norms(config, layer):
         return np.zeros((2, config.head_dim), np.float32)  # not read
     names = (f"layers.{layer}.q_norm", f"layers.{layer}.k_norm")
     taken = [parameters.take(name).float().view(-1, config.head_dim) for name in names]
@@ -261,24 +288,13 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
 
 
-def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:
+def qkv_width(heads: AttentionShape | HeadShape, config: ModelConfig) -> int:
     """Width of a layer's queries, keys and values together, and of the gates of queries."""
     gates = heads.num_heads if config.attention_gate else 0
     return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
-    attention = [MatrixShape(share.hidden.count, config.num_heads * config.result_dim, group=group)]
-    if (latent := config.latent) is None:
-        qkv = qkv_width(attention_shape(config).shard(share.heads), config)
-        attention.insert(0, MatrixShape(qkv, config.hidden_size, group=group))
-    else:
-        q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
-        own = MatrixShape((latent.query_rank or q_width) + config.head_dim, config.hidden_size, group=group)
-        attention.insert(0, own)
-        if latent.query_rank:
-            attention.insert(0, MatrixShape(q_width, latent.query_rank, group=group))
-
     def mlp(own_width: int, width: int) -> list[MatrixShape]:
         outputs = (1 + config.gated) * own_width
         return [
@@ -286,20 +302,35 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
             MatrixShape(share.hidden.count, width, group=group),
         ]
 
-    dense, experts = mlp(share.inner.count, config.intermediate_size), config.experts
-    routed = []
+    experts, routed = config.experts, []
     if experts is not None:
         routed = mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
         routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
-    recurrent = []
-    if (facts := config.recurrent) is not None:
-        projected = MatrixShape(facts.projected, config.hidden_size, group=group)
-        recurrent = [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
-    shapes = []
+    (of_layer, of_model), shapes = input_shapes(config, group), []
     for layer in range(share.layers.first, share.layers.end):
-        shapes += recurrent if config.is_recurrent(layer) else attention
+        shapes += of_layer + _mixing_shapes(config, share, layer, group)
+        own = config.of_layer(layer).intermediate_size
+        dense = mlp(share.inner.count if config.mixed is None else own, own)
         shapes += routed if has_experts(config, layer) else dense
-    return shapes
+    return shapes + of_model
+
+
+def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int) -> list[MatrixShape]:
+    """Of a layer's attention, or of what it has instead."""
+    if config.is_recurrent(layer) and (facts := config.recurrent) is not None:
+        projected = MatrixShape(facts.projected, config.hidden_size, group=group)
+        return [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
+    own = config.of_layer(layer)
+    output = MatrixShape(share.hidden.count, own.num_heads * own.result_dim, group=group)
+    if (latent := config.latent) is None:
+        heads = attention_shape(own) if config.mixed is not None else attention_shape(own).shard(share.heads)
+        qkv = qkv_width(heads, own) if config.stores_kv(layer) else heads.num_heads * heads.head_dim
+        return [MatrixShape(qkv, config.hidden_size, group=group), output]
+    q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
+    first = MatrixShape((latent.query_rank or q_width) + config.head_dim, config.hidden_size, group=group)
+    if not latent.query_rank:
+        return [first, output]
+    return [MatrixShape(q_width, latent.query_rank, group=group), first, output]
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:

@@ -130,7 +130,7 @@ def batch(*sequences: tuple[int, int]) -> Batch:
     starts = np.array([0, *np.cumsum(rows)], np.int32)
     none = np.empty((0, 0, 0), np.float32)
     segments = np.arange(len(rows), dtype=np.int64).reshape(-1, 1)
-    return Batch(np.arange(starts[-1]), segments, contexts, contexts, starts, none, none)
+    return Batch(np.arange(starts[-1])[:, None], segments, contexts, contexts, starts, none, none)
 
 
 def bounds(

@@ -105,14 +105,16 @@ NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 
 
 class Batch(NamedTuple):
-    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1]). Layers of one
+    group find a token in the same slot.
+    """
 
-    slots: Int64s  # [num_tokens]
-    segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    slots: Int64s  # [num_tokens, groups]
+    segments: Int64s  # [num_seqs, groups * max_blocks * block_size / KEYS]: first slot of each KEYS tokens
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
-    cos: Floats  # [kinds of layers, num_tokens, head_dim]; no kind without rotary positions
+    cos: Floats  # [kinds of layers, num_tokens, largest head_dim]; no kind without rotary positions
     sin: Floats  # like cos; the first half is negated
     query_factors: Floats = NO_FACTORS  # [kinds of layers, num_tokens], of rotated queries; no kind without
 
@@ -202,6 +204,15 @@ class AttentionMemory(NamedTuple):
     in_bf16: bool
     slopes: Address  # 0 without ALiBi
     sinks: Address  # of the layer; 0 without
+
+
+class LayerPlace(NamedTuple):
+    """A layer of the model, and the place of the KV that it reads."""
+
+    layer: int
+    number: int  # of the layer of the cache
+    group: int  # see Batch
+    is_own: bool  # the layer writes this KV; False: an earlier one does
 
 
 class LayerKV(NamedTuple):

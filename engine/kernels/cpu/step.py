@@ -5,8 +5,6 @@ some of the columns of every matrix. All of them share the activations, so that 
 the same order: the results do not depend on the number of ranks, to the bit.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows, gate_rows
@@ -26,7 +24,6 @@ from engine.kernels.cpu.arguments import (
     Operand,
     Part,
     Range,
-    Window,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import Team, publish_rows, wait, wait_for_earlier_rows
@@ -46,6 +43,8 @@ from engine.kernels.cpu.latent import (
     put_queries,
     rotate_and_store_latents,
 )
+from engine.kernels.cpu.layer_facts import attending_of, matrices_of, place_of, window_of, with_width
+from engine.kernels.cpu.layer_inputs import gate_inputs, join_inputs
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
@@ -69,16 +68,8 @@ from engine.kernels.cpu.step_arguments import Kind, ModelConstants, Work
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 from engine.kernels.cpu.vectors import address
 
-_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
-
-
-class _Matrices(NamedTuple):
-    """Numbers of a layer's matrices in `Weights`."""
-
-    qkv: int
-    output: int
-    gate_up: int
-    down: int
+_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _INPUT_OUT_NORM = range(5)
+_ONE = np.float32(1.0)
 
 
 @entry
@@ -87,6 +78,8 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
     operand, adapted = work.operand, work.adapted
     begin_products(operand)
     start_phases(team.phase_cycles)
+    if layers.first == 0 and model.inputs.width:
+        _compute_layer_inputs(model, work, team)
     for layer in range(layers.first, layers.end):
         if model.are_recurrent[layer]:
             _compute_recurrence(model, work, team, layer)
@@ -105,6 +98,8 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
             _add_attention(model, work, team, layer)
             _compute_inner(model, work, team, layer)
             _add_mlp(model, work, team, layer)
+        if model.inputs.width:
+            _add_layer_input(model, work, team, layer)
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
         _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
@@ -115,11 +110,12 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
-    acts, operand, attending, cache, adapted, _ = work
-    weights, part, number = model.weights, Part(team.thread, team.num_threads), model.numbers[layer]
+    acts, operand, _, cache, adapted, _ = work
+    attending, place = attending_of(model, work, layer), place_of(model, layer)
+    weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window, kind = _matrices(model, layer).qkv, _window(model, layer), model.kind
+    qkv, window, kind = matrices_of(model, layer).qkv, window_of(model, layer), model.kind
     _put_inputs(model, work, rows, layer, QKV_SITE)
     _finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
@@ -131,16 +127,16 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
         sum_squares(acts.qkv, attending.shape, acts.own_squares, own_rows)
         if team.num_all > team.num_threads:
             _finish_phase(team, QKV)
-    weights_of_heads = model.head_norms[layer][: model.num_head_norms[layer]]
-    head_norms = HeadNorms(weights_of_heads, model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
-    rotate_and_store(acts.queries.rows, head_norms, attending, cache, number, model.ropes[layer], own_rows)
+    of_heads = model.head_norms[layer][: model.num_head_norms[layer]]
+    norms = HeadNorms(of_heads, kind.norms_values, model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
+    rotate_and_store(acts.queries.rows, norms, attending, cache, place, model.ropes[layer], own_rows)
     _finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
     wait_for_earlier_rows(team.share, layer)
-    attend(attending, cache, number, window, part)
+    attend(attending, cache, place, window, part)
     if has_splits(attending.batch, window):
         _finish_own_phase(team, ATTENTION)
-        join(attending, number, window, part)
+        join(attending, place, window, part)
     _finish_phase(team, ATTENTION)
 
 
@@ -151,7 +147,7 @@ def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: in
     rows = _rows_of(len(acts.residual), team.number, team.num_all)
     _put_inputs(model, work, rows, layer, QKV_SITE)
     _finish_phase(team, NORM)
-    product(work.operand, model.weights, _matrices(model, layer).qkv, Target(acts.projected, STORE), part)
+    product(work.operand, model.weights, matrices_of(model, layer).qkv, Target(acts.projected, STORE), part)
     _finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
     call_mix(model.mix_at, model.recurrent, model.numbers[layer], work.states, acts.projected, acts.recurred, part)
@@ -163,7 +159,7 @@ def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: in
 def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """`_compute_attention` over latents. There is one rank, which has no adapters."""
     latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
-    operand, qkv, window = work.operand, _matrices(model, layer).qkv, _window(model, layer)
+    operand, qkv, window = work.operand, matrices_of(model, layer).qkv, window_of(model, layer)
     part, rows = Part(team.thread, team.num_threads), _rows_of(len(work.acts.residual), team.thread, team.num_threads)
     norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
     _finish_phase(team, NORM)
@@ -177,10 +173,10 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
     rotate_and_store_latents(latent, layer, buffers, attending, work.cache, model.ropes[layer], rows)
     project_queries(latent, layer, buffers, attending, part)
     _finish_phase(team, STORE_KV)
-    attend(attending, work.cache, layer, window, part)
+    attend(attending, work.cache, place_of(model, layer), window, part)
     if has_splits(attending.batch, window):
         _finish_phase(team, ATTENTION)
-        join(attending, layer, window, part)
+        join(attending, place_of(model, layer), window, part)
     _finish_phase(team, ATTENTION)
     project_results(latent, layer, buffers, attending, part)
     _finish_phase(team, ATTENTION)
@@ -192,7 +188,7 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
     the MLP.
     """
     residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
-    matrices, is_attention = _matrices(model, layer), site == QKV_SITE
+    matrices, is_attention = matrices_of(model, layer), site == QKV_SITE
     matrix = matrices.qkv if is_attention else matrices.gate_up
     if model.kind.norms_inputs:
         norm = Norm(model.norms[layer, _INPUT_NORM if is_attention else _POST_NORM], model.eps)
@@ -207,13 +203,14 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
 def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add attention's result to the residual."""
     acts, operand, _, _, adapted, _ = work
-    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
+    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).output
     if model.are_recurrent[layer]:
         put_rows(acts.recurred, model.weights, output, operand, rows)
     else:
+        mixed = with_width(acts.mixed, model.widths[layer, 0])
         if model.kind.gates_attention:
-            _gate_results(acts.mixed, acts.qkv, rows)
-        put_rows(acts.mixed, model.weights, output, operand, rows)
+            _gate_results(mixed, acts.qkv, rows)
+        put_rows(mixed, model.weights, output, operand, rows)
     shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
     _finish_phase(team, QUANTISE)
     _add_product(model, work, team, output)
@@ -235,30 +232,34 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
     """Compute the inner rows of the MLP."""
     acts, operand, _, _, adapted, _ = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
-    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
-    is_gated_at_once = _is_gated_at_once(kind, work, layer)
+    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
+    is_gated_at_once, width = _is_gated_at_once(kind, work, layer), model.widths[layer, 1]
     _put_inputs(model, work, rows, layer, GATE_UP_SITE)
     _finish_phase(team, NORM)
-    if is_gated_at_once:
-        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
+    if is_gated_at_once or not kind.gated:
+        mode = GATE if is_gated_at_once else STORE
+        product(operand, weights, gate_up, Target(with_width(acts.own_inner, width), mode), part)
     else:
-        product(operand, weights, gate_up, Target(acts.own_gate_up if kind.gated else acts.own_inner, STORE), part)
+        product(operand, weights, gate_up, Target(with_width(acts.own_gate_up, 2 * width), STORE), part)
     _finish_phase(team, GATE_UP)
+    inner = with_width(acts.inner, width)
     if not kind.gated:
-        expand(adapted, layer, GATE_UP_SITE, acts.inner, rows)
-        activate_rows(acts.inner, kind.activation, model.activation[layer], rows)
+        expand(adapted, layer, GATE_UP_SITE, inner, rows)
+        activate_rows(inner, kind.activation, model.activation[layer], rows)
     elif not is_gated_at_once:
-        expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
-        gate_rows(acts.gate_up, acts.inner, kind.activation, rows)
+        pairs = with_width(acts.gate_up, 2 * width)
+        expand(adapted, layer, GATE_UP_SITE, pairs, rows)
+        gate_rows(pairs, inner, kind.activation, rows)
 
 
 @jit
 def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
     acts, operand, _, _, adapted, _ = work
-    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
-    put_rows(acts.inner, model.weights, down, operand, rows)
-    shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
+    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
+    inner = with_width(acts.inner, model.widths[layer, 1])
+    put_rows(inner, model.weights, down, operand, rows)
+    shrink(adapted, layer, DOWN_SITE, inner, rows)
     _finish_phase(team, QUANTISE)
     _add_product(model, work, team, down)
     _finish_phase(team, DOWN)
@@ -270,7 +271,7 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     """Add the results of the layer's experts to the residual."""
     acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
     weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
+    rows, first = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
     norm = Norm(model.norms[layer, _POST_NORM], model.eps)
     route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
     _finish_phase(team, NORM)
@@ -285,6 +286,36 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     multiply_down(experts, routed, copies, weights, first, operand, part)
     _finish_phase(team, DOWN)
     add_results(experts, routed, copies, acts.residual, rows)
+
+
+@jit
+def _compute_layer_inputs(model: ModelConstants, work: Work, team: Team) -> None:
+    """Compute what all layers add for the tokens themselves. There is one rank, which has no adapters."""
+    acts, operand, weights, part = work.acts, work.operand, model.weights, Part(team.thread, team.num_threads)
+    rows, matrix = _rows_of(len(acts.residual), team.number, team.num_all), len(weights.matrices) - 1
+    put_rows(acts.residual, weights, matrix, operand, rows)
+    _finish_phase(team, QUANTISE)
+    product(operand, weights, matrix, Target(acts.inputs, STORE), part)
+    _finish_phase(team, GATE_UP)
+    join_inputs(model.inputs, acts.inputs, acts.token_inputs, rows)
+
+
+@jit
+def _add_layer_input(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+    """Add the layer's input to the residual, and scale that."""
+    acts, operand, weights, part = work.acts, work.operand, model.weights, Part(team.thread, team.num_threads)
+    rows, matrices = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer)
+    put_rows(acts.residual, weights, matrices.input_gate, operand, rows)
+    _finish_phase(team, QUANTISE)
+    product(operand, weights, matrices.input_gate, Target(acts.input_gates, STORE), part)
+    _finish_phase(team, GATE_UP)
+    gate_inputs(acts.input_gates, acts.inputs, layer, model.kind.activation, rows)
+    put_rows(acts.input_gates, weights, matrices.input_projection, operand, rows)
+    _finish_phase(team, QUANTISE)
+    _add_product(model, work, team, matrices.input_projection)
+    _finish_phase(team, DOWN)
+    norm = Norm(model.norms[layer, _INPUT_OUT_NORM], model.eps)
+    add_normed(acts.branch, norm, model.scalars[layer], acts.residual, rows)
 
 
 @jit
@@ -309,21 +340,12 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
     acts, adapted = work.acts, work.adapted
     if model.kind.sandwich:
         expand(adapted, layer, site, acts.branch, rows)
-        number = _ATTENTION_OUT_NORM if site == OUTPUT_SITE else _MLP_OUT_NORM
-        add_normed(acts.branch, Norm(model.norms[layer, number], model.eps), acts.residual, rows)
+        is_attention = site == OUTPUT_SITE
+        norm = Norm(model.norms[layer, _ATTENTION_OUT_NORM if is_attention else _MLP_OUT_NORM], model.eps)
+        scale = _ONE if is_attention or model.inputs.width else model.scalars[layer]
+        add_normed(acts.branch, norm, scale, acts.residual, rows)
     else:
         expand(adapted, layer, site, acts.residual, rows)
-
-
-@jit
-def _matrices(model: ModelConstants, layer: int) -> _Matrices:
-    first = model.firsts[layer]
-    return _Matrices(first, first + 1, first + 2, first + 3)
-
-
-@jit
-def _window(model: ModelConstants, layer: int) -> Window:
-    return Window(model.windows[layer, 0], model.windows[layer, 1])
 
 
 @jit

@@ -20,6 +20,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
+from engine.kernels.cpu.layer_inputs import LayerInputs
 
 
 class Kind(NamedTuple):
@@ -32,6 +33,7 @@ class Kind(NamedTuple):
     activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
     centred_heads: bool  # see HeadNorms
     norms_rotated: bool
+    norms_values: bool  # see HeadNorms
     clip_qkv: np.float32  # see clip_rows; 0: no limit
     gates_attention: bool  # behind the values of a token are gates of attention's result
 
@@ -43,28 +45,36 @@ class ModelConstants(NamedTuple):
     """
 
     weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
-    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
+    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries and
+    # those of the layer's input
     numbers: Int64s  # [num_layers]
+    groups: Int64s  # [num_layers]; see LayerPlace
+    own_kv: Int64s  # [num_layers]: 0 of layers that read the KV of an earlier one
+    heads: Int64s  # [num_layers, 4]: num_kv_heads, head_dim, row_bytes and num_slots of HeadShape
+    widths: Int64s  # [num_layers, 2]: of attention's result, the heads of all ranks, and of the MLP
     are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 5, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
+    head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
+    scalars: Floats  # [num_layers]: factors of the residual
     activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
     num_head_norms: Int64s  # [num_layers]: rows of head_norms; 0 of layers whose heads are not normed
     windows: Int64s  # [num_layers, 2]; see Window
     ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
-    shape: HeadShape
+    shape: HeadShape  # of layers that do not say otherwise in `heads`; of several sizes the widest
     kind: Kind
     experts: Experts
     latent: Latent
+    inputs: LayerInputs
     recurrent: Recurrent
     mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
 
 
 class Activations(NamedTuple):
-    """Intermediate results of a layer. All threads of all ranks share them, except qkv.
+    """Intermediate results of a layer, as wide as those of the widest layer. All threads of all ranks share them,
+    except qkv.
 
     Products write to `own_residual`, `own_branch`, `own_inner` and `own_gate_up`. These have the shape of the arrays
     without `own`, and begin at the first column that the rank computes.
@@ -87,6 +97,9 @@ class Activations(NamedTuple):
     latent: LatentRows
     projected: Floats  # [num_tokens, width]: what recurrent layers mix
     recurred: Floats  # [num_tokens, width]: what they have mixed
+    inputs: Floats  # [num_tokens, num_layers * width]: what layers add for the token itself; else [.., 0]
+    token_inputs: Floats  # like inputs: what the table has of them
+    input_gates: Floats  # [num_tokens, width]
 
 
 class Work(NamedTuple):

@@ -46,8 +46,6 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
-    if config.mixed is not None and config.experts is not None:
-        return "experts beside MLPs"
     if (recurrent := config.recurrent) is not None:
         if (missing := why_not_mixed(recurrent)) is not None:
             return missing
@@ -68,7 +66,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block != "sequential" or not config.gated:
+        if (config.block != "sequential" and config.mixed is None) or not config.gated:
             return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:

@@ -177,6 +177,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
             router_biases=packed.router_biases,
             choice_biases=packed.choice_biases,
             shared_gates=packed.shared_gates,
+            expert_factors=packed.expert_factors,
             num_experts=facts.num_experts,
             top_k=facts.top_k,
             normalised=facts.normalised,
@@ -192,4 +193,5 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         shared_width=facts.shared_size,
         activation=KERNEL_ACTIVATIONS[config.activation],
         scales_inputs=facts.scales_inputs,
+        are_beside=config.mixed is not None and config.experts is not None,
     )

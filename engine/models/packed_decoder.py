@@ -1,23 +1,15 @@
-"""The weights of a CompiledDecoder as its loop reads them: packed from parameters, or mapped from a file.
+"""The weights of a CompiledDecoder as its loop reads them, packed from parameters; packed_file.py is their file."""
 
-A file is in the safetensors format. Its arrays begin at multiples of a cache line, as the loop's vector loads need.
-"""
-
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, HeadShape, Weights
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, PANEL
+from engine.kernels.cpu.machine import PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.blocks import BLOCKS
@@ -27,33 +19,21 @@ from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.packed_mixed import (
     LAYER_INPUT,
+    MIXED_NORMS,
     PROJECTION,
     input_shapes,
     take_layer_inputs,
     take_mixed_head_norms,
+    take_norms,
     take_scalars,
 )
 from engine.models.recurrent.for_kernels import stacked, take_weights
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
-from mesh.domain.errors import ConfigurationError
 
-_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", "input_out_norm")
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
-_PARTS = ("weights", "output")
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-_DATA_BOUNDARY = 4096
-_DTYPES = {
-    "F32": np.float32,
-    "F16": np.uint16,
-    "BF16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,  # fp8
-    "I32": np.int32,
-    "I64": np.int64,
-}
-_NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
 
 
 class PackedDecoder(NamedTuple):
@@ -64,7 +44,7 @@ class PackedDecoder(NamedTuple):
     embed_norm: Floats  # as final_norm; [0, hidden] without
     weights: Weights  # of the layers
     output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    norms: Floats  # [num_layers, 2, 4 or 5 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
+    norms: Floats  # [num_layers, 2, 4 or 9 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0, 2, 3 or number of own heads, largest head_dim]; see HeadNorms
     scalars: Floats  # see ModelConstants
@@ -76,6 +56,7 @@ class PackedDecoder(NamedTuple):
     router_biases: Floats
     choice_biases: Floats
     shared_gates: Floats
+    expert_factors: Floats
     q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
     kv_norms: Floats
     key_up: Array
@@ -154,7 +135,7 @@ def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: Mod
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:
-    """True if the layer has experts instead of the MLP."""
+    """True if the layer has experts."""
     return config.experts is not None and config.experts.layers[layer]
 
 
@@ -166,6 +147,7 @@ def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     attention = (*LAYER_INPUT, *attention) if config.mixed is not None and config.mixed.input_width else attention
     if config.experts is None or not config.experts.layers[layer]:
         return *attention, up, "down"
+    attention = (*attention, up, "down") if config.mixed is not None else attention
     parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
     parts += ["shared."] if config.experts.shared_size else []
     return *attention, *(part + name for part in parts for name in (up, "down"))
@@ -178,6 +160,7 @@ class _Routers(NamedTuple):
     router_biases: Floats
     choice_biases: Floats
     shared_gates: Floats
+    expert_factors: Floats
 
 
 def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
@@ -188,13 +171,14 @@ def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
         np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
         np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
         np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
+        np.zeros((num_layers, experts.num_experts if config.mixed is not None else 0), np.float32),
     )
 
 
 def _take_router(parameters: Parameters, layer: str, number: int, routers: _Routers) -> None:
     """Pack the router of layer `number` of the rank, whose parameters begin with `layer`."""
     routers.routers[number] = _in_panels(parameters.take(f"{layer}.router").float())
-    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate"), routers[1:], strict=True):
+    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate", "expert_factors"), routers[1:], strict=True):
         if taken.shape[1]:
             taken[number] = parameters.take(f"{layer}.{kind}").float()
 
@@ -239,11 +223,11 @@ def _take_norm(parameters: Parameters, name: str, config: ModelConfig) -> Floats
 
 
 def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Floats:
-    names = [*BLOCKS[config.block]]
-    names += ["input_out_norm"] if config.mixed is not None and config.mixed.input_width else []
-    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in names}
+    taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
     taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
     taken.setdefault("post_norm", taken["input_norm"])
+    if config.mixed is not None:
+        taken = dict.fromkeys(MIXED_NORMS, taken["input_norm"]) | taken | take_norms(parameters, layer, config)
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 
@@ -311,7 +295,9 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
         shapes += of_layer + _mixing_shapes(config, share, layer, group)
         own = config.of_layer(layer).intermediate_size
         dense = mlp(share.inner.count if config.mixed is None else own, own)
-        shapes += routed if has_experts(config, layer) else dense
+        if config.mixed is not None or not has_experts(config, layer):
+            shapes += dense
+        shapes += routed if has_experts(config, layer) else []
     return shapes + of_model
 
 
@@ -342,55 +328,3 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
-
-
-def write_packed(path: Path, packed: PackedDecoder) -> None:
-    """Write a file that `read_packed` reads. Raises OSError."""
-    arrays = _arrays(packed)
-    header, end = {}, 0
-    for name, array in arrays.items():
-        dtype, first, end = _NAMES_OF_DTYPES[array.dtype], end, end + array.nbytes
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [first, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + 8) % _DATA_BOUNDARY)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # tofile does not say why it fails
-
-
-def read_packed(path: Path) -> PackedDecoder:
-    """Read a file of `write_packed`. Raises ConfigurationError."""
-    stored = read_header(path)
-    try:
-        arrays = {name: _map(stored[name]) for name in PackedDecoder._fields if name not in _PARTS}
-        weights, output = (Weights(*(_map(stored[_name(part, name)]) for name in Weights._fields)) for part in _PARTS)
-    except (KeyError, ValueError, OSError) as error:
-        raise ConfigurationError(f"{path} is not a file of a partitioned model: {error!r}") from error
-    return PackedDecoder(weights=weights, output=output, **arrays)
-
-
-def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
-    """All arrays by name, and padding behind those that do not end with a cache line."""
-    arrays = {name: array for name, array in packed._asdict().items() if name not in _PARTS}
-    for part in _PARTS:
-        weights: Weights = getattr(packed, part)
-        arrays |= {_name(part, name): array for name, array in weights._asdict().items()}
-    padded: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        padded[name] = array
-        if num_bytes := -array.nbytes % CACHE_LINE_BYTES:
-            padded[f"{name}.padding"] = np.zeros(num_bytes, np.uint8)
-    return padded
-
-
-def _name(part: str, array: str) -> str:
-    return f"{part}.{array}"
-
-
-def _map(tensor: StoredTensor) -> NDArray[Any]:
-    """Map an array privately: its pages are those of the page cache, which all processes share."""
-    dtype = _DTYPES[tensor.dtype]
-    if 0 in tensor.shape:
-        return np.empty(tensor.shape, dtype)
-    return np.memmap(tensor.path, dtype, "c", tensor.offset, tensor.shape).view(np.ndarray)

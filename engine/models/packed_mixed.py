@@ -13,6 +13,20 @@ LAYER_INPUT = ("input_gate", "input_projection")
 PROJECTION = "layer_inputs_projection"
 
 
+MIXED_NORMS = ("input_out_norm", "mlp_only_norm", "router_norm", "experts_norm", "experts_out_norm")
+"""Norms of a layer besides those of a sandwich: of its input, and of experts beside the MLP."""
+
+
+def take_norms(parameters: Parameters, layer: str, config: ModelConfig) -> dict[str, Floats]:
+    """Those of MIXED_NORMS that the layer has, [1, hidden] each."""
+    assert config.mixed is not None
+    names = (*MIXED_NORMS[: int(config.mixed.input_width > 0)], *(MIXED_NORMS[1:] if config.experts else ()))
+    taken: dict[str, Floats] = {name: parameters.take(f"{layer}.{name}").float()[None].numpy() for name in names}
+    if config.experts is not None:
+        taken["router_norm"] = taken["router_norm"] * np.float32(config.hidden_size**-0.5)
+    return taken
+
+
 def input_shapes(config: ModelConfig, group: int) -> tuple[list[MatrixShape], list[MatrixShape]]:
     """Of LAYER_INPUT, and of PROJECTION: nothing, if layers add nothing for the token itself."""
     if config.mixed is None or not config.mixed.input_width:

@@ -105,7 +105,7 @@ NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 
 
 class Batch(NamedTuple):
-    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1]). Layers of one
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1]). Layers of a
     group find a token in the same slot.
     """
 
@@ -246,6 +246,7 @@ class Routing(NamedTuple):
     router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    expert_factors: Floats  # [num_layers, num_experts], of the weights of chosen experts; [num_layers, 0] without
     num_experts: int
     top_k: int
     normalised: bool

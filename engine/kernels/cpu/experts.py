@@ -35,13 +35,14 @@ _ONE = np.float32(1.0)
 class Experts(NamedTuple):
     """The experts of a model. Without experts, `layers` is 0 everywhere and the arrays are empty."""
 
-    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP
+    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP, or beside it
     routing: Routing
     num_experts: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
     activation: int  # of gates: a number of arguments.py
     scales_inputs: bool  # copies are weighted before they are multiplied, not the results
+    are_beside: bool  # layers have experts and the MLP
 
 
 class Copies(NamedTuple):

@@ -146,6 +146,15 @@ def norm_row(x: Floats, norm: Norm, out: Floats) -> np.float32:
 
 
 @jit
+def put_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
+    """out = norm(x), for the rows in the range; `out` may be x."""
+    width = x.shape[1]
+    for r in range(part.first, part.end):
+        at, divisor = address(out) + r * width * FLOAT_BYTES, norm_row(x[r], norm, out[r])
+        scale_row(at, width // LANES, np.float32(1.0) / divisor, at)
+
+
+@jit
 def add_normed(x: Floats, norm: Norm, scale: np.float32, out: Floats, part: Range) -> None:
     """out = (out + norm(x)) * scale, for the rows in the range."""
     width = x.shape[1]

@@ -63,12 +63,13 @@ from engine.kernels.cpu.phases import (
 from engine.kernels.cpu.recurrence import call_mix
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
-from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
+from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows, rotate_and_store
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants, Work
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 from engine.kernels.cpu.vectors import address
 
-_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _INPUT_OUT_NORM = range(5)
+_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _INPUT_OUT_NORM, *_BESIDE = range(9)
+_MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
 _ONE = np.float32(1.0)
 
 
@@ -91,13 +92,13 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
             _compute_inner(model, work, team, layer)
             _add_attention(model, work, team, layer)
             _add_mlp(model, work, team, layer)
-        elif model.experts.layers[layer]:
-            _add_attention(model, work, team, layer)
-            _add_experts(model, work, team, layer)
         else:
             _add_attention(model, work, team, layer)
-            _compute_inner(model, work, team, layer)
-            _add_mlp(model, work, team, layer)
+            if model.experts.layers[layer]:
+                _add_experts(model, work, team, layer)
+            if model.experts.are_beside or not model.experts.layers[layer]:
+                _compute_inner(model, work, team, layer)
+                _add_mlp(model, work, team, layer)
         if model.inputs.width:
             _add_layer_input(model, work, team, layer)
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
@@ -268,12 +269,15 @@ def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
 
 @jit
 def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """Add the results of the layer's experts to the residual."""
+    """Add the results of the layer's experts to the residual or, beside an MLP, keep their norm in `routed.normed`."""
     acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows, first = _rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
-    norm = Norm(model.norms[layer, _POST_NORM], model.eps)
+    norm = Norm(model.norms[layer, _ROUTER_NORM if experts.are_beside else _POST_NORM], model.eps)
     route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
+    if experts.are_beside:
+        first += 2
+        put_normed(acts.residual, Norm(model.norms[layer, _EXPERTS_NORM], model.eps), routed.normed, rows)
     _finish_phase(team, NORM)
     copies = copies_of(experts, routed)
     own_copies = _rows_of(len(copies.rows), team.number, team.num_all)
@@ -285,7 +289,12 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     _finish_phase(team, QUANTISE)
     multiply_down(experts, routed, copies, weights, first, operand, part)
     _finish_phase(team, DOWN)
-    add_results(experts, routed, copies, acts.residual, rows)
+    if experts.are_beside:
+        routed.normed[rows.first : rows.end] = 0
+        add_results(experts, routed, copies, routed.normed, rows)
+        put_normed(routed.normed, Norm(model.norms[layer, _EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
+    else:
+        add_results(experts, routed, copies, acts.residual, rows)
 
 
 @jit
@@ -341,6 +350,9 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
     if model.kind.sandwich:
         expand(adapted, layer, site, acts.branch, rows)
         is_attention = site == OUTPUT_SITE
+        if not is_attention and model.experts.are_beside:
+            put_normed(acts.branch, Norm(model.norms[layer, _MLP_NORM], model.eps), acts.branch, rows)
+            acts.branch[rows.first : rows.end] += acts.routed.normed[rows.first : rows.end]
         norm = Norm(model.norms[layer, _ATTENTION_OUT_NORM if is_attention else _MLP_OUT_NORM], model.eps)
         scale = _ONE if is_attention or model.inputs.width else model.scalars[layer]
         add_normed(acts.branch, norm, scale, acts.residual, rows)

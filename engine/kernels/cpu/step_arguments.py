@@ -54,7 +54,7 @@ class ModelConstants(NamedTuple):
     widths: Int64s  # [num_layers, 2]: of attention's result, the heads of all ranks, and of the MLP
     are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 5, 1 or 2, hidden]; see Norm
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
     scalars: Floats  # [num_layers]: factors of the residual

@@ -83,6 +83,7 @@ def check_threads(shares: list[int], model_dir: Path, *digests: str, **settings:
 
 
 _FAMILIES = ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope", "olmo3", "ministral3", "qwen3.5"]
+_FAMILIES += ["gemma4"]
 
 
 @pytest.mark.parametrize("family", _FAMILIES)

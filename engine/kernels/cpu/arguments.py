@@ -186,7 +186,8 @@ class AttentionMemory(NamedTuple):
     query_bytes: int  # from row to row
     out: Address
     out_bytes: int
-    segments: Address  # first slot of each segment, int64
+    segments: Address  # first slot of each segment in the layer's group, int64
+    num_segments: int  # of a sequence
     segments_bytes: int  # from sequence to sequence
     num_seqs: int
     scores: Address

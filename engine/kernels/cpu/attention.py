@@ -93,13 +93,15 @@ def memory_of(attending: Attending, place: LayerPlace) -> AttentionMemory:
     """The addresses of all arrays."""
     sinks = attending.sinks
     queries, batch, scratch, splits = attending.queries, attending.batch, attending.scratch, attending.splits
-    in_bf16, of_group = len(scratch.keys16) > 0, batch.segments.shape[1] // batch.slots.shape[1]
+    num_segments = batch.segments.shape[1] // batch.slots.shape[1]
+    in_bf16 = len(scratch.keys16) > 0
     return AttentionMemory(  # in order: numba takes no more than 15 names
         address(queries.rows),
         queries.step * FLOAT_BYTES,
         address(queries.out),
         queries.out_step * FLOAT_BYTES,
-        address(batch.segments) + place.group * of_group * SLOT_BYTES,
+        address(batch.segments) + place.group * num_segments * SLOT_BYTES,
+        num_segments,
         batch.segments.shape[1] * SLOT_BYTES,
         batch.segments.shape[0],
         address(scratch.scores),

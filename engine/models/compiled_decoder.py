@@ -55,7 +55,8 @@ from engine.models.loop_constants import head_shapes, model_constants, parts_of_
 from engine.models.loop_threads import LoopThreads
 from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, qkv_width
+from engine.models.packed_decoder import qkv_width
+from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.for_kernels import state_steps
 from engine.models.recurrent.state import RecurrentStates

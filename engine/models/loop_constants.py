@@ -11,6 +11,7 @@ from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
     Int64s,
+    LayerInputs,
     RecurrentWeights,
     Routing,
     StatePlaces,
@@ -18,7 +19,6 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
-from engine.kernels.cpu.layer_inputs import LayerInputs
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.kv_cache import KVCache
@@ -27,7 +27,8 @@ from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.packed_decoder import PackedDecoder, has_experts, has_head_norms, matrix_names
+from engine.models.packed_decoder import has_experts, has_head_norms, matrix_names
+from engine.models.packed_weights import PackedDecoder
 from engine.models.recurrent.for_kernels import NO_RECURRENCE, recurrent_layers
 from engine.models.rope import rope_of_layer
 

@@ -1,4 +1,4 @@
-"""The weights of a CompiledDecoder as its loop reads them, packed from parameters; packed_file.py is their file."""
+"""The weights of a CompiledDecoder as its loop reads them, packed from parameters."""
 
 from dataclasses import replace
 from typing import NamedTuple
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Array, Floats, HeadShape, Weights
+from engine.kernels.cpu.arguments import Array, Floats, HeadShape
 from engine.kernels.cpu.machine import PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
@@ -27,6 +27,7 @@ from engine.models.packed_mixed import (
     take_norms,
     take_scalars,
 )
+from engine.models.packed_weights import PackedDecoder
 from engine.models.recurrent.for_kernels import stacked, take_weights
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
@@ -34,38 +35,6 @@ from engine.models.xielu import xielu_parameters
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-
-
-class PackedDecoder(NamedTuple):
-    """The weights that one rank holds, of the layers of its stage."""
-
-    embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
-    positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
-    embed_norm: Floats  # as final_norm; [0, hidden] without
-    weights: Weights  # of the layers
-    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    norms: Floats  # [num_layers, 2, 4 or 9 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
-    final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0, 2, 3 or number of own heads, largest head_dim]; see HeadNorms
-    scalars: Floats  # see ModelConstants
-    layer_inputs: Array  # [input_vocab, num_layers * input_width] of Gemma 4, as embed; else [0, 0]
-    layer_inputs_norm: Floats  # [1, input_width], else [1, 0]
-    activation: Floats  # see ModelConstants
-    sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
-    routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
-    router_biases: Floats
-    choice_biases: Floats
-    shared_gates: Floats
-    expert_factors: Floats
-    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
-    kv_norms: Floats
-    key_up: Array
-    value_up: Array
-    taps: Floats  # of recurrent layers, with those below it; see RecurrentWeights
-    conv_biases: Floats
-    rates: Floats
-    rate_biases: Floats
-    recurrent_norms: Floats
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -81,30 +50,26 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
-    layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
+    numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
-    routers, number = _empty_routers(config, len(layers)), 0
-    latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
-    for i, layer in enumerate(layers):
-        number = _pack_layer(packer, number, parameters, config, share.layers.first + i)
-        if has_experts(config, share.layers.first + i):
+    routers, packed = _empty_routers(config, len(numbers)), 0
+    latents = _empty_latents(config, len(numbers), is_exact=output_dtype is torch.float32)
+    for i, number in enumerate(numbers):
+        layer, packed = f"layers.{number}", _pack_layer(packer, packed, parameters, config, number)
+        if has_experts(config, number):
             _take_router(parameters, layer, i, routers)
-        if config.recurrent is not None and config.is_recurrent(share.layers.first + i):
+        if config.recurrent is not None and config.is_recurrent(number):
             recurrences.append(take_weights(parameters, f"{layer}.", config.recurrent, config.norm_eps))
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
-        head_norms.append(_head_norms(parameters, share.layers.first + i, config))
-        xielu = parameters.take_optional(f"{layer}.xielu")
-        activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
+        head_norms.append(_head_norms(parameters, number, config))
+        activation.append(_take_activation(parameters, layer))
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
-    layer_inputs, layer_inputs_norm = take_layer_inputs(parameters, config)
-    if layer_inputs.size:
-        _pack(packer, number, parameters.take_linear(PROJECTION))
+    layer_inputs = _pack_layer_inputs(packer, packed, parameters, config)
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
-    tied = embed[: share.vocab.count]
-    _pack(output_packer, 0, parameters.take_output(tied))
+    _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
     return PackedDecoder(
         as_array(embed if share.rank == 0 else embed[:0]),
         positions,
@@ -114,9 +79,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
         np.stack(head_norms),
-        take_scalars(parameters, config, range(share.layers.first, share.layers.end)),
-        layer_inputs,
-        layer_inputs_norm,
+        take_scalars(parameters, config, numbers),
+        *layer_inputs,
         torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
@@ -132,6 +96,21 @@ def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: Mod
         _pack(packer, number, _with_gates_last(matrix, config) if name == "qkv" else matrix)
         number += 1
     return number
+
+
+def _take_activation(parameters: Parameters, layer: str) -> Tensor:
+    xielu = parameters.take_optional(f"{layer}.xielu")
+    return torch.empty(0) if xielu is None else xielu_parameters(xielu)
+
+
+def _pack_layer_inputs(
+    packer: Packer, number: int, parameters: Parameters, config: ModelConfig
+) -> tuple[Array, Floats]:
+    """Take what layers add for the token itself, and pack its projection, the last matrix, if there is any."""
+    table, norm = take_layer_inputs(parameters, config)
+    if table.size:
+        _pack(packer, number, parameters.take_linear(PROJECTION))
+    return table, norm
 
 
 def has_experts(config: ModelConfig, layer: int) -> bool:

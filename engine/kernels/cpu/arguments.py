@@ -364,3 +364,11 @@ class Recurrent(NamedTuple):
     num_key_heads: int  # 0: short convolutions
     key_dim: int
     places: StatePlaces
+
+
+class LayerInputs(NamedTuple):
+    """What layers add for the token itself, see layer_inputs.py. Its projection is the last matrix."""
+
+    width: int  # of a layer's input; 0: there are none
+    norm: Floats  # [1, width], of projections
+    eps: np.float32

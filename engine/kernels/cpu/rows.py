@@ -95,11 +95,11 @@ select_by_dtype(put_row, _ROWS, _copy_row)
 
 
 @jit
-def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
-    """Write the rows of x [rows, width] in the range to the operand of a product with a matrix."""
+def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
+    """Write the first `width` numbers of the rows of x in the range to the operand of a product with a matrix."""
     depth = weights.matrices[matrix, 2]
     for r in range(part.first, part.end):
-        operand.factors[r] = put_row_at(x[r], weights, matrix, operand.a, r * depth)
+        operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand.a, r * depth)
 
 
 @jit

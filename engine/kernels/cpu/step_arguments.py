@@ -1,4 +1,6 @@
-"""Types of the arguments of `step.py`: the constants of a model, and what one thread works with in a step."""
+"""Types of the arguments of `step.py`: the constants of a model, what one thread works with in a step, and what a layer
+has of both for itself.
+"""
 
 from typing import NamedTuple
 
@@ -11,16 +13,19 @@ from engine.kernels.cpu.arguments import (
     Floats,
     HeadShape,
     Int64s,
+    LayerInputs,
+    LayerPlace,
     Operand,
     Queries,
     Recurrent,
     RoutedRows,
     StateSteps,
     Weights,
+    Window,
 )
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
-from engine.kernels.cpu.layer_inputs import LayerInputs
 
 
 class Kind(NamedTuple):
@@ -111,3 +116,48 @@ class Work(NamedTuple):
     cache: Cache
     adapted: StepAdapters
     states: StateSteps
+
+
+class Matrices(NamedTuple):
+    """Numbers of a layer's matrices in `Weights`."""
+
+    qkv: int
+    output: int
+    gate_up: int
+    down: int
+    input_gate: int  # of a layer's own input; see layer_inputs.py
+    input_projection: int
+
+
+@jit
+def matrices_of(model: ModelConstants, layer: int) -> Matrices:
+    first = model.firsts[layer]
+    return Matrices(first, first + 1, first + 2, first + 3, first - 2, first - 1)
+
+
+@jit
+def window_of(model: ModelConstants, layer: int) -> Window:
+    return Window(model.windows[layer, 0], model.windows[layer, 1])
+
+
+@jit
+def place_of(model: ModelConstants, layer: int) -> LayerPlace:
+    return LayerPlace(layer, model.numbers[layer], model.groups[layer], model.own_kv[layer] == 1)
+
+
+@jit
+def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
+    """The arguments of attention with the layer's heads."""
+    given, shape, heads = work.attending, model.shape, model.heads[layer]
+    own = HeadShape(
+        shape.num_heads,
+        heads[0],
+        heads[1],
+        heads[2],
+        shape.block_size,
+        heads[3],
+        shape.num_planes,
+        shape.scale,
+        shape.softcap,
+    )
+    return Attending(given.queries, own, given.batch, given.scratch, given.splits, given.slopes, given.sinks)

@@ -1,20 +1,19 @@
-"""Files of packed weights, which are mapped when they are read.
+"""The weights of a CompiledDecoder as its loop reads them, and files of them, which are mapped when they are read.
 
-They are in the safetensors format. Arrays begin at multiples of a cache line, as the loop's vector loads need.
+Files are in the safetensors format. Arrays begin at multiples of a cache line, as the loop's vector loads need.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.tensors import StoredTensor, read_header
-from engine.kernels.cpu.arguments import Weights
+from engine.kernels.cpu.arguments import Array, Floats, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
-from engine.models.packed_decoder import PackedDecoder
 from mesh.domain.errors import ConfigurationError
 
 _PARTS = ("weights", "output")
@@ -30,6 +29,38 @@ _DTYPES = {
     "I64": np.int64,
 }
 _NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
+
+
+class PackedDecoder(NamedTuple):
+    """The weights that one rank holds, of the layers of its stage."""
+
+    embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
+    positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
+    embed_norm: Floats  # as final_norm; [0, hidden] without
+    weights: Weights  # of the layers
+    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
+    norms: Floats  # [num_layers, 2, 4 or 9 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
+    final_norm: Floats  # [1 or 2, hidden]
+    head_norms: Floats  # [num_layers, 0, 2, 3 or number of own heads, largest head_dim]; see HeadNorms
+    scalars: Floats  # see ModelConstants
+    layer_inputs: Array  # [input_vocab, num_layers * input_width] of Gemma 4, as embed; else [0, 0]
+    layer_inputs_norm: Floats  # [1, input_width], else [1, 0]
+    activation: Floats  # see ModelConstants
+    sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
+    routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
+    router_biases: Floats
+    choice_biases: Floats
+    shared_gates: Floats
+    expert_factors: Floats
+    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
+    kv_norms: Floats
+    key_up: Array
+    value_up: Array
+    taps: Floats  # of recurrent layers, with those below it; see RecurrentWeights
+    conv_biases: Floats
+    rates: Floats
+    rate_biases: Floats
+    recurrent_norms: Floats
 
 
 def write_packed(path: Path, packed: PackedDecoder) -> None:

@@ -48,7 +48,7 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "Gemma2ForCausalLM": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA,
     "Gemma4ForCausalLM": _GEMMA
-    | {"global_head_dim": 128, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 64}
+    | {"num_key_value_heads": 2, "global_head_dim": 128, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 64}
     | {"vocab_size_per_layer_input": 32000, "final_logit_softcapping": 30.0},
     "GraniteForCausalLM": _GATED | {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
     "StableLmForCausalLM": _GATED | {"partial_rotary_factor": 0.25},

@@ -22,7 +22,7 @@ from engine.models.read_config import load_config
 from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.stored_parameters import has_fp8, int4_group, is_exact
+from engine.stored_parameters import has_fp8, is_exact, stored_in_int4
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -227,7 +227,7 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
         return "none"
     if (partition := read_partition(settings.model_dir)) is not None:
         return partition.quantize
-    if int4_group(settings.model_dir, parameter_specs(config)) is not None:
+    if stored_in_int4(settings.model_dir, parameter_specs(config)) is not None:
         return "int4" if _why_not_packed(settings, config, "int4") is None else "none"
     return "fp8" if _why_not_packed(settings, config, "fp8") is None else "none"
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from checkpoint.text_part import possible_names
@@ -141,11 +142,18 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
 
 
-def int4_group(model_dir: Path, specs: list[ParameterSpec]) -> int | None:
-    """The inputs that share a scale if a checkpoint stores all matrices of its layers in 4 bits as the compiled decoder
-    multiplies them, else None. Reads headers. Raises ConfigurationError.
+class Int4(NamedTuple):
+    """How the compiled decoder multiplies a checkpoint in 4 bits: with scales of `group` inputs. It rounds the matrices
+    `in_int8`, which the checkpoint has in another form, to 8 bits.
     """
-    return group_of_int4(specs, find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir)))
+
+    group: int
+    in_int8: frozenset[str]
+
+
+def stored_in_int4(model_dir: Path, specs: list[ParameterSpec]) -> Int4 | None:
+    """See `int4_of`. Reads headers. Raises ConfigurationError."""
+    return int4_of(specs, find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir)))
 
 
 def has_fp8(model_dir: Path, specs: list[ParameterSpec]) -> bool:
@@ -159,11 +167,20 @@ def has_fp8(model_dir: Path, specs: list[ParameterSpec]) -> bool:
     return is_plain and bool(found) and all(module is not None and module.is_e4m3 for module in found)
 
 
-def group_of_int4(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> int | None:
+def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> Int4 | None:
+    """None unless a checkpoint stores matrices of its layers in 4 bits as the compiled decoder multiplies them, and the
+    others in 8 bits or more.
+    """
     matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
     if any(spec.unit_rows or spec.offset for spec in matrices):
         return None
-    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
-    groups = [None if module is None else module.storage.int4_group for module in found]
+    groups: list[int | None] = []
+    in_int8: set[str] = set()
+    for spec in matrices:
+        stored = [module.storage for source in spec.sources if (module := modules.get(source.name)) is not None]
+        in_int4 = [storage.int4_group for storage in stored if storage.num_bits == 4]
+        groups += in_int4
+        if len(in_int4) < len(spec.sources):
+            in_int8.add(spec.name)
     known = [group for group in groups if group is not None]
-    return min(known) if known and len(known) == len(groups) else None
+    return Int4(min(known), frozenset(in_int8)) if known and len(known) == len(groups) else None

@@ -33,7 +33,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
 from engine.quantized_formats.mxfp4 import levels_of
-from engine.stored_parameters import find_modules, group_of_int4, open_stored, stored_name
+from engine.stored_parameters import Int4, find_modules, int4_of, open_stored, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -41,6 +41,8 @@ log = structlog.get_logger(__name__)
 
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
+_ROUNDED = Int4(INT4_GROUP, frozenset())
+"""Of checkpoints that are not in 4 bits."""
 _NAN_OF_E4M3 = 0x7F
 """The bits of NaN without its sign."""
 _DTYPES = ("F64", "F32", "BF16", "F16")
@@ -89,9 +91,11 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    group = group_of_int4(specs, modules) if target.encoding == "int4" else None
-    values = _stored_values(specs, target, _Contents(stored, modules, group))
-    return _parameters(specs, target, values, on_progress, group or INT4_GROUP)
+    int4 = int4_of(specs, modules) if target.encoding == "int4" else None
+    if int4 is not None and int4.in_int8:
+        log.info("matrices that the checkpoint does not have in 4 bits are rounded to 8", matrices=len(int4.in_int8))
+    values = _stored_values(specs, target, _Contents(stored, modules, int4))
+    return _parameters(specs, target, values, on_progress, int4 or _ROUNDED)
 
 
 def dummy_weights(
@@ -110,7 +114,7 @@ def _parameters(
     target: WeightsTarget,
     values: Iterable[Tensor | LinearParameters],
     on_progress: Progress | None,
-    group: int = INT4_GROUP,
+    int4: Int4 = _ROUNDED,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
     specs = _held(specs)
@@ -123,22 +127,23 @@ def _parameters(
                 on_progress(done / total)
             yield spec.name, parameter, spec.is_matrix
 
-    return Parameters(target.encoding, (spec.name for spec in specs), source(), group)
+    return Parameters(target.encoding, (spec.name for spec in specs), source(), *int4)
 
 
 class _Contents(NamedTuple):
     """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
-    `int4_group`: see group_of_int4; None to dequantise int4.
+    `int4`: see int4_of; None to dequantise int4.
     """
 
     stored: Mapping[str, StoredTensor]
     modules: Mapping[str, QuantizedModule]
-    int4_group: int | None
+    int4: Int4 | None
 
 
 def _stored_values(
     specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
 ) -> Iterator[Tensor | LinearParameters]:
+    int4 = contents.int4
     with ExitStack() as stack:
         reader = _Reader(contents.stored, contents.modules, stack)
         for spec in _held(specs):
@@ -146,8 +151,8 @@ def _stored_values(
             encoding = OUTPUT_ENCODINGS.get(own, own) if spec.name == OUTPUT else own
             parameter: Tensor | LinearParameters
             with load_phase("read"):
-                if encoding == "int4" and spec.is_matrix and contents.int4_group is not None:
-                    parameter = reader.int4(spec, contents.int4_group)
+                if int4 is not None and spec.is_matrix and spec.name not in (OUTPUT, *int4.in_int8):
+                    parameter = reader.int4(spec, int4.group)
                 elif encoding == "int4" and reader.has_mxfp4(spec):
                     parameter = reader.mxfp4(spec)
                 elif encoding == "fp8" and spec.is_matrix:

@@ -1,18 +1,19 @@
 """The encodings in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
-An encoding says what the numbers of a matrix mean: float, int8, fp8 or int4. LinearParameters is a matrix as it is
+An encoding says what the numbers of a matrix mean: float, int8, fp8, int4 or, for some matrices of a model in int4,
+int8 in groups. LinearParameters is a matrix as it is
 loaded. Every memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each
-encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; fp8 and int4
+encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; the others
 are for the compiled decoder only.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from engine.load_times import load_phase
-from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8
+from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, round_to_int8_groups
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,8 +25,8 @@ class LinearParameters:
     Encoding "int4": inputs are in groups, the last of which may be narrower. Number [output, input] is `(weight[output,
     input] - zeros[output, group]) * scales[output, group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32
     scales [outputs, groups]. If it `is_mxfp4`, `weight` has numbers of levels (engine/kernels/cpu/nibbles.py) in place
-    of them, in groups of 32. With an `order`, int64 [inputs], column i of `weight` is for input `order[i]`, and groups
-    are groups of columns.
+    of them, in groups of 32. Encoding "int8 in groups" is int4 with `weight` in [1, 255]. With an `order`, int64
+    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns.
     """
 
     weight: Tensor
@@ -49,6 +50,11 @@ def _round_to_int8(weight: Tensor) -> LinearParameters:
 def _round_to_int4(weight: Tensor) -> LinearParameters:
     rounded, scales, zeros = round_to_int4(weight)
     return LinearParameters(rounded, "int4", scales, zeros)
+
+
+def _round_to_int8_groups(weight: Tensor, group: int) -> LinearParameters:
+    rounded, scales, zeros = round_to_int8_groups(weight, group)
+    return LinearParameters(rounded, "int8 in groups", scales, zeros)
 
 
 ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
@@ -75,17 +81,23 @@ Values = tuple[str, Tensor | LinearParameters, bool]
 
 class Parameters:
     """The parameters of a model by name, with all matrices converted to one encoding; the output matrix: see
-    OUTPUT_ENCODINGS. `group`: inputs that share a scale in int4.
+    OUTPUT_ENCODINGS. `group`: inputs that share a scale in int4; `in_int8`: matrices that are in int8 in groups then.
 
     `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
     each parameter to its own layout never holds all of them twice. A parameter can be taken once.
     """
 
     def __init__(
-        self, encoding: str = "float", names: Iterable[str] = (), source: Iterable[Values] = (), group: int = INT4_GROUP
+        self,
+        encoding: str = "float",
+        names: Iterable[str] = (),
+        source: Iterable[Values] = (),
+        group: int = INT4_GROUP,
+        in_int8: Collection[str] = (),
     ) -> None:
         self.encoding = encoding
         self.group = group
+        self.in_int8 = in_int8
         self._source = iter(source)
         self._unread = set(names)
         self._tensors: dict[str, Tensor] = {}
@@ -98,10 +110,15 @@ class Parameters:
             self._linears[name] = values
         elif is_matrix:
             with load_phase("convert"):
-                encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
-                self._linears[name] = ENCODINGS[encoding](values)
+                self._linears[name] = self._converted(name, values)
         else:
             self._tensors[name] = values
+
+    def _converted(self, name: str, matrix: Tensor) -> LinearParameters:
+        if name in self.in_int8:
+            return _round_to_int8_groups(matrix, self.group)
+        encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
+        return ENCODINGS[encoding](matrix)
 
     def read_all(self) -> None:
         """Read what is left of the source. Raises ConfigurationError."""

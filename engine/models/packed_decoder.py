@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.kernels.cpu.arguments import Array, Floats, HeadShape
-from engine.kernels.cpu.machine import PANEL
+from engine.kernels.cpu.machine import EIGHT_BITS, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
 from engine.models.blocks import BLOCKS
@@ -44,8 +44,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     if parameters.encoding not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
-    group = parameters.group if parameters.encoding == "int4" else 0
-    packer = Packer(_matrix_shapes(config, share, group), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
+    packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
     output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     positions = _take_at_start(parameters, "positions", config, share)
@@ -257,7 +256,9 @@ def qkv_width(heads: AttentionShape | HeadShape, config: ModelConfig) -> int:
     return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
 
 
-def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[MatrixShape]:
+def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters) -> list[MatrixShape]:
+    group = parameters.group if parameters.encoding == "int4" else 0
+
     def mlp(own_width: int, width: int) -> list[MatrixShape]:
         outputs = (1 + config.gated) * own_width
         return [
@@ -269,15 +270,18 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, group: int) -> list[Ma
     if experts is not None:
         routed = mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
         routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
-    (of_layer, of_model), shapes = input_shapes(config, group), []
+    (of_layer, of_model), shapes, names = input_shapes(config, group), [], []
     for layer in range(share.layers.first, share.layers.end):
+        names += [f"layers.{layer}.{name}" for name in matrix_names(config, layer)]
         shapes += of_layer + _mixing_shapes(config, share, layer, group)
         own = config.of_layer(layer).intermediate_size
         dense = mlp(share.inner.count if config.mixed is None else own, own)
         if config.mixed is not None or not has_experts(config, layer):
             shapes += dense
         shapes += routed if has_experts(config, layer) else []
-    return shapes + of_model
+    names += [PROJECTION] * len(of_model)
+    named = zip(names, shapes + of_model, strict=True)
+    return [replace(shape, numbers=EIGHT_BITS) if name in parameters.in_int8 else shape for name, shape in named]
 
 
 def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int) -> list[MatrixShape]:

@@ -1,4 +1,4 @@
-"""Rounds matrices to int8, with a scale for each output, and to int4, with a scale and a zero for each group."""
+"""Rounds matrices to int8, with a scale for each output or group, and to int4, with a scale and a zero for a group."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.machine import INT8_LEVELS
+from engine.kernels.cpu.machine import EIGHT_BITS_ZERO, INT8_LEVELS
 
 INT4_GROUP = 32
 """Inputs that share a scale in matrices that are rounded to int4."""
@@ -61,3 +61,22 @@ def round_to_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tensor, Tens
             levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)) + zeros[rows, :, None]
             rounded[rows] = levels.clamp_(0, _INT4_LEVELS).flatten(1)[:, :num_inputs]
     return rounded, scales, zeros
+
+
+def round_to_int8_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `weight` [outputs, inputs] rounded to 1 to 255 as uint8, and for each group of inputs a scale in fp32 (a
+    number of fp16) and the zero, 128, as uint8, [outputs, groups]. The last group may be narrower.
+    """
+    num_outputs, num_inputs = weight.shape
+    num_groups = -(-num_inputs // group)
+    rounded, scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(num_outputs, num_groups)
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
+    with one_thread():
+        for first in range(0, num_outputs, rows_at_once):
+            rows = slice(first, first + rows_at_once)
+            padded = torch.nn.functional.pad(weight[rows].float(), (0, num_groups * group - num_inputs))
+            groups = padded.view(-1, num_groups, group)
+            scales[rows] = (groups.abs().amax(2) / INT8_LEVELS).clamp_(min=_TINY).half().float()
+            levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)).clamp_(-INT8_LEVELS, INT8_LEVELS)
+            rounded[rows] = (levels + EIGHT_BITS_ZERO).flatten(1)[:, :num_inputs]
+    return rounded, scales, torch.full(scales.shape, EIGHT_BITS_ZERO, dtype=torch.uint8)

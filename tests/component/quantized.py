@@ -40,10 +40,13 @@ Stored = tuple[dict[str, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Form:
-    """`config`: quantization_config. `store` packs a matrix [outputs, inputs]."""
+    """`config`: quantization_config. `store` packs a matrix [outputs, inputs]. `kept`: ends of names of modules that
+    stay as they are.
+    """
 
     config: Mapping[str, Any]
     store: Callable[[Tensor], Stored]
+    kept: tuple[str, ...] = ()
 
 
 def pack(numbers: Tensor, bits: int, order: tuple[int, ...] = ()) -> Tensor:
@@ -187,6 +190,11 @@ FORMS: dict[str, Form] = {
 _OF_INT4 = {"group_size": INT4_GROUP}
 INT4_FORMS: dict[str, Form] = {
     "awq-32": Form(FORMS["awq"].config | _OF_INT4, lambda weight: awq(weight, INT4_GROUP)),
+    "awq-32-mixed": Form(
+        FORMS["awq"].config | _OF_INT4,
+        lambda weight: awq(weight, INT4_GROUP),
+        kept=("v_proj", "o_proj", "1.mlp.down_proj"),
+    ),
     "gptq-32": Form(_GPTQ | _OF_INT4, lambda weight: gptq(weight, group=INT4_GROUP)),
     "gptq-32-zeros": Form(
         _GPTQ | _OF_INT4 | {"sym": False, "checkpoint_format": "gptq_v2"},
@@ -206,7 +214,7 @@ INT4_FORMS: dict[str, Form] = {
         lambda weight: w4a16(weight, ordered=True, group=INT4_GROUP),
     ),
 }
-"""Forms that the compiled decoder multiplies as they are stored."""
+"""Forms that the compiled decoder multiplies as they are stored. It rounds matrices that are `kept` to 8 bits."""
 
 
 _ABSORBED = (".key_up", ".value_up")
@@ -244,6 +252,8 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
         shutil.copytree(model_dir, folder)
     tensors, twin, stored = load_tensors(model_dir), load_file(model_dir / "model.safetensors"), places(model_dir)
     for module, transposed in quantized_modules(model_dir).items():
+        if module.endswith(description.kept):
+            continue
         if form in INT4_FORMS and module.endswith("kv_b_proj") and tensors[f"{module}.weight"].shape[1] % INT4_GROUP:
             continue
         name = module if module in tensors else f"{module}.weight"

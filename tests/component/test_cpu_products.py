@@ -19,7 +19,16 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.compiler import entry
-from engine.kernels.cpu.machine import INT4_GROUPS, SHORTS_ORDER, TILE_ROWS, UNIT, amx_shapes, has_amx, knows_bf16
+from engine.kernels.cpu.machine import (
+    EIGHT_BITS,
+    INT4_GROUPS,
+    SHORTS_ORDER,
+    TILE_ROWS,
+    UNIT,
+    amx_shapes,
+    has_amx,
+    knows_bf16,
+)
 from engine.kernels.cpu.matmul import Target
 from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, wide_size
@@ -50,6 +59,7 @@ KINDS = [
     pytest.param("int8", id="int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("mxfp4-32", id="mxfp4"),
+    *(pytest.param(f"groups-{group}", id=f"int8 in groups of {group}") for group in (32, 64)),
     pytest.param("amx", id="int8 with AMX", marks=needs_amx),
     pytest.param("bfloat16 amx", id="bf16 with AMX", marks=needs_amx),
 ]
@@ -71,7 +81,7 @@ class Products:
     def of(cls, kind: str, shapes: list[MatrixShape]) -> "Products":
         torch.manual_seed(0)
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
-        if kind.startswith(("int4", "mxfp4")):
+        if kind.startswith(("int4", "mxfp4", "groups")):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
         is_fp8, is_int8 = kind == "float8_e4m3fn", kind in INT8
         most = 16 if is_fp8 else 127
@@ -89,12 +99,13 @@ class Products:
     @classmethod
     def _of_int4(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
         """Scales are powers of two, others in each group; zeros are anything that fits."""
+        is_mxfp4, is_int8 = kind.startswith("mxfp4"), kind.startswith("groups")
+        shapes = [replace(shape, numbers=EIGHT_BITS) for shape in shapes] if is_int8 else shapes
         packer, matrices = Packer(shapes, torch.uint8), []
         for i, (shape, bias) in enumerate(zip(shapes, biases, strict=True)):
-            weight = torch.randint(0, 16, (shape.columns, shape.inputs), dtype=torch.uint8)
+            weight = torch.randint(0, 256 if is_int8 else 16, (shape.columns, shape.inputs), dtype=torch.uint8)
             scales = torch.randint(0, 3, (shape.columns, shape.num_groups)).exp2()
-            is_mxfp4 = kind.startswith("mxfp4")
-            zeros = torch.randint(0, 17, scales.shape, dtype=torch.uint8)
+            zeros = torch.randint(0, 256 if is_int8 else 17, scales.shape, dtype=torch.uint8)
             zeros = torch.full_like(zeros, E2M1_ZERO) if is_mxfp4 else zeros
             packer.put_groups(i, weight, scales, zeros, bias, is_mxfp4=is_mxfp4)
             group_of = torch.arange(shape.inputs) // shape.group

@@ -58,8 +58,8 @@ class Weights(NamedTuple):
     """All matrices of a model. Columns are padded to whole units.
 
     A row of `matrices` is: index of the first weight, index of the first column, elements of a row of `a`, columns to
-    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), 1 for
-    numbers of MXFP4 in groups of 32 (else 0).
+    store, inputs that share a scale (int4; else 0), end of its order in `orders` (0: its inputs are in order), what its
+    numbers are (int4, see nibbles.py; else 0).
     """
 
     packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py

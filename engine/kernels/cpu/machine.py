@@ -60,6 +60,9 @@ _MAX_BLOCK_KEYS = 512
 
 INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
+FOUR_BITS, LEVELS, EIGHT_BITS = 0, 1, 2
+"""What the numbers of a matrix of a model in int4 are: integers of 4 bits, levels of MXFP4, or integers of 8 bits."""
+EIGHT_BITS_ZERO = 128
 INT8_LEVELS = 127.0
 """Largest magnitude of a quantised number."""
 ZERO_POINT = 128

@@ -22,7 +22,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, widens_ahead
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, panel_bytes
+from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.row_tiles import multiply_rows
 from engine.kernels.cpu.tiles import (
@@ -54,7 +54,7 @@ _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
-_panel_bytes = jit(panel_bytes)
+_bytes_per_input, _panel_bytes = jit(bytes_per_input), jit(panel_bytes)
 
 
 class Target(NamedTuple):
@@ -95,7 +95,8 @@ class _Columns(NamedTuple):
 
     packed: Address
     unit_bytes: int
-    group: int  # below 0: numbers of MXFP4
+    group: int
+    numbers: int
     offsets: Address
     scales: Address
     biases: Address
@@ -154,12 +155,15 @@ def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _R
 
 @jit
 def _columns(weights: Weights, matrix: int) -> _Columns:
-    weight_at, column_at, depth, count, group, _, is_mxfp4 = weights.matrices[matrix]
+    weight_at, column_at, depth, count, group, _, numbers = weights.matrices[matrix]
     width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
     return _Columns(
         address(weights.packed) + weight_at * width,
-        2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group) if group else UNIT * depth * width,
-        -group if is_mxfp4 else group,
+        2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group, _bytes_per_input(numbers))
+        if group
+        else UNIT * depth * width,
+        group,
+        numbers,
         address(weights.offsets) + offset,
         address(weights.scales) + offset,
         address(weights.biases) + offset,
@@ -205,7 +209,8 @@ def _multiply_unit(
     sums, row = Matrix(rows.sums, _SUM_BYTES), 0
     while row < rows.num_rows:
         matrices = TileProduct(Matrix(rows.a + row * rows.a_step, rows.a_step), b, sums)
-        count = multiply_rows(matrices, columns.group, rows.num_rows - row, ahead if row == 0 else 0, element)
+        ahead_now, left = ahead if row == 0 else 0, rows.num_rows - row
+        count = multiply_rows(matrices, columns.group, columns.numbers, left, ahead_now, element)
         tile_rows = _TileRows(rows.sums, row, min(count, rows.num_rows - row))
         _finish(_tile(rows, columns, tile_rows, unit, mode), mode, element)
         row += count

@@ -1,4 +1,4 @@
-"""Products of bytes and weights of 4 bits, which are unpacked in registers.
+"""Products of bytes and weights of 4 bits, which are unpacked in registers, and of 8 bits beside them.
 
 A group is 32, 64 or 128 inputs. A weight of 4 bits, 0 to 15, means `(weight - zero) * scale`, where each column has a
 zero and a scale for every group. A row of the left operand is one block for each group: the scale of its activations in
@@ -11,10 +11,15 @@ first 4 and the high halves the others. So 4 inputs of a column fill a lane afte
 In MXFP4 (engine/quantized_formats/mxfp4.py) 4 bits are the number of a level in E2M1_LEVELS. A weight is `(level - 12)
 * scale`, and 12 is the zero of every group. The levels are looked up in a register as they are unpacked.
 
+Matrices that a checkpoint in 4 bits leaves in floating point have 8: a weight of 0 to 255 means `(weight - 128) *
+scale`. Their weights lie as [inputs / 4][16][4] bytes.
+
 Sums within a group are exact integers on every CPU. They are scaled and added up in fp32 in the order of the groups,
 so that results depend neither on the tile nor on the CPU.
 """
 
+from contextlib import ExitStack
+from functools import partial
 from typing import NamedTuple
 
 from llvmlite import ir
@@ -43,11 +48,14 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
+    EIGHT_BITS,
     FLOAT_BYTES,
+    FOUR_BITS,
     GROUP,
     HALF_BYTES,
     INT8_LEVELS,
     LANES,
+    LEVELS,
     PANEL,
     VECTOR_BYTES,
     knows_avx512,
@@ -58,8 +66,6 @@ BLOCK_HEAD_BYTES = 8
 """Bytes of a block before its activations."""
 SCALES_BYTES = PANEL * (HALF_BYTES + 1)
 """Bytes of the scales and zeros of a panel's group."""
-BYTES_PER_INPUT = PANEL // 2
-"""Bytes of a panel's weights for one input."""
 _STEP = 32
 """Inputs of a pass of the innermost loop. Without VNNI their products are added up in 16 bits, which cannot overflow:
 2 * 15 * 127 * (_STEP / 4) < 2^15. Of levels of MXFP4 half as many are added up: 2 * 24 * 127 * (_STEP / 8) < 2^15.
@@ -69,10 +75,15 @@ E2M1_LEVELS = (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)
 """Twice the numbers of e2m1, by their four bits, plus 12."""
 
 
-def panel_bytes(num_groups: int, group: int) -> int:
+def bytes_per_input(numbers: int) -> int:
+    """Bytes of a panel's weights for one input."""
+    return PANEL if numbers == EIGHT_BITS else PANEL // 2
+
+
+def panel_bytes(num_groups: int, group: int, input_bytes: int) -> int:
     """Bytes of a panel with its scales and zeros."""
     lines = (num_groups * SCALES_BYTES + CACHE_LINE_BYTES - 1) // CACHE_LINE_BYTES
-    return lines * CACHE_LINE_BYTES + num_groups * group * BYTES_PER_INPUT
+    return lines * CACHE_LINE_BYTES + num_groups * group * input_bytes
 
 
 class _Vectors:
@@ -94,7 +105,9 @@ class _Vectors:
         return self.emit.builder.shuffle_vector(first, undefined, ir.Constant(self.ints, [0] * self.lanes))
 
     def nibbles(self, at: Value) -> tuple[Value, Value]:
-        """The weights of 8 inputs as bytes: 4 inputs in each lane, then the other 4."""
+        """The low halves of the bytes at an address, and the high ones, as bytes: of 4 bits, the weights of 8 inputs, 4
+        of them in each lane.
+        """
         builder, mask = self.emit.builder, ir.Constant(self.bytes, [15] * GROUP * self.lanes)
         packed = self.emit.load(at, self.ints, 4)
         high = builder.lshr(packed, ir.Constant(self.ints, [4] * self.lanes))
@@ -129,11 +142,12 @@ class _Vectors:
         products = self.emit.call(name, self._pairs, weights, builder.bitcast(activations, self.bytes))
         return products if total is None else builder.add(total, products)
 
-    def widened(self, sums: Value, total: Value) -> Value:
-        """`sums` of `multiply`, which began with `total` if they are int32, plus total if they are int16."""
+    def widened(self, sums: Value, total: Value, factor: int = 1) -> Value:
+        """`sums` of `multiply`: with `total` in them if they are int32; else, in int16, total + factor * sums."""
         if knows_vnni():
             return sums
-        return self.emit.builder.add(total, self.dot_pairs(sums, ir.Constant(self._pairs, [1] * 2 * self.lanes)))
+        factors = ir.Constant(self._pairs, [factor] * 2 * self.lanes)
+        return self.emit.builder.add(total, self.dot_pairs(sums, factors))
 
     def add_scaled(self, exact: Value, factor: Value, scale: Value, total: Value) -> Value:
         """total + exact * factor * scale, never reordered."""
@@ -143,14 +157,13 @@ class _Vectors:
 
 
 def write_nibble_tile(
-    emit: Emitter, product: Value, a_step: Value, group: Value, size: tuple[int, int], ahead: Value
+    emit: Emitter, product: Value, a_step: Value, groups: tuple[Value, Value], size: tuple[int, int], ahead: Value
 ) -> None:
     """Write code that computes out[rows, panels * 16] = a @ b of a TileProduct, with fp32 sums, for a size of (rows,
-    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched. `group`: see multiply_rows.
+    panels). Meanwhile the weights that lie `ahead` bytes further are prefetched. `groups`: inputs that share a scale,
+    and what the numbers are.
     """
-    builder, zero = emit.builder, INT64(0)
-    is_mxfp4 = builder.icmp_signed("<", group, zero)
-    group = builder.select(is_mxfp4, builder.sub(zero, group), group)
+    builder, (group, numbers) = emit.builder, groups
     num_groups = builder.udiv(a_step, builder.add(group, INT64(BLOCK_HEAD_BYTES)))
     tile = _Tile(emit, product, num_groups, group, ahead)
     per_panel = LANES // tile.vectors.lanes
@@ -159,17 +172,20 @@ def write_nibble_tile(
         for some_rows, some_columns in _parts_in_registers(size[0], size[1] * per_panel)
     ]
     is_single = builder.icmp_signed("==", group, INT64(_STEP))
-    with builder.if_else(is_single) as (single, several):
-        with single, builder.if_else(is_mxfp4) as (levels, integers):
-            with levels:
+    kinds = [
+        (builder.icmp_signed("==", numbers, INT64(EIGHT_BITS)), EIGHT_BITS, False),
+        (builder.icmp_signed("==", numbers, INT64(LEVELS)), LEVELS, True),
+        (is_single, FOUR_BITS, True),
+    ]
+    with ExitStack() as stack:
+        for is_kind, kind, is_one_step in kinds:
+            then, otherwise = stack.enter_context(builder.if_else(is_kind))
+            with then:
                 for some_rows, some_columns in parts:
-                    tile.multiply(some_rows, some_columns, is_one_step=True, has_levels=True)
-            with integers:
-                for some_rows, some_columns in parts:
-                    tile.multiply(some_rows, some_columns, is_one_step=True)
-        with several:
-            for some_rows, some_columns in parts:
-                tile.multiply(some_rows, some_columns, is_one_step=False)
+                    tile.multiply(some_rows, some_columns, kind, is_one_step=is_one_step)
+            stack.enter_context(otherwise)
+        for some_rows, some_columns in parts:
+            tile.multiply(some_rows, some_columns, FOUR_BITS, is_one_step=False)
 
 
 def _parts_in_registers(num_rows: int, num_vectors: int) -> list[tuple[range, range]]:
@@ -200,26 +216,29 @@ class _Tile:
         scales = builder.add(builder.mul(self._count, INT64(SCALES_BYTES)), INT64(CACHE_LINE_BYTES - 1))
         self._head_bytes = builder.and_(scales, INT64(-CACHE_LINE_BYTES))
 
-    def multiply(self, rows: range, columns: list[_Column], *, is_one_step: bool, has_levels: bool = False) -> None:
-        """Compute some rows of some columns. `is_one_step`: a group is one step. `has_levels`: in MXFP4."""
+    def multiply(self, rows: range, columns: list[_Column], numbers: int, *, is_one_step: bool) -> None:
+        """Compute some rows of some columns. `is_one_step`: a group is one step."""
         emit, builder, vectors = self._emit, self._emit.builder, self.vectors
         prefetches = rows.start == 0 and columns[0].part == 0
         rows_at = [emit.at(self._a[0], builder.mul(self._a[1], INT64(row))) for row in rows]
         with emit.loop(self._count, [vectors.nothing] * (len(rows) * len(columns))) as loop:
             block = builder.mul(loop.index, builder.add(self._size, INT64(BLOCK_HEAD_BYTES)))
             blocks_at = [emit.at(at, block) for at in rows_at]
-            scales, zeros, weights_at = self._columns(columns, loop.index)
+            scales, zeros, weights_at = self._columns(columns, loop.index, numbers)
             shifts = [vectors.splat(emit.load(emit.at(at, FLOAT_BYTES), INT32)) for at in blocks_at]
             sums = [vectors.dot_pairs(zero, shift) for shift in shifts for zero in zeros]
             inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
+            multiply = (
+                self._step_of_bytes if numbers == EIGHT_BITS else partial(self._step, has_levels=numbers == LEVELS)
+            )
             if is_one_step:
-                sums = self._step(inputs_at, weights_at, sums, prefetches=prefetches, has_levels=has_levels)
+                sums = multiply(inputs_at, weights_at, sums, prefetches=prefetches)
             else:
                 with emit.loop(builder.udiv(self._size, INT64(_STEP)), sums) as steps:
                     a_offset = builder.mul(steps.index, INT64(_STEP))
-                    b_offset = builder.mul(steps.index, INT64(_STEP * BYTES_PER_INPUT))
+                    b_offset = builder.mul(steps.index, INT64(_STEP * bytes_per_input(numbers)))
                     now = [emit.at(at, a_offset) for at in inputs_at], [emit.at(at, b_offset) for at in weights_at]
-                    steps.next = self._step(*now, steps.carried, prefetches=prefetches)
+                    steps.next = multiply(*now, steps.carried, prefetches=prefetches)
                 sums = steps.next
             factors = [vectors.splat(emit.load(at, FLOAT)) for at in blocks_at]
             pairs = [(factor, scale) for factor in factors for scale in scales]
@@ -227,11 +246,13 @@ class _Tile:
                 loop.next.append(vectors.add_scaled(exact, factor, scale, total))
         self._store(rows, columns, loop.next)
 
-    def _columns(self, columns: list[_Column], group: Value) -> tuple[list[Value], list[Value], list[Value]]:
+    def _columns(
+        self, columns: list[_Column], group: Value, numbers: int
+    ) -> tuple[list[Value], list[Value], list[Value]]:
         """Of group number `group` the scales, the zeros, and where the weights are."""
         emit, builder, lanes = self._emit, self._emit.builder, self.vectors.lanes
         head = builder.mul(group, INT64(SCALES_BYTES))
-        first = builder.mul(group, builder.mul(self._size, INT64(BYTES_PER_INPUT)))
+        first = builder.mul(group, builder.mul(self._size, INT64(bytes_per_input(numbers))))
         first = builder.add(self._head_bytes, first)
         scales, zeros, weights_at = [], [], []
         for panel, part in columns:
@@ -249,7 +270,7 @@ class _Tile:
         totals: list[Value],
         *,
         prefetches: bool,
-        has_levels: bool = False,
+        has_levels: bool,
     ) -> list[Value]:
         """totals [rows * columns] and the products of _STEP inputs."""
         emit, vectors = self._emit, self.vectors
@@ -272,6 +293,30 @@ class _Tile:
                 totals = [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
                 sums = [None] * len(totals)
         return [vectors.widened(number, total) for number, total in zip(sums, totals, strict=True)]
+
+    def _step_of_bytes(
+        self, inputs_at: list[Value], weights_at: list[Value], totals: list[Value], *, prefetches: bool
+    ) -> list[Value]:
+        """As `_step`, for weights of 8 bits. Without VNNI their halves are multiplied apart: products of whole bytes do
+        not fit into 16 bits.
+        """
+        emit, vectors = self._emit, self.vectors
+        prefetched_at = weights_at[:: LANES // vectors.lanes] if prefetches else []
+        halves: list[list[Value | None]] = [[*totals]] if knows_vnni() else [[None] * len(totals), [None] * len(totals)]
+        for four in range(_STEP // GROUP):
+            columns_at = [emit.at(at, four * VECTOR_BYTES) for at in weights_at]
+            columns = [(emit.load(at, vectors.ints, 4),) if knows_vnni() else vectors.nibbles(at) for at in columns_at]
+            for at in prefetched_at:
+                emit.prefetch(emit.at(emit.at(at, self._ahead), four * VECTOR_BYTES), to_l2=True)
+            for row, at in enumerate(inputs_at):
+                inputs = vectors.splat(emit.load(emit.at(at, GROUP * four), INT32))
+                for number, column in enumerate(columns, row * len(columns)):
+                    for sums, half in zip(halves, column, strict=True):
+                        sums[number] = vectors.multiply(sums[number], half, inputs)
+        if knows_vnni():
+            return halves[0]
+        low = [vectors.widened(number, total) for number, total in zip(halves[0], totals, strict=True)]
+        return [vectors.widened(number, total, 16) for number, total in zip(halves[1], low, strict=True)]
 
     def _store(self, rows: range, columns: list[_Column], totals: list[Value]) -> None:
         emit, builder = self._emit, self._emit.builder

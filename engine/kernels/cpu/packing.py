@@ -12,9 +12,12 @@ from engine.kernels.cpu.arguments import Array, Int32s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
+    EIGHT_BITS,
+    FOUR_BITS,
     FP8_FACTOR,
     GROUP,
     HALF_BYTES,
+    LEVELS,
     PAIR,
     PANEL,
     UNIT,
@@ -23,7 +26,13 @@ from engine.kernels.cpu.machine import (
     knows_vnni,
     widens_ahead,
 )
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, E2M1_LEVELS, SCALES_BYTES, panel_bytes
+from engine.kernels.cpu.nibbles import (
+    BLOCK_HEAD_BYTES,
+    E2M1_LEVELS,
+    SCALES_BYTES,
+    bytes_per_input,
+    panel_bytes,
+)
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.float32: np.float32,
@@ -45,13 +54,14 @@ _INT8_DEPTH = 64
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
     """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
-    share a scale, in int4; one of INT4_GROUPS.
+    share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which LEVELS take as much room, or EIGHT_BITS.
     """
 
     columns: int
     inputs: int
     gated: bool = False
     group: int = 0
+    numbers: int = FOUR_BITS
 
     @property
     def padded_columns(self) -> int:
@@ -73,9 +83,9 @@ class Packer:
         weight_ends = np.cumsum([0, *(_num_elements(shape, dtype) for shape in shapes)])
         depths = [_row_elements(shape, dtype) for shape in shapes]
         counts = [round_up(shape.columns, PANEL) for shape in shapes]
-        groups = [shape.group for shape in shapes]
-        none = [0] * len(shapes)
-        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, none, none, strict=True)]
+        groups, numbers = ([getattr(shape, name) for shape in shapes] for name in ("group", "numbers"))
+        no_order = [0] * len(shapes)
+        facts = [*zip(weight_ends[:-1], column_ends[:-1], depths, counts, groups, no_order, numbers, strict=True)]
         self._orders: list[Int32s] = []
         self._weights = Weights(
             packed=aligned(int(weight_ends[-1]), DTYPES[dtype]),
@@ -119,14 +129,15 @@ class Packer:
         """Pack matrix number `index` in int4: number [output, input] is (weight - zeros[group]) * scales[group]. With
         `is_mxfp4`, weights are numbers of levels, see nibbles.py.
 
-        weight: uint8 [outputs, inputs], 0 to 15; scales: fp32 [outputs, num_groups], kept in fp16 beside a power of two
-        for each output; zeros: uint8 as scales; bias: fp32 [outputs].
+        weight: uint8 [outputs, inputs], 0 to 15, or to 255 if they are EIGHT_BITS; scales: fp32 [outputs, num_groups],
+        kept in fp16 beside a power of two for each output; zeros: uint8 as scales; bias: fp32 [outputs].
         """
         shape, num_groups = self._shapes[index], self._shapes[index].num_groups
         arrange = _interleave if shape.gated else _pad_columns
         weight, scales, zeros = (arrange(values, shape.padded_columns) for values in (weight, scales, zeros))
         columns, num_panels = self._put_bias(index, bias), shape.padded_columns // PANEL
-        self._weights.matrices[index, 6] = int(is_mxfp4)
+        if is_mxfp4:
+            self._weights.matrices[index, 6] = LEVELS
         powers = torch.exp2(torch.frexp(scales.abs().amax(1)).exponent - 1)
         self._weights.scales[columns] = powers.numpy()
         target = self._target(index, _num_elements(shape, torch.uint8)).view(num_panels, -1)
@@ -136,9 +147,12 @@ class Packer:
         heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
         nothing = E2M1_LEVELS.index(0) if is_mxfp4 else 0  # what lies behind a row's inputs may be any bytes
         weight = torch.nn.functional.pad(weight, (0, num_groups * shape.group - shape.inputs), value=nothing)
-        octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
-        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(octets.shape[1:])
-        torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
+        packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, GROUP)
+        if shape.numbers == EIGHT_BITS:
+            packed.copy_(weight.view(num_panels, PANEL, -1, GROUP).transpose(1, 2))
+        else:
+            octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
+            torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
 
     def put_order(self, index: int, order: Tensor) -> None:
         """Matrix number `index` was put with its inputs in this order: int [inputs], the input in each place."""
@@ -170,7 +184,7 @@ def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
     """Elements of a packed matrix."""
     if dtype != torch.uint8:
         return shape.padded_columns * _row_elements(shape, dtype)
-    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group)
+    return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group, bytes_per_input(shape.numbers))
 
 
 def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:

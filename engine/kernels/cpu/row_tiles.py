@@ -38,23 +38,24 @@ def multiply_rows(
     typing: TypingContext,
     matrices: NumbaType,
     group: NumbaType,
+    numbers: NumbaType,
     num_rows: NumbaType,
     ahead: NumbaType,
     element: NumbaType,
 ) -> Intrinsic:
     """Multiply the smallest tile that holds `num_rows` rows of a TileProduct, or else the largest; returns its rows.
 
-    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4; below 0: numbers
-    of MXFP4. `element`: any element of the weights.
+    `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4; `numbers`: what
+    the numbers are, see nibbles.py. `element`: any element of the weights.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        emit, (product, group, num_rows, ahead, _) = Emitter(context, builder), args
+        emit, (product, group, numbers, num_rows, ahead, _) = Emitter(context, builder), args
         a_step = emit.matrix(emit.members(product, 1)[0])[1]
 
         def write(size: int) -> None:
             if element == types.uint8:
-                write_nibble_tile(emit, product, a_step, group, (size, _PANELS), ahead)
+                write_nibble_tile(emit, product, a_step, (group, numbers), (size, _PANELS), ahead)
                 return
             depth = builder.udiv(a_step, INT64(FLOAT_BYTES))  # one fp32, 2 of two bytes or 4 of one
             with builder.if_else(builder.icmp_signed("!=", ahead, INT64(0))) as (prefetches, does_not):
@@ -65,7 +66,7 @@ def multiply_rows(
 
         return _write_smallest(builder, num_rows, write)
 
-    return types.intp(matrices, types.intp, types.intp, types.intp, element), generate
+    return types.intp(matrices, types.intp, types.intp, types.intp, types.intp, element), generate
 
 
 def _write_smallest(builder: Builder, num_rows: Value, write: Callable[[int], None]) -> Value:

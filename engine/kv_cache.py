@@ -29,11 +29,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class BlockParts(NamedTuple):
-    """How layers of the model share a layer of the cache: each has one of `count` equal parts of every block, as a
+    """How layers of the model share a layer of the cache: each has one of `num_parts` equal parts of every block, as a
     block of heads of this size.
     """
 
-    count: int
+    num_parts: int
     num_heads: int
     head_dim: int
 
@@ -119,8 +119,8 @@ class KVCache:
     def _clear_tails(self, layer: Tensor, parts: BlockParts, block_ids: Sequence[int], first_token: int) -> None:
         """Clear blocks of a layer [planes, num_blocks, units, heads, bytes of a unit] from this token of each on."""
         planes, num_blocks, num_units, *_ = layer.shape
-        units = layer.view(planes, num_blocks * parts.count, num_units, parts.num_heads, -1)
-        blocks = [block_id * parts.count + part for block_id in block_ids for part in range(parts.count)]
+        units = layer.view(planes, num_blocks * parts.num_parts, num_units, parts.num_heads, -1)
+        blocks = [block_id * parts.num_parts + part for block_id in block_ids for part in range(parts.num_parts)]
         unit, token = divmod(first_token, self.layout.unit_tokens)
         units[:, blocks, unit + (token > 0) :] = 0
         if token:  # int8: rows are zero if their scales are, which follow the numbers

@@ -66,7 +66,7 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         activation.append(_take_activation(parameters, layer))
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
-    layer_inputs = _pack_layer_inputs(packer, packed, parameters, config)
+    layer_inputs, inputs_norm = _pack_layer_inputs(packer, packed, parameters, config)
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
     _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
     return PackedDecoder(
@@ -79,7 +79,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         _take_norm(parameters, "final_norm", config),
         np.stack(head_norms),
         take_scalars(parameters, config, numbers),
-        *layer_inputs,
+        layer_inputs,
+        inputs_norm,
         torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,

@@ -256,7 +256,7 @@ class CompiledDecoder:
         branch_rows = rows if kind.sandwich else 0
         gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
-        latent, inputs = self._latent_rows(rows), self._layer_inputs.shape[1]
+        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
         width = q_width if config.latent else max(qkv_width(each, config) for each in self._shapes)
         projected, recurred = self._recurrent_rows(rows)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
@@ -280,10 +280,16 @@ class CompiledDecoder:
             latent=latent,
             projected=projected,
             recurred=recurred,
-            inputs=self._rows("layer_inputs", rows, inputs),
-            token_inputs=self._rows("token_inputs", rows, inputs),
-            input_gates=self._rows("input_gates", rows, self._model.inputs.width),
+            inputs=inputs,
+            token_inputs=token_inputs,
+            input_gates=input_gates,
         )
+
+    def _input_rows(self, rows: int) -> tuple[Floats, Floats, Floats]:
+        if not self._model.inputs.width:
+            return _NO_ROWS, _NO_ROWS, _NO_ROWS
+        inputs, of_tokens = (self._rows(name, rows, self._layer_inputs.shape[1]) for name in ("inputs", "token_inputs"))
+        return inputs, of_tokens, self._rows("input_gates", rows, self._model.inputs.width)
 
     def _recurrent_rows(self, rows: int) -> tuple[Floats, Floats]:
         facts = self.config.recurrent

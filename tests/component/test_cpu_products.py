@@ -203,7 +203,7 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, weights, 0) if put is put_rows else (x, Norm(weight[None], eps), weights, 0)
+        arguments = (x, width, weights, 0) if put is put_rows else (x, Norm(weight[None], eps), weights, 0)
         for part in (Range(0, 2), Range(2, 5)):
             put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width]

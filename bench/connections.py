@@ -24,10 +24,10 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
-from bench.pinned import on_cores
+from bench.processes import on_cores
 from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import PACE_ENV
-from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.figures import p50_and_p99_ms
 
 _BODY = {"prompt": [1, 2, 3, 4], "max_tokens": 2, "ignore_eos": True}
 _MAX_REQUESTS = 8
@@ -103,7 +103,10 @@ def show(rounds: Sequence[Round], connections: str) -> None:
     table = Table("round", "calm p50 / p99 ms", "crowded p50 / p99 ms", "ratio of p50")
     for number, measured in enumerate(rounds, 1):
         table.add_row(
-            str(number), _percentiles(measured.calm_s), _percentiles(measured.crowded_s), f"{measured.ratio:.2f}"
+            str(number),
+            p50_and_p99_ms(measured.calm_s, 2),
+            p50_and_p99_ms(measured.crowded_s, 2),
+            f"{measured.ratio:.2f}",
         )
     Console(width=100).print(table)
     calm_ms, crowded_ms = (
@@ -113,10 +116,6 @@ def show(rounds: Sequence[Round], connections: str) -> None:
     ratio = statistics.median(each.ratio for each in rounds)
     sys.stdout.write(f"median request: {calm_ms:.2f} ms, {crowded_ms:.2f} ms beside {connections}\n")
     sys.stdout.write(f"ratio, median of the rounds: {ratio:.2f}\n")
-
-
-def _percentiles(values_s: list[float]) -> str:
-    return " / ".join(f"{1000 * percentile(values_s, p):.2f}" for p in (50, 99))
 
 
 def main() -> None:

@@ -11,7 +11,6 @@ needs longer than `--limit-s` for a request is left out from that length on. Sha
 import argparse
 import asyncio
 import itertools
-import json
 import random
 import statistics
 import time
@@ -22,7 +21,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
+from bench.peers.arms import Arm, Setup, Stream, add_common_flags, arm_cpu_s, in_turn, setup_of, started, write_rows
 from bench.shapes import LONG, positions_of
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
@@ -67,23 +66,22 @@ async def compare(options: argparse.Namespace, setup: Setup) -> None:
     points: Points = {}
 
     async def once(arm: Arm, repeat: int) -> None:
-        async with started(arm, setup) as serving:
+        async with started(arm, setup) as stream:
             for tokens in sorted(options.tokens):
-                cpu_s = serving.cpu_s()
+                cpu_s = arm_cpu_s()
                 try:
                     async with asyncio.timeout(options.limit_s):
-                        ttft_s, token_ms = await request(serving.stream, tokens, options.output_tokens, repeat)
+                        ttft_s, token_ms = await request(stream, tokens, options.output_tokens, repeat)
                 except TimeoutError:
                     return
-                point = Point(tokens, ttft_s, token_ms, serving.cpu_s() - cpu_s)
+                point = Point(tokens, ttft_s, token_ms, arm_cpu_s() - cpu_s)
                 points.setdefault((arm, tokens), []).append(point)
 
     async for _ in in_turn(options.arms, options.repeats, once):
         medians = {arm.label: of_arm for arm in options.arms if (of_arm := medians_of(points, arm))}
         Console(width=140).print(table_of(medians, f"{setup.shape}, {setup.precision}"))
-        if options.json:
-            rows = [{"arm": name, **asdict(point)} for name, of_arm in medians.items() for point in of_arm]
-            options.json.write_text(json.dumps({"shape": setup.shape, "cores": setup.cores, "rows": rows}, indent=1))
+        rows = [{"arm": name, **asdict(point)} for name, of_arm in medians.items() for point in of_arm]
+        write_rows(options.json, setup, rows)
         if options.plot:
             draw(medians, f"{setup.shape}, {setup.precision}, {len(setup.cores)} cores", options.plot)
 

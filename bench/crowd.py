@@ -8,10 +8,10 @@ time, and ends with its standard input.
 
 import asyncio
 import contextlib
-import resource
 import sys
 
 from mesh.interrupts import run_async, run_program
+from mesh.process import raise_open_files
 
 _DRIP_S = 1.0
 _RECONNECT_S = 0.5
@@ -56,8 +56,7 @@ async def _run(port: int, num_idle: int, num_dripping: int) -> None:
 
 
 def main() -> None:
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_open_files()
     port, num_idle, num_dripping = map(int, sys.argv[1:4])
     run_async(_run(port, num_idle, num_dripping))
 

@@ -9,7 +9,6 @@ thread computes, and times are CPU times of the engine's thread. The compiled de
 import argparse
 import json
 import os
-import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -19,7 +18,6 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from bench.shapes import BUNDLED
 from engine.models.read_config import load_decoder_config
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
@@ -27,6 +25,7 @@ from engine.settings import DTYPES
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
+from tandem_cli.model_folders import write_without_weights
 
 _SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "vocab_size": 32000}
 _PLAIN = _SIZES | {"intermediate_size": 3072, "max_position_embeddings": 2048, "tie_word_embeddings": True}
@@ -74,13 +73,8 @@ class Arm(NamedTuple):
 
 def write_family(architecture: str, folder: Path) -> Path:
     """Write a model folder for load_format=dummy below `folder`."""
-    model_dir = folder / architecture
-    model_dir.mkdir()
     config = {"architectures": [architecture], "bos_token_id": 1, "eos_token_id": 2, **FAMILIES[architecture]}
-    (model_dir / "config.json").write_text(json.dumps(config, indent=1))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / file, model_dir / file)
-    return model_dir
+    return write_without_weights(folder / architecture, config)
 
 
 def measure(model_dir: Path, arms: Sequence[Arm], batches: Sequence[int], num_rounds: int) -> dict[Arm, list[float]]:

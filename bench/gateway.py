@@ -19,6 +19,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 import psutil
@@ -27,6 +28,7 @@ from rich.table import Table
 
 import tandem
 from bench.paced_mesh import paced_mesh, service
+from bench.processes import cpu_s
 from mesh.interrupts import run_async, run_program, showing
 from mesh.tasks import together
 from tandem_cli.load_test.endpoints import PACE_ENV
@@ -34,6 +36,7 @@ from tandem_cli.load_test.figures import percentile
 from tandem_cli.load_test.paced import delay_s
 
 _INPUT_TOKENS = 16
+_TIMES = tuple(map(attrgetter, ("ttft_s", "gaps_s", "delays_s")))
 _LOGPROB = re.compile(rb'"token_logprobs":\[(-?[\d.e+]+)')
 
 
@@ -121,11 +124,6 @@ class Measured:
         return 1e6 * cpu_s / self.token_times.num_tokens
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 class Rounds:
     """Measures all arms on one mesh, in turn."""
 
@@ -142,11 +140,11 @@ class Rounds:
             measured += [await self._arm(name, stream, num_streams, tokens) for name, stream in self._arms.items()]
 
     async def _arm(self, name: str, stream: Stream, num_streams: int, tokens: int) -> Measured:
-        token_times, before = TokenTimes(), (_cpu_s(self._gateway), _cpu_s(self._router))
+        token_times, before = TokenTimes(), (cpu_s(self._gateway), cpu_s(self._router))
         begun_s = time.monotonic()
         await together(stream(number, tokens, token_times) for number in range(num_streams))
         duration_s = time.monotonic() - begun_s
-        gateway_s, router_s = _cpu_s(self._gateway) - before[0], _cpu_s(self._router) - before[1]
+        gateway_s, router_s = cpu_s(self._gateway) - before[0], cpu_s(self._router) - before[1]
         return Measured(name, duration_s, token_times, gateway_s, router_s)
 
 
@@ -181,7 +179,7 @@ def show(measured: Sequence[Measured]) -> None:
     for name, runs in arms.items():
         figures = (
             f"{_median([run.token_times.num_tokens / run.duration_s for run in runs]):.0f}",
-            *(_percentiles([pick(run.token_times) for run in runs]) for pick in (_ttfts, _gaps, _delays)),
+            *(_percentiles([pick(run.token_times) for run in runs]) for pick in _TIMES),
             f"{_median([run.ms_per_1000(run.gateway_cpu_s) for run in runs]):.0f}",
             f"{_median([run.ms_per_1000(run.router_cpu_s) for run in runs]):.0f}",
         )
@@ -191,18 +189,6 @@ def show(measured: Sequence[Measured]) -> None:
         [percentile(run.token_times.delays_s, 50) for run in arms[name]] for name in ("gRPC", "HTTP, log-probs")
     )
     sys.stdout.write(f"the gateway adds {1000 * (_median(http) - _median(grpc)):.1f} ms to the median token\n")
-
-
-def _ttfts(token_times: TokenTimes) -> list[float]:
-    return token_times.ttft_s
-
-
-def _gaps(token_times: TokenTimes) -> list[float]:
-    return token_times.gaps_s
-
-
-def _delays(token_times: TokenTimes) -> list[float]:
-    return token_times.delays_s
 
 
 def _percentiles(runs: Sequence[list[float]]) -> str:

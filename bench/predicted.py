@@ -23,6 +23,7 @@ from rich.table import Table
 
 import tandem
 from mesh.interrupts import run_async, run_program
+from mesh.logs import quiet_logs
 from mesh.settings import load_settings
 from router.settings import RouterSettings
 from tandem_cli.load_test import figures as load_figures
@@ -30,7 +31,6 @@ from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import Slo
 from tandem_cli.load_test.jobs import Lengths, read_trace
 from tandem_cli.load_test.load import LoadGenerator, mesh_target
-from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import figures as simulated_figures
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.measure import MeshMeter, StepLimits

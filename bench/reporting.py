@@ -2,24 +2,15 @@
 
 import asyncio
 import json
-import resource
 import sys
 from collections.abc import Callable
 
 _INTERVAL_S = 1.0
 
 
-def raise_open_files() -> None:
-    """Let this process open as many files as the system allows."""
-    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-async def report_until_end(
-    totals: Callable[[], dict[str, float]], on_line: Callable[[str], None] | None = None
-) -> None:
+async def report_until_end(totals: Callable[[], dict[str, float]], on_line: Callable[[str], None]) -> None:
     """Print totals until standard input ends. `on_line` is called with each line of it."""
-    reading = asyncio.create_task(_read_lines(on_line or (lambda _: None)))
+    reading = asyncio.create_task(_read_lines(on_line))
     while not reading.done():
         print(json.dumps(totals()), flush=True)
         await asyncio.wait([reading], timeout=_INTERVAL_S)

@@ -36,12 +36,13 @@ from rich.table import Table
 import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.paced_mesh import paced_mesh, service
+from bench.processes import cpu_s
 from mesh.interrupts import run_async, run_program, showing
+from mesh.logs import quiet_logs
 from router.admission.placement import PlacementQuery, place
 from router.admission.prefix_chain import PrefixChain
 from router.settings import RouterSettings
-from tandem_cli.load_test.figures import percentile
-from tandem_cli.plan import quiet_logs
+from tandem_cli.load_test.figures import p50_and_p99_ms
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.mesh import SimulatedMesh
 from tandem_cli.simulation.observed import Observed
@@ -98,10 +99,9 @@ async def run_bare(core: int, load: Workload) -> tuple[Measured, float]:
 
 async def run_load(client: tandem.AsyncClient, server: psutil.Process, load: Workload) -> tuple[Measured, float]:
     """Run a closed loop; returns the CPU seconds of the server too."""
-    before = server.cpu_times()
+    before_s = cpu_s(server)
     measured = await run_closed_loop(load, through(client))
-    after = server.cpu_times()
-    return measured, after.user + after.system - before.user - before.system
+    return measured, cpu_s(server) - before_s
 
 
 def show(runs: list[list[RouterRun]]) -> None:
@@ -114,7 +114,7 @@ def show(runs: list[list[RouterRun]]) -> None:
         typical = median_run([run.measured for run in runs_of_number])
         cpu_ms = statistics.median(run.cpu_ms_per_1000_tokens for run in runs_of_number)
         bare_ms = statistics.median(run.bare_ms_per_1000_tokens for run in runs_of_number)
-        gaps = " / ".join(f"{1000 * percentile(typical.gaps_s, p):.1f}" for p in (50, 99))
+        gaps = p50_and_p99_ms(typical.gaps_s)
         cpu = (f"{cpu_ms:.0f}", f"{bare_ms:.0f}", f"{1e6 / cpu_ms:.0f}")
         table.add_row(str(runs_of_number[0].clients), f"{typical.tokens_per_s:.0f}", *cpu, gaps)
     Console().print(table)
@@ -137,7 +137,7 @@ def show_scaling(runs: list[list[RouterRun]], replicas: list[int]) -> None:
         typical = median_run([run.measured for run in runs_of_number])
         tokens_per_worker = typical.tokens_per_s / number
         base_per_worker = base_per_worker or tokens_per_worker
-        gaps = " / ".join(f"{1000 * percentile(typical.gaps_s, p):.1f}" for p in (50, 99))
+        gaps = p50_and_p99_ms(typical.gaps_s)
         row = (
             number,
             runs_of_number[0].clients,

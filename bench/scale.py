@@ -25,7 +25,7 @@ from rich.table import Table
 from bench.modelled_mesh import Memory, Mesh, MeshFailed, Shape, running
 from mesh.interrupts import run_async, run_program, showing
 from tandem.v1 import generation_pb2, generation_pb2_grpc
-from tandem_cli.load_test.figures import percentile
+from tandem_cli.load_test.figures import p50_and_p99_ms
 
 _PROBE_INTERVAL_S = 0.1
 _PROBE_TIMEOUT_S = 60.0
@@ -144,7 +144,7 @@ def cells(row: Row, idle: Row) -> list[str]:
         f"{100 * row.redis_cpu:.0f}",
         f"{memory.redis / 1e6:,.0f}",
         f"{row.redis_commands_per_s:,.0f}",
-        " / ".join(f"{1000 * percentile(row.probes_s, p):.1f}" for p in (50, 99)),
+        p50_and_p99_ms(row.probes_s),
         str(row.num_failed),
     ]
 

@@ -15,7 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -46,14 +46,6 @@ class Arm:
     engine_cores: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The model to serve: its folder and quantization."""
-
-    folder: Path
-    quantize: str
-
-
 def arms() -> list[Arm]:
     """The four arms, on the first two allowed cores."""
     first, second = [*sorted(os.sched_getaffinity(0)), 0, 0][:2]
@@ -65,19 +57,19 @@ def arms() -> list[Arm]:
     ]
 
 
-async def measure(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
+async def measure(arm: Arm, folder: Path, quantize: str, clients: Sequence[int]) -> list[Measured]:
     """Measure one run per number of clients."""
     if arm.engine_cores:
-        return await _start_engine(arm, model, clients)
-    flags = ["--model", str(model.folder), "--load-format", "dummy", "--quantize", model.quantize, *arm.flags]
+        return await _start_engine(arm, folder, quantize, clients)
+    flags = ["--model", str(folder), "--load-format", "dummy", "--quantize", quantize, *arm.flags]
     async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
         send = through(client)
         await run_closed_loop(Workload(1, 1, 32, 8), send)
         return [await run_closed_loop(Workload(number), send) for number in clients]
 
 
-async def _start_engine(arm: Arm, model: Model, clients: Sequence[int]) -> list[Measured]:
-    arguments = (str(model.folder), arm.engine_cores, model.quantize, *map(str, clients))
+async def _start_engine(arm: Arm, folder: Path, quantize: str, clients: Sequence[int]) -> list[Measured]:
+    arguments = (str(folder), arm.engine_cores, quantize, *map(str, clients))
     command = [sys.executable, "-m", "bench.serving", _ENGINE, *arguments]
     process = await asyncio.create_subprocess_exec(
         *command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
@@ -127,13 +119,8 @@ async def measure_engine(model_dir: Path, quantize: str, clients: Sequence[int])
     alone = EngineAlone(model_dir, quantize)
     await run_closed_loop(Workload(1, 1, 32, 8), alone.send)  # warm-up: compiles kernels, touches memory
     for num_clients in clients:
-        print(to_json(await run_closed_loop(Workload(num_clients), alone.send)), flush=True)
+        print(json.dumps(asdict(await run_closed_loop(Workload(num_clients), alone.send))), flush=True)
     await alone.stop()
-
-
-def to_json(measured: Measured) -> str:
-    """A run as a line of JSON."""
-    return json.dumps({name: getattr(measured, name) for name in ("duration_s", "num_tokens", "ttft_s", "gaps_s")})
 
 
 def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[int]) -> None:
@@ -163,12 +150,13 @@ def print_table(runs: dict[tuple[str, int], list[Measured]], clients: Sequence[i
 async def compare(options: argparse.Namespace) -> None:
     """Run all arms in turn, `options.repeats` times."""
     runs: dict[tuple[str, int], list[Measured]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        model = Model(write_shape(options.shape, Path(folder)), options.quantize)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = write_shape(options.shape, Path(scratch))
         for repeat in range(options.repeats):
             for arm in arms():
                 print(f"round {repeat + 1} of {options.repeats}: {arm.name}", file=sys.stderr, flush=True)
-                for number, measured in zip(options.clients, await measure(arm, model, options.clients), strict=True):
+                runs_of_arm = await measure(arm, folder, options.quantize, options.clients)
+                for number, measured in zip(options.clients, runs_of_arm, strict=True):
                     runs.setdefault((arm.name, number), []).append(measured)
             print_table(runs, options.clients)  # after each round: a long run may be cut short
 

@@ -1,7 +1,6 @@
 """Model shapes for benchmarks. A model folder has a configuration and the bundled tokenizer; weights are optional."""
 
 import json
-import shutil
 from math import prod
 from pathlib import Path
 
@@ -10,8 +9,7 @@ import numpy as np
 from checkpoint.tensors import SINGLE_FILE
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-
-BUNDLED = Path(__file__).resolve().parents[1] / "demo_model" / "tandem-small"
+from tandem_cli.model_folders import write_without_weights
 
 SHAPES = {
     "135m": {
@@ -69,8 +67,6 @@ def write_shape(name: str, folder: Path) -> Path:
     """Write a model folder of the shape `name` below `folder`, for load_format=dummy; returns the model folder.
     A name may end with LONG.
     """
-    model_dir = folder / name
-    model_dir.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -83,10 +79,7 @@ def write_shape(name: str, folder: Path) -> Path:
         "eos_token_id": 2,
         **SHAPES[name.removesuffix(LONG)],
     }
-    (model_dir / "config.json").write_text(json.dumps(config, indent=1))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED / file, model_dir / file)
-    return model_dir
+    return write_without_weights(folder / name, config)
 
 
 def write_weights(model_dir: Path, seed: int = 0) -> Path:

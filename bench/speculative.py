@@ -32,10 +32,10 @@ from mesh.interrupts import run_program, showing
 from router.text.chat import ChatMessage, ChatTemplate
 from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
+from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
 from worker.engine_host import load_engine_host
 from worker.role import EngineLimits
 
-_BUNDLED = Path(__file__).resolve().parent.parent / "demo_model"
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96
 _SEED = 5
@@ -201,8 +201,8 @@ def _table(model_dir: Path, options: argparse.Namespace) -> Table:
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench.speculative", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", type=Path, default=_BUNDLED / "tandem-small")
-    parser.add_argument("--draft-model", type=Path, default=_BUNDLED / "tandem-draft")
+    parser.add_argument("--model", type=Path, default=BUNDLED)
+    parser.add_argument("--draft-model", type=Path, default=BUNDLED_MODELS / "tandem-draft")
     parser.add_argument("--extra-layers", type=int, default=0)
     parser.add_argument("--quantize", default="none")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])

@@ -15,25 +15,28 @@ from mesh.domain.errors import ConfigurationError
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """A folder beside `out` to write to, which becomes `out` at the end of the block. Raises ConfigurationError if
-    `out` exists, and OSError.
+    `out` exists, and in place of any OSError.
 
     The folder is removed if the block fails; so are, now, those of processes that were killed. A lock tells them from
     those of processes that write.
     """
     require_absent(out)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    for path in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
-        with suppress(OSError), _locked(path):
-            shutil.rmtree(path, ignore_errors=True)
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    partial.mkdir()
-    with _locked(partial):
-        try:
-            yield partial
-            partial.rename(out)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for path in out.parent.glob(f".{glob.escape(out.name)}.*.partial"):
+            with suppress(OSError), _locked(path):
+                shutil.rmtree(path, ignore_errors=True)
+        partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
+        partial.mkdir()
+        with _locked(partial):
+            try:
+                yield partial
+                partial.rename(out)
+            except BaseException:
+                shutil.rmtree(partial, ignore_errors=True)
+                raise
+    except OSError as error:
+        raise ConfigurationError(f"cannot write {out}: {error}") from error
 
 
 def require_absent(out: Path) -> None:

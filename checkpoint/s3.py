@@ -59,7 +59,7 @@ def download(uri: str, cache_dir: Path, on_progress: Progress) -> Path:
             with FileLock(f"{folder}.lock"):
                 if not folder.exists():
                     partial = folder.with_name(folder.name + ".partial")
-                    _fill(partial, objects, _Fetch(client, bucket, _Meter(objects, on_progress)))
+                    _fill(partial, objects, client, bucket, _Meter(objects, on_progress))
                     if _list(client, bucket, prefix) != objects:
                         raise ConfigurationError(f"{uri} has changed while it was copied: start again")
                     partial.rename(folder)
@@ -144,29 +144,16 @@ class _Meter:
             self._on_progress(min(1.0, self._done / max(1, self._total)))
 
 
-@dataclass(frozen=True, slots=True)
-class _Fetch:
-    """Downloads one object, a large one as several ranges in parallel. The file gets its name when it is complete."""
-
-    client: Any
-    bucket: str
-    meter: _Meter
-
-    def __call__(self, entry: _Object, path: Path) -> None:
-        config = TransferConfig(
-            multipart_threshold=_PART_BYTES,
-            multipart_chunksize=_PART_BYTES,
-            max_concurrency=_NUM_PARTS_AT_ONCE,
-            use_threads=True,
-        )
-        self.client.download_file(self.bucket, entry.key, str(path), Callback=self.meter.add, Config=config)
-        if path.stat().st_size != entry.size:
-            path.unlink()
-            raise OSError(f"{entry.key} has changed in the bucket meanwhile")
-
-
-def _fill(partial: Path, objects: Iterable[_Object], fetch: _Fetch) -> None:
-    """Download the objects that are missing in the folder `partial`."""
+def _fill(partial: Path, objects: Iterable[_Object], client: Any, bucket: str, meter: _Meter) -> None:
+    """Download the objects that are missing in the folder `partial`: a large one as several ranges in parallel. A file
+    gets its name when it is complete.
+    """
+    config = TransferConfig(
+        multipart_threshold=_PART_BYTES,
+        multipart_chunksize=_PART_BYTES,
+        max_concurrency=_NUM_PARTS_AT_ONCE,
+        use_threads=True,
+    )
     partial.mkdir(exist_ok=True)
     paths = {partial / entry.name for entry in objects}
     for path in list(partial.rglob("*")):
@@ -175,7 +162,10 @@ def _fill(partial: Path, objects: Iterable[_Object], fetch: _Fetch) -> None:
     for entry in objects:
         path = partial / entry.name
         if path.exists():
-            fetch.meter.add(entry.size)
-        else:
-            path.parent.mkdir(exist_ok=True)
-            fetch(entry, path)
+            meter.add(entry.size)
+            continue
+        path.parent.mkdir(exist_ok=True)
+        client.download_file(bucket, entry.key, str(path), Callback=meter.add, Config=config)
+        if path.stat().st_size != entry.size:
+            path.unlink()
+            raise OSError(f"{entry.key} has changed in the bucket meanwhile")

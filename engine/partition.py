@@ -47,7 +47,7 @@ def write_partition(
     `source_of`, from before the weights were read.
 
     The folder appears when it is complete; its weights are read-only, because a process that has mapped a file dies if
-    it shrinks. Raises ConfigurationError if `out` exists, and OSError.
+    it shrinks. Raises ConfigurationError.
     """
     with new_folder(out) as partial:
         copy_other_files(model_dir, partial)

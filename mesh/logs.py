@@ -12,7 +12,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
 
@@ -149,6 +150,17 @@ def configure_logging(service: str, *, level: str = "info", json: bool = True) -
     sys.stdout, sys.stderr = text_stream(stdout), text_stream(logs.writer)
     _Running.writers = (stdout, logs.writer)
     atexit.register(flush_outputs)
+
+
+@contextmanager
+def quiet_logs(level: int) -> Iterator[None]:
+    """Hide log lines below a level, in a program whose output they are not part of."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
 
 
 def log_format() -> tuple[str, bool]:

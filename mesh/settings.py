@@ -194,6 +194,11 @@ def flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def as_flags(**settings: object) -> tuple[str, ...]:
+    """Settings with their values, as flags."""
+    return tuple(f"{flag_name(name)}={value}" for name, value in settings.items())
+
+
 def _parse_flags(cls: type, hints: Mapping[str, object], argv: Sequence[str], prog: str) -> dict[str, str]:
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", allow_abbrev=False, argument_default=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE", help="TOML file with settings")

@@ -22,6 +22,7 @@ simulate.py                      a trace of requests in virtual time (simulation
 optimize.py                      the best way to serve a model with given prompts (optimization/)
 breakdown.py                     the phases of sample requests
 convert.py, compile.py, partition.py, quantize.py  work ahead of time; what needs the engine is in modules beside them
+model_folders.py                 finds models
 completion.py                    what shells need to complete command lines
 connection.py, terminal.py       what commands share: arguments for a running mesh, output
 """

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import progress
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from gateway.batches.files import AnswerFile, BatchRefused, check_requests, read_requests
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
 from mesh.settings import load_settings, setting
-from tandem_cli.terminal import error_console
+from tandem_cli.terminal import error_console, progress_bar
 
 if TYPE_CHECKING:
     from gateway.batches.send import Tally
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("requests", type=Path, metavar="IN", help="JSON lines: custom_id, method, url, body")
     about = "answers are appended to it; requests that it answers already are not sent again"
     parser.add_argument("answers", type=Path, metavar="OUT", help=about)
-    about = "HTTP gateway (http://127.0.0.1:8080; env TANDEM_API_KEY)"
+    about = "HTTP gateway (http://127.0.0.1:8080); an API key comes from the variable TANDEM_API_KEY"
     parser.add_argument("--url", default="http://127.0.0.1:8080", metavar="URL", help=about)
     parser.add_argument("--concurrency", type=int, default=16, metavar="N", help="requests under way at a time (16)")
     about = "seconds for which a request is sent again while the gateway has no capacity or is away (3600)"
@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigurationError("IN and OUT must be two files")
     try:
         ids = check_requests(args.requests)
-        with AnswerFile(args.answers) as answers, _progress_bar() as bar:
+        columns = (MofNCompleteColumn(), TimeRemainingColumn())
+        with AnswerFile(args.answers) as answers, progress_bar(error_console(), *columns) as bar:
             num_before, num_refused_before = len(ids & answers.done), len(ids & answers.refused)
             task = bar.add_task("answers", total=len(ids), completed=num_before)
             tally = run_async(_send_all(args, answers, lambda: bar.advance(task)))
@@ -85,17 +86,6 @@ async def _send_all(args: argparse.Namespace, answers: AnswerFile, on_done: Call
 
 def _say_why(problem: str) -> None:
     sys.stderr.write(f"waiting for capacity: {problem}\n")
-
-
-def _progress_bar() -> progress.Progress:
-    console = error_console()
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _summary(tally: "Tally", num_before: int, num_refused_before: int) -> str:

@@ -8,11 +8,9 @@ from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
-from rich import progress
-from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
@@ -20,9 +18,9 @@ from mesh.interrupts import run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
+from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.benchmark import PRESETS, Arm, Benchmark, Case, Kind, degree_arms
 from tandem_cli.load_test.endpoints import (
-    OpenAIServer,
     OpenAISettings,
     Opener,
     mesh_endpoint,
@@ -31,10 +29,10 @@ from tandem_cli.load_test.endpoints import (
 )
 from tandem_cli.load_test.figures import BURST, Outcome, Record, RunFailed
 from tandem_cli.load_test.jobs import Lengths, read_jobs
-from tandem_cli.load_test.report import Report, describe_machine, num_cores, show
+from tandem_cli.load_test.report import Report, describe_machine, show
 from tandem_cli.load_test.sweep import Sweep, Watcher
 from tandem_cli.parser import CommandParser, output_file
-from tandem_cli.terminal import error_console, wide_console
+from tandem_cli.terminal import error_console, progress_bar, wide_console
 
 _DEFAULTS = Benchmark()
 # Options that set fields of the benchmark, of its SLO and of its burst: option name to field name.
@@ -74,12 +72,13 @@ def _add_servers(parser: CommandParser) -> None:
     servers = parser.add_argument_group("target (default: the mesh at --address)")
     about = "start a mesh with these flags of tandem up; with a preset, add them to the preset's flags"
     servers.add_argument("--up", metavar="FLAGS", help=about)
-    servers.add_argument("--openai", metavar="URL", help="measure an OpenAI-compatible server (env OPENAI_API_KEY)")
+    about = "measure an OpenAI-compatible server; its key comes from the variable OPENAI_API_KEY"
+    servers.add_argument("--openai", metavar="URL", help=about)
     servers.add_argument("--model", metavar="NAME", help="served model (default: the only one)")
     about = "send random prompts as words, for servers that do not accept token ids"
     servers.add_argument("--text-prompts", action="store_true", help=about)
     about = "upper bound of random token ids (default for --openai: 1000; a mesh reports its own)"
-    servers.add_argument("--vocab-size", type=int, default=OpenAIServer.vocab_size, metavar="N", help=about)
+    servers.add_argument("--vocab-size", type=int, default=1000, metavar="N", help=about)
     add_connection_arguments(parser)
 
 
@@ -172,8 +171,9 @@ def _measure(args: argparse.Namespace) -> Report:
     report = Report(_settings(args, benchmark), describe_machine(), benchmark.slo, benchmark.price_per_hour)
     arms = _arms(args, report)
     try:
-        with Progress(benchmark, len(arms), error_console()) as progress:
-            run_async(Sweep(benchmark, arms, report, progress).run(lambda: _save_round(args, report)))
+        with progress_bar(error_console(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+            sweep = Sweep(benchmark, arms, report, SweepProgress(benchmark, len(arms), bar))
+            run_async(sweep.run(lambda: _save_round(args, report)))
     except (KeyboardInterrupt, SystemExit):
         if not report.points:
             raise
@@ -202,7 +202,7 @@ def _arms(args: argparse.Namespace, report: Report) -> Mapping[str, Opener]:
     if len(targets) > 1:
         raise ConfigurationError(f"use only one of {', '.join(f'--{name}' for name in targets)}")
     if args.openai:
-        return {"server": partial(openai_endpoint, openai_server(args))}
+        return {"server": _openai_server(args)}
     if args.up is None and ("address" in args or not args.preset):
         settings = connection_settings(args)
         options: ClientOptions = {"api_key": settings.api_key, "tls": settings.client_tls}
@@ -214,7 +214,7 @@ def _preset_arms(args: argparse.Namespace, report: Report) -> Mapping[str, Opene
     extra_flags = tuple(shlex.split(args.up or ""))
     arms: tuple[Arm, ...] = (Arm("mesh"),)
     if args.preset:
-        preset, cores = PRESETS[args.preset], num_cores()
+        preset, cores = PRESETS[args.preset], len(available_cores())
         arms = preset.arms_on(cores)
         if preset.with_degrees:
             arms += degree_arms(_degrees(extra_flags, cores))
@@ -230,8 +230,9 @@ def _degrees(up_flags: Sequence[str], cores: int) -> list[int]:
     """The degrees of tensor parallelism to measure. Raises ConfigurationError if none above 1 fits."""
     # The engine is imported for this preset only.
     from tandem_cli.capacity.ranks import fitting_degrees
-    from tandem_cli.deployment import find_model, join_models
+    from tandem_cli.deployment import join_models
     from tandem_cli.main import parse_arguments
+    from tandem_cli.model_folders import find_model
     from tandem_cli.up_arguments import models_of
     from tandem_cli.up_settings import UpSettings
 
@@ -296,40 +297,25 @@ def _changed_fields(args: argparse.Namespace, names: dict[str, str]) -> dict[str
     }
 
 
-def openai_server(args: argparse.Namespace) -> OpenAIServer:
+def _openai_server(args: argparse.Namespace) -> Opener:
     """The server at the URL of `--openai`. Raises ConfigurationError for a missing model or a bad URL."""
     if not args.model:
         raise ConfigurationError("--openai needs --model: the name of the model on that server")
     if not args.openai.startswith(("http://", "https://")):
         raise ConfigurationError(f"--openai must be a URL such as http://127.0.0.1:8000, got {args.openai!r}")
     key = load_settings(OpenAISettings, [], prog="bench").values.openai_api_key
-    return OpenAIServer(args.openai, args.model, key, args.vocab_size, args.text_prompts)
+    options = {"api_key": key, "vocab_size": args.vocab_size, "as_text": args.text_prompts}
+    return partial(openai_endpoint, args.openai, args.model, **options)
 
 
-class Progress(Watcher):
-    """Shows the progress of one sweep. Use it as a context manager."""
+class SweepProgress(Watcher):
+    """Shows the progress of one sweep."""
 
-    def __init__(self, benchmark: Benchmark, num_arms: int, console: Console) -> None:
+    def __init__(self, benchmark: Benchmark, num_arms: int, bar: Progress) -> None:
         self._benchmark = benchmark
-        self._console = console
-        self._total = benchmark.repeats * num_arms * sum(map(benchmark.num_jobs, benchmark.cases()))
-        columns = (
-            progress.TextColumn("{task.description}"),
-            progress.BarColumn(),
-            progress.MofNCompleteColumn(),
-            progress.TimeElapsedColumn(),
-        )
-        self._bar = progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=self._total)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+        self._bar = bar
+        total = benchmark.repeats * num_arms * sum(map(benchmark.num_jobs, benchmark.cases()))
+        self._task = bar.add_task("", total=total)
 
     def opening(self, arm: str) -> None:
         self._say(f"{arm}: starting")
@@ -343,7 +329,7 @@ class Progress(Watcher):
             self._bar.advance(self._task)
 
     def _say(self, text: str) -> None:
-        if self._console.is_terminal:
+        if self._bar.console.is_terminal:
             self._bar.update(self._task, description=text)
         else:
-            self._console.print(text, soft_wrap=True, highlight=False)
+            self._bar.console.print(text, soft_wrap=True, highlight=False)

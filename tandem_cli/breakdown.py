@@ -5,9 +5,7 @@ measured, spent before the router received the request and after its last token 
 """
 
 import argparse
-import asyncio
 import json
-import random
 import shlex
 import sys
 import time
@@ -22,10 +20,12 @@ from rich.text import Text
 import tandem
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
+from mesh.tasks import together
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed, percentile
-from tandem_cli.parser import CommandParser
+from tandem_cli.load_test.jobs import Job, Lengths, random_jobs
+from tandem_cli.parser import CommandParser, count
 from tandem_cli.terminal import FittingTable, strip_controls, wide_console
 
 CLIENT = "client"
@@ -44,7 +44,6 @@ MARKS = {
 """All phases in order, with the letter that stands for a phase in a bar."""
 _BAR_WIDTH = 100
 _COLOURS = {"prefill": "cyan", "transfer": "magenta", "wait": "yellow", "decode": "green", "backoff": "red"}
-_FIRST_PLAIN_ID = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,20 +74,17 @@ def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--up", metavar="FLAGS", help='start a mesh to measure: --up="FLAGS of tandem up"')
     parser.add_argument("--model", help="served model (default: the only one)")
-    parser.add_argument("--requests", type=int, default=32, metavar="N", help="number of sample requests (32)")
-    parser.add_argument("--concurrency", type=int, default=4, metavar="N", help="number of requests in flight (4)")
-    parser.add_argument("--input-tokens", type=int, default=256, metavar="N", help="tokens of each random prompt (256)")
-    parser.add_argument(
-        "--output-tokens", type=int, default=32, metavar="N", help="tokens to generate per request (32)"
-    )
+    parser.add_argument("--requests", type=count, default=32, metavar="N", help="number of sample requests (32)")
+    parser.add_argument("--concurrency", type=count, default=4, metavar="N", help="number of requests in flight (4)")
+    about = "tokens of each random prompt (256)"
+    parser.add_argument("--input-tokens", type=count, default=256, metavar="N", help=about)
+    about = "tokens to generate per request (32)"
+    parser.add_argument("--output-tokens", type=count, default=32, metavar="N", help=about)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, then print the table or the JSON object on stdout."""
-    for name in ("requests", "concurrency", "input_tokens", "output_tokens"):
-        if getattr(args, name) < 1:
-            raise ConfigurationError(f"--{name.replace('_', '-')} must be >= 1, got {getattr(args, name)}")
     requests = run_async(_measure(args))
     if args.json:
         sys.stdout.write(json.dumps(describe(requests)) + "\n")
@@ -114,8 +110,8 @@ def show(requests: list[TimedRequest], console: Console) -> None:
         f"{request.total_ms:.1f} ms{_describe_timing(request)}"
     )
     line = Text()
-    for name, count in bar(request, min(console.width, _BAR_WIDTH)):
-        line.append(MARKS[name] * count, _COLOURS.get(name, ""))
+    for name, num_cells in bar(request, min(console.width, _BAR_WIDTH)):
+        line.append(MARKS[name] * num_cells, _COLOURS.get(name, ""))
     console.print(line)
 
 
@@ -160,27 +156,21 @@ def describe(requests: list[TimedRequest]) -> dict[str, object]:
 async def _measure(args: argparse.Namespace) -> list[TimedRequest]:
     async with _client(args) as client:
         model = await client.model(args.model or "", timeout=10)
-        rng = random.Random(0)
-        prompts = [
-            [rng.randrange(_FIRST_PLAIN_ID, model.vocab_size) for _ in range(args.input_tokens)]
-            for _ in range(args.requests)
-        ]
-        unsent = iter(prompts)
+        lengths = Lengths(args.input_tokens, args.output_tokens, model.vocab_size)
+        unsent = iter(random_jobs(lengths, args.requests, seed=0))
         requests: list[TimedRequest] = []
 
         async def send_next() -> None:
-            for prompt in unsent:
-                requests.append(await _send(client, prompt, args))
+            for job in unsent:
+                requests.append(await _send(client, job, args.model))
 
-        await asyncio.gather(*(send_next() for _ in range(args.concurrency)))
+        await together(send_next() for _ in range(args.concurrency))
     return requests
 
 
-async def _send(client: tandem.AsyncClient, prompt: list[int], args: argparse.Namespace) -> TimedRequest:
+async def _send(client: tandem.AsyncClient, job: Job, model: str | None) -> TimedRequest:
     started_s = time.perf_counter()
-    result = await client.generate(
-        token_ids=prompt, model=args.model, max_new_tokens=args.output_tokens, ignore_eos=True
-    )
+    result = await client.generate(token_ids=job.token_ids, model=model, max_new_tokens=job.max_tokens, ignore_eos=True)
     total_ms = 1000 * (time.perf_counter() - started_s)
     if result.timing is None:
         raise ConfigurationError("this router reports no timing: it is older than this command")

@@ -11,7 +11,7 @@ import tandem
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import raise_at_each_ctrl_c
 from tandem import GenerateArguments
-from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.connection import add_connection_arguments, add_sampling_arguments, open_client
 from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import Painter, StreamedAnswer, show_answer, strip_controls
 
@@ -45,9 +45,7 @@ def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
     parser.add_argument("--model", help="served model (default: the only one)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--seed", type=int, metavar="N")
+    add_sampling_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -25,7 +25,8 @@ SETTINGS = (
 def add_arguments(parser: CommandParser) -> None:
     from decode_worker.settings import DecodeSettings
 
-    parser.add_argument("model", nargs="?", default="tandem-small", help="any source of `tandem up` (tandem-small)")
+    about = "any source of `tandem up` (tandem-small)"
+    parser.add_argument("model", nargs="?", default="tandem-small", metavar="MODEL", help=about)
     about = "the usual types of weights and KV, whatever the model; others are compiled when a worker needs them"
     parser.add_argument("--all", action="store_true", help=about)
     group = parser.add_argument_group("as for tandem up")

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -18,21 +17,24 @@ from engine.kernels.cpu.compiler import code_folder
 from engine.kernels.cpu.machine import why_no_loops
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import flag_name, load_settings
+from mesh.logs import quiet_logs
+from mesh.settings import as_flags, flag_name, load_settings
 from tandem_cli.capacity.measurement import load_format_of
 from tandem_cli.compile import SETTINGS
-from tandem_cli.deployment import find_draft, find_model
-from tandem_cli.plan import quiet_logs
+from tandem_cli.deployment import find_draft
+from tandem_cli.hardware import available_cores
+from tandem_cli.model_folders import find_model
+from tandem_cli.parser import given
 from tandem_cli.up_settings import UpSettings
 from worker.engine_host import load_runner_with_ranks, model_settings
 
 
 def compile_model(args: argparse.Namespace) -> int:
     """Compile the code, or find that it is there. Returns the exit status."""
-    chosen = {name: getattr(args, name) for name in SETTINGS if name in args}
+    chosen = given(args, SETTINGS)
     if args.all and chosen:
         raise ConfigurationError(f"--all takes all the usual types: leave {flag_name(next(iter(chosen)))} out")
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(len(available_cores()))
     folder = code_folder()
     for name, settings in _all_settings(args, chosen):
         with quiet_logs(logging.WARNING):
@@ -63,8 +65,7 @@ def _model_settings(model: str, chosen: dict[str, str]) -> Iterator[tuple[str, R
     values = chosen | adapters
     model_dir = find_model(ModelSource(model, values.get("revision", "")))
     find_draft(values, UpSettings())
-    flags = [f"{flag_name(name)}={value}" for name, value in values.items()]
-    flags += [f"--model={model_dir}", "--revision=", "--registry-address=none"]
+    flags = as_flags(**values | {"model": model_dir, "revision": "", "registry_address": "none"})
     worker = load_settings(DecodeSettings, flags, prog="decode_worker").values
     load_format = worker.load_format if load_format_of(model_dir) == "auto" else "dummy"
     settings = replace(model_settings(worker), load_format=load_format)

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import tandem
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import env_name, flag_name, load_settings, setting
-from tandem_cli.parser import CommandParser
+from mesh.settings import as_flags, env_name, load_settings, setting
+from tandem_cli.parser import CommandParser, given
 
 C = TypeVar("C", tandem.Client, tandem.AsyncClient)
 
@@ -40,11 +40,17 @@ def add_connection_arguments(parser: CommandParser) -> None:
             parser.add_setting(field, group=group, note=f"env {env_name(field.name)}")
 
 
+def add_sampling_arguments(parser: CommandParser) -> None:
+    """Add what `tandem generate` and `tandem chat` let users say of answers."""
+    parser.add_argument("--max-new-tokens", type=int, metavar="N", help="most tokens of an answer")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    parser.add_argument("--seed", type=int, metavar="N", help="draws the same answer again")
+
+
 def connection_settings(args: argparse.Namespace) -> ConnectionSettings:
     """The settings from the flags in `args` and from the environment."""
-    names = [field.name for field in fields(ConnectionSettings) if field.name in args]
-    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in names]
-    return load_settings(ConnectionSettings, flags, prog="client").values
+    values = given(args, (field.name for field in fields(ConnectionSettings)))
+    return load_settings(ConnectionSettings, as_flags(**values), prog="client").values
 
 
 def open_client(args: argparse.Namespace) -> tandem.Client:

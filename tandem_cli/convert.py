@@ -13,8 +13,8 @@ def add_arguments(parser: CommandParser) -> None:
         "folder of a model with pytorch_model.bin, or of a LoRA adapter with adapter_model.bin; "
         "or a file of llama.cpp, MODEL.gguf"
     )
-    parser.add_argument("source", type=Path, help=about)
-    parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    parser.add_argument("source", type=Path, metavar="SOURCE", help=about)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist")
     about = "of a file in GGUF: take the tokenizer of this checkpoint folder, not the file's"
     parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help=about)
 

@@ -30,23 +30,20 @@ def convert_folder(folder: Path, out: Path) -> int:
     began_s = time.monotonic()
     paths = _pickles(folder)
     is_adapter = paths[0].name == _ADAPTER
-    try:
-        with new_folder(out) as unfinished:
-            writer = ShardWriter(unfinished, sys.maxsize) if is_adapter else ShardWriter(unfinished)
-            for path in paths:
-                for name, tensor in _tensors(path):
-                    if name in writer.names:
-                        raise ConfigurationError(f"{path}: tensor {name} is in another file, too")
-                    writer.add(name, tensor)
-            if not writer.names:
-                raise ConfigurationError(f"{paths[0]} has no tensors")
-            writer.finish()
-            if is_adapter:
-                (unfinished / SINGLE_FILE).rename(unfinished / ADAPTER_WEIGHTS)
-            copy_other_files(folder, unfinished)
-            (unfinished / _INDEX).unlink(missing_ok=True)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    with new_folder(out) as unfinished:
+        writer = ShardWriter(unfinished, sys.maxsize) if is_adapter else ShardWriter(unfinished)
+        for path in paths:
+            for name, tensor in _tensors(path):
+                if name in writer.names:
+                    raise ConfigurationError(f"{path}: tensor {name} is in another file, too")
+                writer.add(name, tensor)
+        if not writer.names:
+            raise ConfigurationError(f"{paths[0]} has no tensors")
+        writer.finish()
+        if is_adapter:
+            (unfinished / SINGLE_FILE).rename(unfinished / ADAPTER_WEIGHTS)
+        copy_other_files(folder, unfinished)
+        (unfinished / _INDEX).unlink(missing_ok=True)
     sys.stdout.write(
         f"{out}: {len(writer.names)} tensors, {writer.num_bytes / 1e6:.0f} MB in {time.monotonic() - began_s:.1f} s; "
         f"serve it with: tandem up {f'MODEL --adapter NAME={out}' if is_adapter else out}\n"

@@ -18,7 +18,6 @@ from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.tokenizer_files import load_tokenizer
 from engine.quantizer.shards import ShardWriter
-from mesh.domain.errors import ConfigurationError
 
 _OF_ITS_WEIGHTS = ("quantize_config.json", MANIFEST)
 """Files that describe the weights beside a tokenizer, which are not those of the file in GGUF."""
@@ -35,23 +34,20 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
     model = GgufModel(file)
     config = model.config()
     dtype = getattr(torch, model.dtype)
-    try:
-        with new_folder(out) as unfinished:
-            if tokenizer is None:
-                write_tokenizer(file, unfinished)
-                _write_json(unfinished / "generation_config.json", generation_config(file))
-            else:
-                tokenizer_source(tokenizer)  # which raises if there is none
-                copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
-                _keep_end_tokens(tokenizer, file, unfinished)
-            load_tokenizer(unfinished)
-            _write_json(unfinished / "config.json", config)
-            writer = ShardWriter(unfinished)
-            for name, numbers in model.tensors():
-                writer.add(name, torch.tensor(numbers, dtype=dtype))
-            writer.finish()
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    with new_folder(out) as unfinished:
+        if tokenizer is None:
+            write_tokenizer(file, unfinished)
+            _write_json(unfinished / "generation_config.json", generation_config(file))
+        else:
+            tokenizer_source(tokenizer)  # which raises if there is none
+            copy_other_files(tokenizer, unfinished, but=_OF_ITS_WEIGHTS)
+            _keep_end_tokens(tokenizer, file, unfinished)
+        load_tokenizer(unfinished)
+        _write_json(unfinished / "config.json", config)
+        writer = ShardWriter(unfinished)
+        for name, numbers in model.tensors():
+            writer.add(name, torch.tensor(numbers, dtype=dtype))
+        writer.finish()
     sys.stdout.write(
         f"{out}: {len(writer.names)} tensors in {model.dtype}, {writer.num_bytes / 1e6:.0f} MB in "
         f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {out}\n"

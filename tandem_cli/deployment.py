@@ -12,7 +12,7 @@ from typing import Any
 from checkpoint.source import ModelSource, Progress, split_models
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import Cores
-from mesh.settings import Resolved, load_settings
+from mesh.settings import Resolved, as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.hardware import (
     CoreAssignment,
@@ -25,15 +25,16 @@ from tandem_cli.hardware import (
     worker_devices,
 )
 from tandem_cli.low_code_values import flag
+from tandem_cli.model_folders import find_model
 from tandem_cli.up_settings import UpSettings, for_both, module_and_settings, split_by_role
 
-BUNDLED_MODELS = Path(__file__).resolve().parent.parent / "demo_model"
 _MODEL_OVERRIDE = re.compile(r"([\w.-]+)/(.+)")
 _WORKER_ROLES = ("prefill", "decode")
 _COUNTS = ("prefill", "decode", "colocated")
 _STOP_MARGIN_S = 50.0
 """A service on a busy machine may need this long to stop besides the time for running work."""
 
+_NOWHERE = "127.0.0.1:1"
 _LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
 Values = Mapping[str, Mapping[str, str]]
@@ -58,7 +59,7 @@ class Service:
         A restarted service must keep its address, even if its port was chosen by the system at first.
         """
         ports = {name: address.rpartition(":")[2] for name, address in addresses.items() if address}
-        return replace(self, flags=(*self.flags, *_flags(**ports)))
+        return replace(self, flags=(*self.flags, *as_flags(**ports)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +124,12 @@ class Deployment:
         if self.registry_host:
             router_settings["registry_host"] = self.registry_host
         flags = self._flags({**self._served(), **router_settings, **self.values.get("router", {})})
-        expected = _flags(
+        expected = as_flags(
             expect_prefill=sum(len(model.cores.prefill) for model in self.models),
             expect_decode=sum(len(model.cores.decode) for model in self.models),
         )
         cores = self.models[0].cores.router if self.pin else ()
-        pinned = _flags(cpu_list=format_cores(cores)) if cores else ()
+        pinned = as_flags(cpu_list=format_cores(cores)) if cores else ()
         name = "router" if settings.routers == 1 else f"router-{number}"
         return Service(name, "router", (*flags, *expected, *pinned, *self._metrics_port(number)), cores)
 
@@ -136,8 +137,10 @@ class Deployment:
         """All routers, on consecutive ports."""
         return [self.router(number) for number in range(self.settings.routers)]
 
-    def workers(self, registry_address: str) -> list[Service]:
-        """The workers of all models, in the order of the models; prefill workers come first."""
+    def workers(self, registry_address: str = _NOWHERE) -> list[Service]:
+        """The workers of all models, in the order of the models; prefill workers come first. Without an address they
+        are only to be looked at.
+        """
         workers = (
             self._worker(model, assignment, registry_address)
             for model in self.models
@@ -162,7 +165,7 @@ class Deployment:
                 "router_tls_name": identity.name,
             }
         routers = ",".join(map(_reachable, router_addresses))
-        flags = _flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
+        flags = as_flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
     def with_cores_for_ranks(self, environ: Mapping[str, str], available: Sequence[int]) -> "Deployment":
@@ -171,14 +174,12 @@ class Deployment:
 
         Raises ConfigurationError as `resolve` does.
         """
-        workers = self.workers("127.0.0.1:1")
-        ranks = [self.resolve(worker, environ).num_local_ranks for worker in workers]
-        if max(ranks) == 1:
-            return self
+        workers = self.worker_settings(environ)
         prefill, decode = (
-            [num_ranks for worker, num_ranks in zip(workers, ranks, strict=True) if worker.role == role]
-            for role in _WORKER_ROLES
+            [settings.num_local_ranks for worker, settings in workers if worker.role == role] for role in _WORKER_ROLES
         )
+        if max(*prefill, *decode, 1) == 1:
+            return self
         cores = assign_cores(
             available,
             num_prefill=len(prefill),
@@ -195,7 +196,7 @@ class Deployment:
 
         Raises ConfigurationError as `resolve` does.
         """
-        workers = {worker.name: self.resolve(worker, environ) for worker in self.workers("127.0.0.1:1")}
+        workers = {worker.name: settings for worker, settings in self.worker_settings(environ)}
         asked = {name: (settings.device, settings.num_local_ranks) for name, settings in workers.items()}
         chosen = assign_gpus(asked, num_gpus(environ))
         devices = {name: worker_devices(chosen.get(name, asked[name][0]), asked[name][1]) for name in workers}
@@ -209,6 +210,10 @@ class Deployment:
     def resolve(self, service: Service, environ: Mapping[str, str]) -> Any:
         """The settings that `service` will load. Raises the same ConfigurationError that the service would raise."""
         return self._load(service, environ).values
+
+    def worker_settings(self, environ: Mapping[str, str]) -> list[tuple[Service, Any]]:
+        """Each worker with the settings that it will load. Raises ConfigurationError as `resolve` does."""
+        return [(worker, self.resolve(worker, environ)) for worker in self.workers()]
 
     def stop_limit_s(self, service: Service, environ: Mapping[str, str]) -> float:
         """Seconds after SIGTERM in which `service` should exit: the time for running work, and some more."""
@@ -237,19 +242,19 @@ class Deployment:
         else:
             settings |= {**self.values.get(role, {}), **model.values.get(role, {})}
         flags = self._flags(settings)
-        extra_flags = _flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
-        extra_flags += _flags(**self.device_values.get(name, {}))
+        extra_flags = as_flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
+        extra_flags += as_flags(**self.device_values.get(name, {}))
         if self.pin:
-            extra_flags += _flags(cpu_list=format_cores(cores))
+            extra_flags += as_flags(cpu_list=format_cores(cores))
         lent = model.cores.lent_to(role, number)
         if self.pin and self.core_table is not None and lent:
-            extra_flags += _flags(core_table=self.core_table, lent_cores=format_cores(lent))
+            extra_flags += as_flags(core_table=self.core_table, lent_cores=format_cores(lent))
         return Service(name, role, (*flags, *extra_flags), cores if self.pin else (), program)
 
     def _metrics_port(self, index: int) -> tuple[str, ...]:
         """The metrics port of service number `index`, counted from the routers through the workers."""
         first = self.settings.metrics_port
-        return () if first is None else _flags(metrics_port=first + index if first else 0)
+        return () if first is None else as_flags(metrics_port=first + index if first else 0)
 
     def _served(self) -> dict[str, str]:
         """The router settings `model` and `name`."""
@@ -259,7 +264,7 @@ class Deployment:
 
     def _flags(self, settings: Mapping[str, object]) -> tuple[str, ...]:
         # The revision in the environment is for the hub; services get folders.
-        return (*_flags(**{**self._config(), "revision": "", **settings}), "--follow-stdin")
+        return (*as_flags(**{**self._config(), "revision": "", **settings}), "--follow-stdin")
 
     def _config(self) -> dict[str, str]:
         return {"config": self.config} if self.config else {}
@@ -269,10 +274,6 @@ def _reachable(address: str) -> str:
     """Replace the address of a server that listens on all interfaces by a loopback address."""
     host, _, port = address.rpartition(":")
     return f"{_LOOPBACK.get(host, host)}:{port}"
-
-
-def _flags(**values: Any) -> tuple[str, ...]:
-    return tuple(f"--{name.replace('_', '-')}={value}" for name, value in values.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,17 +381,3 @@ def _share_cores(settings: UpSettings, settings_of_models: Sequence[UpSettings])
         max_per_worker=settings.threads_per_worker,
     )
     return all_cores.split(counts)
-
-
-def find_model(
-    source: ModelSource, on_progress: Progress = lambda fraction: None, bundled: Path = BUNDLED_MODELS
-) -> Path:
-    """The folder of a model: bundled, local or downloaded. Raises ConfigurationError if the model cannot be found."""
-    names = sorted(config.parent.name for config in bundled.glob("*/config.json"))
-    if source.name in names:
-        return bundled / source.name
-    try:
-        return source.locate(on_progress)
-    except ConfigurationError as error:
-        hint = f"; bundled are: {', '.join(names)}" if names and not source.is_remote else ""
-        raise ConfigurationError(f"{error}{hint}") from error

@@ -3,11 +3,11 @@
 from collections.abc import Iterable, Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn
+from rich.progress import TaskID, TaskProgressColumn
 from rich.table import Table
 from rich.text import Text
 
-from tandem_cli.terminal import FittingTable
+from tandem_cli.terminal import FittingTable, progress_bar
 
 _REPORTED_STEP = 0.25
 
@@ -17,8 +17,7 @@ class Display:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
-        self._progress = Progress(*columns, console=console, transient=True) if console.is_terminal else None
+        self._progress = progress_bar(console, TaskProgressColumn()) if console.is_terminal else None
         self._bars: dict[str, TaskID] = {}
         self._reported: dict[str, float] = {}
         self.has_warned = False

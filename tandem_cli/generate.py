@@ -9,26 +9,24 @@ from rich.console import Console
 import tandem
 from mesh.domain.errors import ConfigurationError
 from tandem import GenerateArguments
-from tandem_cli.connection import add_connection_arguments, open_client
+from tandem_cli.connection import add_connection_arguments, add_sampling_arguments, open_client
 from tandem_cli.parser import CommandParser
 from tandem_cli.terminal import Painter, StreamedAnswer, escape_json_controls, show_answer
 
 
 def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
-    parser.add_argument("prompt", help="the prompt; - reads it from standard input")
+    parser.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from standard input")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="apply the chat template (default if the model has one)")
     form.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
     parser.add_argument("--model", help="served model (default: the only one)")
-    parser.add_argument("--max-new-tokens", type=int, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--seed", type=int, metavar="N")
+    add_sampling_arguments(parser)
+    parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share")
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from so many of the likeliest tokens")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="stop before this text; repeatable")
     parser.add_argument("--top-logprobs", type=int, metavar="K", help="alternatives to report per token (with --json)")
-    parser.add_argument("--timeout", type=float, metavar="SECONDS")
+    parser.add_argument("--timeout", type=float, metavar="SECONDS", help="how long the whole answer may take")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the stream")
 
 

@@ -45,7 +45,7 @@ GROUPS = {
     },
     "prepare": {
         "keys": "create API keys for tenants",
-        "convert": "write a checkpoint of PyTorch (.bin) as safetensors",
+        "convert": "write a checkpoint of PyTorch (.bin), or a model of llama.cpp (GGUF), as safetensors",
         "compile": "compile what a model needs on this machine ahead of its first start",
         "optimize": "try precisions, speculation and workers with your prompts, and write down the best choice",
         "quantize": "make a quantised checkpoint, and compare it with the original",

@@ -8,7 +8,8 @@ from tandem_cli.parser import CommandParser
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
+    about = "model folder, name of a bundled model, or any other source of `tandem up`"
+    parser.add_argument("model", metavar="MODEL", help=about)
     about = "your prompts: JSON lines with prompt, messages or token_ids; they may have reference and max_tokens"
     parser.add_argument("--data", type=Path, required=True, metavar="FILE", help=about)
     about = "the folder to write: what `tandem up OUT` serves, and the report; an interrupted run goes on in it"

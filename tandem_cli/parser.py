@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import Field
 from itertools import zip_longest
 from pathlib import Path
@@ -101,6 +101,11 @@ class CommandParser(argparse.ArgumentParser):
         if not flags and knob.note:
             return f", which would have no effect: {knob.note}"
         return f"; here it is {' and '.join(flags)}" if flags.keys() <= self._option_string_actions.keys() else ""
+
+
+def given(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """The settings of these names that the command line has; see `add_setting`."""
+    return {name: getattr(args, name) for name in names if name in args}
 
 
 def positive(text: str) -> float:

@@ -8,8 +8,9 @@ from tandem_cli.parser import CommandParser
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
-    parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    about = "model folder, name of a bundled model, or any other source of `tandem up`"
+    parser.add_argument("model", metavar="MODEL", help=about)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist")
     about = "ranks of each stage (1); max: as a worker's --tensor-parallel max"
     parser.add_argument("--tensor-parallel", default="1", metavar="N", help=about)
     parser.add_argument("--pipeline-parallel", type=int, default=1, metavar="M", help="stages of a worker (1)")

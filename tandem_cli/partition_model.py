@@ -17,7 +17,7 @@ from engine.resolve import kv_layout, resolve, rounded_to, weights_digest, why_e
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 
 
 def partition_model(args: argparse.Namespace) -> int:
@@ -48,10 +48,7 @@ def partition_model(args: argparse.Namespace) -> int:
     shares = [rank_share(config, rank, degrees) for rank in range(max(1, degrees.num_ranks))]
     ranks = (load_packed(settings, config, share) for share in shares)
     facts = {"weights_digest": digest, "quantize": settings.quantize, "dtype": settings.dtype}
-    try:
-        partition = write_partition(model_dir, args.out, ranks, degrees=degrees, source=source, **facts)
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {args.out}: {error}") from error
+    partition = write_partition(model_dir, args.out, ranks, degrees=degrees, source=source, **facts)
     flags = "".join(
         f" --{name} {value}"
         for name, value, default in (
@@ -64,7 +61,7 @@ def partition_model(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{args.out}: {len(shares)} x {partition.num_bytes / len(shares) / 1e6:.0f} MB "
         f"in {time.monotonic() - began_s:.1f} s; "
-        f"serve it with: tandem up --model {args.out}{flags}\n"
+        f"serve it with: tandem up {args.out}{flags}\n"
     )
     return 0
 

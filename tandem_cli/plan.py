@@ -8,13 +8,9 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import structlog
 
 from checkpoint.partition_manifest import Partition, read_partition
 from checkpoint.source import ModelSource
@@ -25,6 +21,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.settings import OF_CHECKPOINTS, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES, Degrees
+from mesh.logs import quiet_logs
 from tandem_cli.capacity.prediction import (
     PREFILL,
     Load,
@@ -35,7 +32,7 @@ from tandem_cli.capacity.prediction import (
     read_measured,
 )
 from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show
 from tandem_cli.terminal import wide_console
@@ -52,7 +49,7 @@ _HERE = "here"
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", nargs="?", default="tandem-small", help=MODEL_HELP)
+    parser.add_argument("model", nargs="?", default="tandem-small", metavar="MODEL", help=MODEL_HELP)
     add_precision(parser)
     about = "ranks that divide heads and weights of a worker (1, or those of a partitioned model)"
     parser.add_argument("--tensor-parallel", type=count, metavar="N", help=about)
@@ -368,17 +365,6 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
         times_ms[PREFILL] = min(steps.prompt_ms() for _ in range(3))
         times_ms |= {decode_name(batch): steps.decode_ms(batch) for batch in args.batch}
     return times_ms
-
-
-@contextmanager
-def quiet_logs(level: int) -> Iterator[None]:
-    """Hide log lines below a level, which are not part of a plan."""
-    before = structlog.get_config()
-    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(level))
-    try:
-        yield
-    finally:
-        structlog.configure(**before)
 
 
 def _num_threads(args: argparse.Namespace) -> int:

@@ -9,7 +9,7 @@ from rich.table import Table
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.kv import Span
 from tandem_cli.capacity.prediction import PlanResult
-from tandem_cli.terminal import FittingTable, figures_table
+from tandem_cli.terminal import FittingTable, figures_table, optional_cell
 
 if TYPE_CHECKING:
     from tandem_cli.capacity.ranks import RankMemory
@@ -118,9 +118,9 @@ def _predictions(plan: PlanResult) -> Table:
             f"{row['flops_per_byte']:.1f}",
             _ms(row["predicted_ms"]) if fits else "",
             "" if row["measured_ms"] is None else _ms(row["measured_ms"]),
-            _maybe(row["ratio"], ".2f"),
+            optional_cell(row["ratio"], ".2f"),
             f"{row['tokens_per_s']:,.0f}" if fits else "does not fit",
-            _maybe(row["measured_tokens_per_s"], ",.0f"),
+            optional_cell(row["measured_tokens_per_s"], ",.0f"),
         ]
         table.add_row(*cells, *([f"{row['price_per_million']:.4g}" if fits else ""] if has_prices else []))
     return table
@@ -142,10 +142,6 @@ def _load(plan: PlanResult) -> str:
             f"1 : {need['decode_per_prefill']:.2f}; start at least {prefill} + {decode}"
         )
     return "\n".join(lines)
-
-
-def _maybe(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def _ms(value: float) -> str:

@@ -37,7 +37,7 @@ def _is_free(host: str, port: int) -> bool:
 def require_distinct_ports(deployment: Deployment, metrics_host: str) -> None:
     """Raise ConfigurationError if two services are to listen at the same port of one address."""
     settings = deployment.settings
-    first, num_services = settings.metrics_port or 0, settings.routers + len(deployment.workers("127.0.0.1:1"))
+    first, num_services = settings.metrics_port or 0, settings.routers + len(deployment.workers())
     listeners = (
         ("port", settings.host, settings.router_ports),
         ("http_port", settings.http_host, ports_from(settings.http_port or 0, 1)),

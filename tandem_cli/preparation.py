@@ -14,6 +14,7 @@ from functools import partial
 from checkpoint.source import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import is_loopback
+from mesh.settings import as_flags
 from router.settings import RouterSettings
 from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
@@ -64,9 +65,10 @@ def with_decode_host(deployment: Deployment, environ: Mapping[str, str]) -> Depl
     """Let decode workers listen where ranks of prefill workers on other machines, which send KV themselves, reach them:
     at the address that these ranks dial. Raises ConfigurationError.
     """
-    workers = [(worker.role, deployment.resolve(worker, environ)) for worker in deployment.workers("127.0.0.1:1")]
     hosts = {
-        settings.listen_for_ranks().host for role, settings in workers if role == "prefill" and settings.rank_listen
+        settings.listen_for_ranks().host
+        for worker, settings in deployment.worker_settings(environ)
+        if worker.role == "prefill" and settings.rank_listen
     }
     if not (far := sorted(host for host in hosts if not is_loopback(host))):
         return deployment
@@ -89,9 +91,9 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
     if len(deployment.models) > 1:
         raise ConfigurationError("--partition is for a mesh with one model: run `tandem partition` for each")
     [model] = deployment.models
-    workers = [deployment.resolve(worker, environ) for worker in deployment.workers("127.0.0.1:1")]
     partitions = {
-        (worker.tensor_parallel, worker.degrees().pipeline, worker.quantize, worker.dtype) for worker in workers
+        (settings.tensor_parallel, settings.degrees().pipeline, settings.quantize, settings.dtype)
+        for _, settings in deployment.worker_settings(environ)
     }
     if len(partitions) > 1:
         listed = " and ".join(
@@ -101,9 +103,8 @@ def with_partition(deployment: Deployment, environ: Mapping[str, str], display: 
         raise ConfigurationError(f"--partition is for workers with equal settings, and these have {listed}")
     [(tensor, pipeline, quantize, dtype)] = partitions
     display.line(f"partition: {folder}")
-    degrees = (f"--tensor-parallel={tensor}", f"--pipeline-parallel={pipeline}")
-    flags = ("--reuse", *degrees, f"--quantize={quantize}", f"--dtype={dtype}")
-    display.line(_run_partition((*flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
+    flags = as_flags(tensor_parallel=tensor, pipeline_parallel=pipeline, quantize=quantize, dtype=dtype)
+    display.line(_run_partition(("--reuse", *flags, "--", model.folder, folder), environ.get("PYTHONPATH", "")))
     return replace(deployment, models=(replace(model, folder=folder),))
 
 

@@ -11,8 +11,9 @@ DEFAULT_ALPHA = 0.5
 
 
 def add_arguments(parser: CommandParser) -> None:
-    parser.add_argument("model", help="model folder, name of a bundled model, or any other source of `tandem up`")
-    parser.add_argument("out", type=Path, help="the folder to write, which must not exist")
+    about = "model folder, name of a bundled model, or any other source of `tandem up`"
+    parser.add_argument("model", metavar="MODEL", help=about)
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, which must not exist")
     about = "; ".join(f"{name}: {meaning}" for name, meaning in SCHEMES.items())
     parser.add_argument("--scheme", choices=SCHEMES, required=True, help=about)
     about = (

@@ -6,8 +6,7 @@ import sys
 import time
 from dataclasses import asdict
 
-from rich import progress
-from rich.console import Console
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 from rich.table import Table
 
 from checkpoint.new_folder import require_absent
@@ -20,9 +19,9 @@ from engine.quantizer.rare_experts import MIN_TOKENS
 from engine.quantizer.schemes import Scheme, make_scheme
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
-from tandem_cli.deployment import find_model
+from tandem_cli.model_folders import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
-from tandem_cli.terminal import FittingTable, error_console, wide_console
+from tandem_cli.terminal import FittingTable, error_console, progress_bar, wide_console
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -43,7 +42,7 @@ def quantize_model(args: argparse.Namespace) -> int:
     )
     console = error_console()
     console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True)
-    with _progress_bar(console) as bar:
+    with progress_bar(console, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task("layers", total=config.num_layers)
         made = quantize_checkpoint(
             checkpoint,
@@ -91,16 +90,6 @@ def _about(prompts: CalibrationPrompts, max_tokens: int) -> str:
     phrases += [f"{prompts.num_cut} cut to {max_tokens} tokens (--max-tokens)"] if prompts.num_cut else []
     phrases += [f"{prompts.num_left} not used (--max-prompts)"] if prompts.num_left else []
     return "; ".join(phrases)
-
-
-def _progress_bar(console: Console) -> progress.Progress:
-    columns = (
-        progress.TextColumn("{task.description}"),
-        progress.BarColumn(),
-        progress.MofNCompleteColumn(),
-        progress.TimeRemainingColumn(),
-    )
-    return progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _table(quality: Quality, base_bytes: int, num_bytes: int) -> Table:

@@ -14,16 +14,17 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import progress
+from rich.progress import MofNCompleteColumn, TimeRemainingColumn
 
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import run_async
-from mesh.settings import flag_name, load_settings
+from mesh.logs import quiet_logs
+from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.connection import add_connection_arguments, open_async_client
 from tandem_cli.load_test.figures import Record, RunFailed, Slo, count_errors
-from tandem_cli.parser import CommandParser, count, output_file, positive, whole
-from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, quiet_logs, require_context
+from tandem_cli.parser import CommandParser, count, given, output_file, positive, whole
+from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, require_context
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
@@ -31,7 +32,7 @@ from tandem_cli.simulation.measure import MeshMeter, StepLimits
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
 from tandem_cli.simulation.scaling_rules import ScaleLimits
-from tandem_cli.terminal import error_console, wide_console
+from tandem_cli.terminal import error_console, progress_bar, wide_console
 
 if TYPE_CHECKING:
     from tandem_cli.simulation.run import Watch
@@ -263,17 +264,15 @@ def _observe(
 
 
 def _settings(args: argparse.Namespace) -> RouterSettings:
-    flags = [f"{flag_name(name)}={getattr(args, name)}" for name in _ROUTER_SETTINGS if name in args]
-    return load_settings(RouterSettings, ["--model=simulated", *flags], prog="simulate").values
+    flags = as_flags(model="simulated", **given(args, _ROUTER_SETTINGS))
+    return load_settings(RouterSettings, flags, prog="simulate").values
 
 
 @contextmanager
 def _showing(total: int) -> Iterator[Callable[[Record], None]]:
     """Show on standard error how many requests have ended."""
-    console = error_console()
-    columns = (progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeRemainingColumn())
-    with progress.Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with progress_bar(error_console(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("requests", total=total)
         yield lambda _: bar.advance(task)
 
 

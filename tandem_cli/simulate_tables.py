@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 
 from tandem_cli.simulation.figures import Figures
-from tandem_cli.terminal import FittingTable, figures_table
+from tandem_cli.terminal import FittingTable, figures_table, optional_cell
 
 
 def show_figures(result: Figures, about: str, console: Console) -> None:
@@ -50,7 +50,7 @@ def show_hours(hours: Sequence[Figures], console: Console) -> None:
     """Print a row for each hour."""
     table = figures_table("hour", "requests/s", "prefill", "decode", "good", "TTFT p50 ms", "p99 ms")
     for hour in hours:
-        workers = (_maybe(hour.get(f"{role}_workers")) for role in ("prefill", "decode"))
+        workers = (optional_cell(hour.get(f"{role}_workers"), ".3g") for role in ("prefill", "decode"))
         times = (f"{hour[f'ttft_p{percent}_ms']:,.0f}" for percent in (50, 99))
         table.add_row(
             f"{hour['hour']:.0f}", f"{hour['requests_per_s']:.3g}", *workers, f"{100 * hour['slo_share']:.1f} %", *times
@@ -70,7 +70,7 @@ def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Cons
             f"{100 * row['slo_share']:.1f} %",
             f"{row['good_requests_per_s']:.4g}",
             *(f"{row[name]:,.1f}" for name in ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms")),
-            _maybe(row.get("gap_p99_ms")),
+            optional_cell(row.get("gap_p99_ms"), ".3g"),
             *(f"{100 * row[f'{role}_busy']:.0f} %" for role in ("prefill", "decode")),
             style="bold" if row is best else "",
         )
@@ -80,7 +80,3 @@ def show_sweep(rows: Sequence[Figures], best: Figures, about: str, console: Cons
 
 def _split(row: Figures) -> str:
     return f"{row['prefill']:.0f} : {row['decode']:.0f}"
-
-
-def _maybe(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}"

@@ -13,10 +13,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 from mesh.domain.errors import ConfigurationError
 from mesh.interrupts import leave_terminal, stopping_signals
@@ -28,14 +28,12 @@ from tandem_cli.display import Display
 from tandem_cli.hardware import format_cores
 from tandem_cli.launcher import Launcher, RunningService, ServiceEvent
 from tandem_cli.scaling import Change, Scaling
+from tandem_cli.trial import Trial
 
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _HINT_AFTER_S = 10.0
 _COMPILE_HINT = "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
-
-Trial = Callable[[str], Coroutine[Any, Any, None]]
-"""Sends a request through the router at an address and all parts behind it. Raises TandemError."""
 
 
 class MeshFailed(Exception):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.measure import Measurement
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -90,6 +91,17 @@ def error_console() -> Console:
     colons, which are no markup.
     """
     return Console(stderr=True, markup=False, emoji=False, highlight=False)
+
+
+def progress_bar(console: Console, *more: ProgressColumn) -> Progress:
+    """A description, a bar, and more columns, on a terminal; nothing elsewhere. It disappears at its end."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), *more)
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def optional_cell(value: float | None, form: str) -> str:
+    """The cell of a figure that may be missing."""
+    return "" if value is None else format(value, form)
 
 
 def figures_table(*columns: str) -> Table:

@@ -24,7 +24,7 @@ from mesh.interrupts import run_async
 from mesh.line_writer import steady_output
 from mesh.process import PARENT_ENV, end_with
 from mesh.rpc.server import require_free
-from mesh.settings import load_settings
+from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
 from router.tenants import digest_of, new_key
 from tandem_cli.deployment import Deployment, Overrides, find_draft, join_models, prepare_models
@@ -33,7 +33,7 @@ from tandem_cli.hardware import available_cores
 from tandem_cli.launcher import Launcher, LocalLauncher, Programs, with_checkout
 from tandem_cli.local_meshes import RunningMesh, registered
 from tandem_cli.low_code import LowCode, find_written, read_low_code, use_written
-from tandem_cli.parser import CommandParser
+from tandem_cli.parser import CommandParser, given
 from tandem_cli.ports import reach_directly, require_distinct_ports, with_http
 from tandem_cli.preparation import limited_download, with_decode_host, with_partition, with_switchable
 from tandem_cli.scaling import Scaling
@@ -115,7 +115,7 @@ def _serve_on_ray(
 
     with connected(deployment.settings.on) as cluster:
         placed = on_ray(deployment, environ, cluster, display)
-        scaling = Scaling(placed.spares, trial.client) if placed.spares("127.0.0.1:1") else None
+        scaling = Scaling(placed.spares, trial.client) if placed.spares("") else None
         start = partial(_serve, programs=programs, environ=environ, launcher=placed.launcher, scaling=scaling)
         return start(placed.deployment, display, trial)
 
@@ -171,19 +171,16 @@ def _running_mesh(deployment: Deployment, log_dir: Path) -> RunningMesh:
 
 
 def _settings(args: argparse.Namespace, low_code: LowCode, display: Display) -> UpSettings:
-    values = low_code.of("up") | {
-        setting.name: getattr(args, setting.name) for setting in fields(UpSettings) if setting.name in args
-    }
+    values = low_code.of("up") | given(args, (setting.name for setting in fields(UpSettings)))
     if models := models_of(args):
         values["model"] = join_models(models)
     if "@" in values.get("registry_url", ""):
         raise ConfigurationError(
             "--registry-url contains a password, and flags are visible to all users: set TANDEM_REGISTRY_URL instead"
         )
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
-    config = [f"--config={args.config}"] if args.config else []
+    config = {"config": args.config} if args.config else {}
     origins = {name: origin for name, origin in low_code.origins.get("up", {}).items() if name not in args}
-    resolved = load_settings(UpSettings, [*flags, *config], prog="up", flag_origins=origins)
+    resolved = load_settings(UpSettings, as_flags(**values | config), prog="up", flag_origins=origins)
     settings = resolved.values
     if args.serving_properties and settings.http_port is None and not settings.no_http:
         settings = replace(settings, http_port=DEFAULT_HTTP_PORT)
@@ -237,7 +234,7 @@ def _prepare(args: argparse.Namespace, settings: UpSettings, low_code: LowCode, 
 
 
 def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
-    flags = {name: getattr(args, name) for name in passed_on() if name in args}
+    flags = given(args, passed_on())
     if adapters := flags.get("adapter"):
         flags["adapter"] = ",".join(adapters)
     return split_by_role(flags, Overrides.read(args.set).for_all)
@@ -245,7 +242,7 @@ def _flags_by_role(args: argparse.Namespace) -> dict[str, dict[str, str]]:
 
 def _has_handler(args: argparse.Namespace) -> bool:
     options = {"handler": _flags_by_role(args)["gateway"].get("handler"), "config": args.config}
-    flags = [f"--{name}={value}" for name, value in options.items() if value]
+    flags = as_flags(**{name: value for name, value in options.items() if value})
     names = [setting.name for setting in fields(GatewaySettings)]
     return bool(load_settings(HandlerChoice, flags, prog="gateway", names=names).values.handler)
 
@@ -268,8 +265,7 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     _require_redis(deployment.settings.routers, router.registry_url)
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
-    for worker in deployment.workers("127.0.0.1:1"):
-        deployment.resolve(worker, environ)
+    deployment.worker_settings(environ)
     require_distinct_ports(deployment, router.metrics_host)
     for port in deployment.settings.router_ports or (0,):
         require_free(deployment.settings.host, port)

@@ -9,10 +9,9 @@ Arms are measured in turn over several rounds, because the speed of a machine ch
 """
 
 import argparse
-import asyncio
+import json
 import os
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,8 +22,11 @@ import psutil
 import tandem
 from bench.closed_loop import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
-from bench.peers.process import Command, PeerFailed, running
-from bench.pinned import on_cores
+from bench.peers.process import PeerFailed, running
+from bench.processes import cpu_s
+from mesh.settings import as_flags
+from tandem_cli.load_test.endpoints import own_mesh
+from tandem_cli.load_test.figures import RunFailed
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
 """`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
@@ -43,7 +45,6 @@ _PRECISION_FLAGS = {
 }
 _MAX_SEQS = 64
 _KV_TOKENS = 32768
-_LAST_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,69 +104,40 @@ def send_through(stream: Stream) -> Send:
     return send
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
-    """An arm that is ready for requests. `pid` is its parent process."""
-
-    stream: Stream
-    pid: int
-
-    def cpu_s(self) -> float:
-        """CPU time of all processes of the arm so far, without the load generator."""
-        process = psutil.Process(self.pid)
-        times = [each_process.cpu_times() for each_process in (process, *process.children(recursive=True))]
-        return sum(cpu_times.user + cpu_times.system for cpu_times in times)
+def arm_cpu_s() -> float:
+    """CPU time of all processes of the arm that runs, so far: of all that this process, the load generator, started."""
+    return cpu_s(*psutil.Process().children(recursive=True))
 
 
 @asynccontextmanager
-async def started(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
+async def started(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
     """Start and warm up an arm, and stop it at the end."""
     serve = _tandem if arm.is_tandem else _peer
-    async with serve(arm, setup) as serving:
-        await run_closed_loop(Workload(2, 1, 256, 8), send_through(serving.stream))
-        yield serving
+    async with serve(arm, setup) as stream:
+        await run_closed_loop(Workload(2, 1, 256, 8), send_through(stream))
+        yield stream
 
 
 @asynccontextmanager
-async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
+async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
     peer = PEERS[arm.name]
     python = interpreter(setup.envs, peer.engine)
     if not python.exists():
         raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
     model = model_for(peer, setup.shape, setup.precision, setup.envs)
     options = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
-    options |= {"budget": arm.budget, "max-seqs": _MAX_SEQS, "kv-tokens": setup.kv_tokens}
-    flags = [f"--{name}={value}" for name, value in options.items()]
-    line = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)
-    async with running(Command(arm.label, line, setup.cores)) as process:
-        yield Serving(process.stream, process.pid)
+    options |= {"budget": arm.budget, "max_seqs": _MAX_SEQS, "kv_tokens": setup.kv_tokens}
+    command = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *as_flags(**options))
+    async with running(arm.label, command) as process:
+        yield process.stream
 
 
 @asynccontextmanager
-async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Serving]:
-    flags = [*TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
+async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
+    flags = [str(checkpoint_of(setup.shape, setup.envs)), *TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
     flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
-    model = str(checkpoint_of(setup.shape, setup.envs))
-    command = (sys.executable, "-m", "tandem_cli", "up", "--model", model, "--port", "0", "--no-http", *flags)
-    with tempfile.TemporaryFile() as errors:
-        process = await asyncio.create_subprocess_exec(
-            *on_cores(setup.cores, *command),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-        )
-        assert process.stdout is not None
-        try:
-            ready = (await process.stdout.readline()).decode().split()
-            if not ready:
-                errors.seek(0)
-                last_lines = errors.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-                raise PeerFailed("\n".join([f"{arm.label} did not start", *last_lines]))
-            async with tandem.AsyncClient(ready[1]) as client:
-                yield Serving(_through(client), process.pid)
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()
+    async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
+        yield _through(client)
 
 
 def _through(client: tandem.AsyncClient) -> Stream:
@@ -190,14 +162,23 @@ async def in_turn(
             print(f"round {repeat + 1} of {repeats}: {arm.label}", file=sys.stderr, flush=True)
             try:
                 await measure(arm, repeat)
-            except* PeerFailed as errors:
+            except* RunFailed as errors:
                 remaining.remove(arm)
                 print(f"left out from here: {errors.exceptions[0]}", file=sys.stderr, flush=True)
         yield
 
 
+def write_rows(path: Path | None, setup: Setup, rows: Sequence[Mapping[str, object]], **more: object) -> None:
+    """Write what was measured, if a file is asked for."""
+    if path is not None:
+        shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores, **more}
+        path.write_text(json.dumps({**shared, "rows": rows}, indent=1))
+
+
 def setup_of(options: argparse.Namespace) -> Setup:
-    """The setup from the common flags. Also pins this process, the load generator, to the cores of the setup."""
+    """The setup from the common flags. Also pins this process, the load generator, to the cores of the setup, and so
+    all that it starts.
+    """
     cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, cores)
     return Setup(options.envs, options.shape, options.quantize, cores)

@@ -11,7 +11,6 @@ written as in bench.peers.arms.
 import argparse
 import asyncio
 import itertools
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.closed_loop import Workload
-from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started
+from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, setup_of, started, write_rows
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
 
@@ -118,19 +117,13 @@ async def compare(arms: Sequence[Arm], setup: Setup, repeats: int, json_file: Pa
     runs: dict[Arm, list[Burst]] = {}
 
     async def once(arm: Arm, _: int) -> None:
-        async with started(arm, setup) as serving:
-            runs.setdefault(arm, []).append(await run_burst(serving.stream))
+        async with started(arm, setup) as stream:
+            runs.setdefault(arm, []).append(await run_burst(stream))
 
     async for _ in in_turn(arms, repeats, once):
         print_table(runs, f"{setup.shape}, {setup.precision}")
-        if json_file:
-            _write_json(json_file, runs, setup)
-
-
-def _write_json(path: Path, runs: dict[Arm, list[Burst]], setup: Setup) -> None:
-    rows = [{"arm": arm.label, **asdict(median_of(bursts))} for arm, bursts in runs.items()]
-    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
-    path.write_text(json.dumps({**shared, "rows": rows}, indent=1))
+        rows = [{"arm": arm.label, **asdict(median_of(bursts))} for arm, bursts in runs.items()]
+        write_rows(json_file, setup, rows)
 
 
 def main() -> None:

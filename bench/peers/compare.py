@@ -10,18 +10,27 @@ bench.peers.arms describes how to write arms; docs/benchmarking-peers.md describ
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop
-from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, parse_arm, send_through, setup_of, started
+from bench.peers.arms import (
+    Arm,
+    Setup,
+    add_common_flags,
+    arm_cpu_s,
+    in_turn,
+    parse_arm,
+    send_through,
+    setup_of,
+    started,
+    write_rows,
+)
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import percentile
 
@@ -128,11 +137,11 @@ def print_table(rows: Sequence[Row], tandem_arms: frozenset[str], title: str) ->
 async def measure(arm: Arm, setup: Setup, load: Load) -> Mapping[int, Run]:
     """Start an arm and run one closed loop per number of clients."""
     runs: dict[int, Run] = {}
-    async with started(arm, setup) as serving:
+    async with started(arm, setup) as stream:
         for clients in load.clients:
-            cpu_before = serving.cpu_s()
-            measured = await run_closed_loop(load.workload(clients), send_through(serving.stream))
-            runs[clients] = Run(measured, serving.cpu_s() - cpu_before)
+            cpu_before = arm_cpu_s()
+            measured = await run_closed_loop(load.workload(clients), send_through(stream))
+            runs[clients] = Run(measured, arm_cpu_s() - cpu_before)
             print(f"  {clients} clients: {measured.tokens_per_s:.1f} tokens/s", file=sys.stderr, flush=True)
     return runs
 
@@ -150,32 +159,21 @@ async def compare(arms: Sequence[Arm], setup: Setup, load: Load, options: argpar
     async for _ in in_turn(arms, options.repeats, once):
         rows = [summarise(arm, clients, of_arm) for (arm, clients), of_arm in runs.items()]
         print_table(rows, tandem_arms, title)
-        if options.json:
-            _write_json(options.json, rows, tandem_arms, setup, load)
-
-
-def _write_json(path: Path, rows: Sequence[Row], tandem_arms: frozenset[str], setup: Setup, load: Load) -> None:
-    ratios = [
-        {"arm": arm, "clients": clients, "ratio": ratio, "best_peer": best}
-        for (arm, clients), (ratio, best) in best_ratios(rows, tandem_arms).items()
-    ]
-    shared = {
-        "shape": setup.shape,
-        "precision": setup.precision,
-        "cores": setup.cores,
-        "input_tokens": load.input_tokens,
-        "output_tokens": load.output_tokens,
-    }
-    path.write_text(json.dumps({**shared, "rows": [asdict(row) for row in rows], "ratios": ratios}, indent=1))
+        ratios = [
+            {"arm": arm, "clients": clients, "ratio": ratio, "best_peer": best}
+            for (arm, clients), (ratio, best) in best_ratios(rows, tandem_arms).items()
+        ]
+        tokens = {"input_tokens": load.input_tokens, "output_tokens": load.output_tokens}
+        write_rows(options.json, setup, [asdict(row) for row in rows], **tokens, ratios=ratios)
 
 
 async def answers(arm: Arm, setup: Setup) -> Answers:
     """The tokens of each answer. Requests run one at a time, so that batching has no effect."""
     all_tokens: Answers = []
-    async with started(arm, setup) as serving:
+    async with started(arm, setup) as stream:
         for prompt in _PROMPTS.prompts():
             tokens: list[int] = []
-            async for new in serving.stream(prompt, _PROMPTS.output_tokens):
+            async for new in stream(prompt, _PROMPTS.output_tokens):
                 tokens += new
             all_tokens.append(tokens)
     return all_tokens

@@ -9,17 +9,15 @@ higher rates. Figures are medians over the rounds. Arms are written as in bench.
 """
 
 import argparse
-import json
 import statistics
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
 import tandem
-from bench.peers.arms import Arm, Serving, Setup, add_common_flags, in_turn, send_through, setup_of, started
+from bench.peers.arms import Arm, Setup, Stream, add_common_flags, in_turn, send_through, setup_of, started, write_rows
 from bench.peers.process import PeerFailed
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.figures import Failed, Slo, figures, goodput
@@ -32,9 +30,9 @@ Figures = dict[str, float]
 Runs = dict[tuple[Arm, float], list[Figures]]
 
 
-async def run_rate(serving: Serving, rate: float, seconds: float, seed: str) -> Figures:
+async def run_rate(stream: Stream, rate: float, seconds: float, seed: str) -> Figures:
     """Run one open loop. docs/benchmarking.md defines the figures."""
-    send = send_through(serving.stream)
+    send = send_through(stream)
 
     async def target(job: Job, on_token: OnToken) -> Reply:
         prompt = list(job.token_ids or ())
@@ -54,9 +52,9 @@ async def measure(arm: Arm, setup: Setup, options: argparse.Namespace, repeat: i
     """Start an arm and measure it at all rates, until it misses the target at two rates in a row."""
     figures_by_rate: dict[float, Figures] = {}
     num_missed = 0
-    async with started(arm, setup) as serving:
+    async with started(arm, setup) as stream:
         for rate in options.rates:
-            figures_by_rate[rate] = await run_rate(serving, rate, options.seconds, f"{repeat}/{rate}")
+            figures_by_rate[rate] = await run_rate(stream, rate, options.seconds, f"{repeat}/{rate}")
             share = figures_by_rate[rate]["slo_share"]
             print(f"  {rate:g} requests/s: {share:.0%} good", file=sys.stderr, flush=True)
             num_missed = num_missed + 1 if share < _SLO.share else 0
@@ -99,14 +97,8 @@ async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace
 
     async for _ in in_turn(arms, options.repeats, once):
         print_table(runs)
-        if options.json:
-            _write_json(options.json, runs, setup)
-
-
-def _write_json(path: Path, runs: Runs, setup: Setup) -> None:
-    rows = [{"arm": arm.label, "rate": rate, "rounds": rounds} for (arm, rate), rounds in runs.items()]
-    shared = {"shape": setup.shape, "precision": setup.precision, "cores": setup.cores}
-    path.write_text(json.dumps({**shared, "rows": rows}, indent=1))
+        rows = [{"arm": arm.label, "rate": rate, "rounds": rounds} for (arm, rate), rounds in runs.items()]
+        write_rows(options.json, setup, rows)
 
 
 def main() -> None:

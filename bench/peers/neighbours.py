@@ -9,7 +9,6 @@ rounds: tokens/s, their share of what the arm reaches alone, and the ratio to th
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -22,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.closed_loop import Workload, run_closed_loop
-from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, send_through, setup_of, started
+from bench.peers.arms import Arm, Setup, add_common_flags, in_turn, send_through, setup_of, started, write_rows
 from mesh.interrupts import run_async, run_program
 
 _ENDLESS = "while True: pass"
@@ -84,12 +83,12 @@ async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace
     peers = frozenset(arm.label for arm in arms if not arm.is_tandem)
 
     async def once(arm: Arm, _: int) -> None:
-        async with started(arm, setup) as serving:
+        async with started(arm, setup) as stream:
             for clients in options.clients:
                 for hogs in options.hogs:
                     with busy(setup.cores, hogs):
                         workload = Workload(clients, 2, options.input_tokens, options.output_tokens)
-                        measured = await run_closed_loop(workload, send_through(serving.stream))
+                        measured = await run_closed_loop(workload, send_through(stream))
                     rates.setdefault(Case(arm.label, clients, hogs), []).append(measured.tokens_per_s)
 
     async for _ in in_turn(arms, options.repeats, once):
@@ -98,11 +97,8 @@ async def compare(arms: Sequence[Arm], setup: Setup, options: argparse.Namespace
             peers,
             f"{setup.shape}, {setup.precision}: tokens/s beside endless loops, share of the quiet, x best peer",
         )
-        if options.json:
-            rows = [{**asdict(case), "tokens_per_s": of_case} for case, of_case in rates.items()]
-            options.json.write_text(
-                json.dumps({"shape": setup.shape, "precision": setup.precision, "rows": rows}, indent=1)
-            )
+        rows = [{**asdict(case), "tokens_per_s": of_case} for case, of_case in rates.items()]
+        write_rows(options.json, setup, rows)
 
 
 def main() -> None:

@@ -6,11 +6,10 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from bench.pinned import on_cores
+from tandem_cli.load_test.figures import RunFailed
 
 _ROOT = Path(__file__).resolve().parents[2]  # where `bench` is found
 _SILENCE_S = 300.0
@@ -18,17 +17,8 @@ _LOADING_S = 900.0
 _STOPPING_S = 20.0
 
 
-class PeerFailed(Exception):
+class PeerFailed(RunFailed):
     """A runner did not start, died, violated the protocol or hangs. The message ends with the end of its stderr."""
-
-
-@dataclass(frozen=True, slots=True)
-class Command:
-    """The command line of a runner, and the cores for all its threads."""
-
-    name: str
-    line: tuple[str, ...]
-    cores: tuple[int, ...]
 
 
 class PeerProcess:
@@ -42,11 +32,6 @@ class PeerProcess:
         self._streams: dict[int, asyncio.Queue[dict[str, Any] | PeerFailed]] = {}
         self._failure: PeerFailed | None = None
         self._reading: asyncio.Task[None] | None = None
-
-    @property
-    def pid(self) -> int:
-        """The process id of the runner, which may have child processes."""
-        return self._process.pid
 
     async def wait_ready(self) -> None:
         """Wait until the engine is loaded. Raises PeerFailed."""
@@ -126,17 +111,17 @@ class PeerProcess:
 
 
 @asynccontextmanager
-async def running(command: Command) -> AsyncIterator[PeerProcess]:
+async def running(name: str, command: Sequence[str]) -> AsyncIterator[PeerProcess]:
     """Start a runner, wait until it is ready, and stop it at the end."""
     with tempfile.TemporaryFile() as errors:
         process = await asyncio.create_subprocess_exec(
-            *on_cores(command.cores, *command.line),
+            *command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=errors,
             cwd=_ROOT,
         )
-        peer = PeerProcess(command.name, process, errors)
+        peer = PeerProcess(name, process, errors)
         try:
             await peer.wait_ready()
             yield peer

@@ -19,23 +19,23 @@ def any_word(rng: random.Random) -> str:
     return word + rng.choice(("", "", "n", "r", "s", "l"))
 
 
-def _letter_question(kind: str, rng: random.Random, templates: tuple[str, ...]) -> tuple[str, str, str]:
-    """A word, its key within `kind`, and a question about it."""
+def _letter_question(rng: random.Random, templates: tuple[str, ...]) -> tuple[str, str]:
+    """A word, and a question about it."""
     word = any_word(rng)
-    return word, f"{kind} {word}", phrase(rng, templates, w=rng.choice(QUOTES).format(word))
+    return word, phrase(rng, templates, w=rng.choice(QUOTES).format(word))
 
 
 def spelling(rng: random.Random) -> Sample:
     """The letters of a word in order."""
     templates = ("Spell {w}.", "Spell {w} letter by letter.", "How do you spell {w}?", "Please spell {w}.")
-    word, _, question = _letter_question("spelling", rng, templates)
+    word, question = _letter_question(rng, templates)
     return rule("spelling", word, question, "-".join(word) + ".")
 
 
 def reversing(rng: random.Random) -> Sample:
     """The letters of a word in reverse order, after spelling it."""
     templates = ("Reverse {w}.", "Spell {w} backwards.", "What is {w} backwards?", "Write {w} in reverse.")
-    word, _, question = _letter_question("reversing", rng, templates)
+    word, question = _letter_question(rng, templates)
     return rule("reversing", word, question, "-".join(word) + ", backwards: " + "-".join(reversed(word)) + ".")
 
 
@@ -47,7 +47,7 @@ def counting_letters(rng: random.Random) -> Sample:
         "Count the letters in {w}.",
         "How long is {w}?",
     )
-    word, _, question = _letter_question("counting_letters", rng, templates)
+    word, question = _letter_question(rng, templates)
     return rule("counting_letters", word, question, "-".join(word) + f": {len(word)} letters.")
 
 
@@ -59,7 +59,7 @@ def end_letter(rng: random.Random) -> Sample:
         f"Which letter comes {which} in {{w}}?",
         f"Tell me the {which} letter of {{w}}.",
     )
-    word, _, question = _letter_question("end_letter", rng, templates)
+    word, question = _letter_question(rng, templates)
     letter = word[0] if which == "first" else word[-1]
     return rule("end_letter", word, question, f"{'-'.join(word)}: the {which} letter is {letter}.")
 

@@ -157,22 +157,19 @@ def quantize_checkpoint(
     on_progress: Progress,
 ) -> Quantized:
     """Write the quantised checkpoint to `out`, which appears when it is complete. Raises ConfigurationError."""
-    try:
-        with new_folder(out) as unfinished, torch.inference_mode():
-            copy_other_files(checkpoint.folder, unfinished)
-            raw = read_json(checkpoint.folder / "config.json")
-            raw["quantization_config"] = describe(scheme.weights, scheme.activations, _kept_modules(checkpoint))
-            (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-            writer = ShardWriter(unfinished)
-            maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
-            for index in range(checkpoint.config.num_layers):
-                maker.make_layer(index)
-                on_progress(index + 1)
-            quality = maker.quality()
-            _copy_rest(checkpoint, writer, maker.replaced)
-            writer.finish()
-    except OSError as error:
-        raise ConfigurationError(f"cannot write {out}: {error}") from error
+    with new_folder(out) as unfinished, torch.inference_mode():
+        copy_other_files(checkpoint.folder, unfinished)
+        raw = read_json(checkpoint.folder / "config.json")
+        raw["quantization_config"] = describe(scheme.weights, scheme.activations, _kept_modules(checkpoint))
+        (unfinished / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        writer = ShardWriter(unfinished)
+        maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
+        for index in range(checkpoint.config.num_layers):
+            maker.make_layer(index)
+            on_progress(index + 1)
+        quality = maker.quality()
+        _copy_rest(checkpoint, writer, maker.replaced)
+        writer.finish()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
 

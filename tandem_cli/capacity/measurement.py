@@ -8,10 +8,8 @@ predictions depend only on the shape of a model.
 none, which does not affect the time. Prompts are distinct, so that no KV is shared.
 """
 
-import json
 import os
 import random
-import shutil
 import statistics
 import tempfile
 import time
@@ -31,7 +29,7 @@ from engine.sequence import SequenceState
 from engine.settings import graph_sizes
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
-from tandem_cli.deployment import BUNDLED_MODELS
+from tandem_cli.model_folders import write_without_weights
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.role import EngineLimits
 
@@ -217,7 +215,7 @@ def probe(num_threads: int) -> Probed:
     """Measure this machine with `num_threads` threads. Takes a few seconds."""
     bytes_per_s = read_bytes_per_s(num_threads)
     with tempfile.TemporaryDirectory() as folder:
-        model_dir = _write_wide_model(Path(folder))
+        model_dir = write_without_weights(Path(folder), _WIDE)
         rates = {
             "float32": engine_flops_per_s(model_dir, "none", num_threads),
             "int8": engine_flops_per_s(model_dir, "int8", num_threads),
@@ -244,10 +242,3 @@ def engine_flops_per_s(model_dir: Path, quantize: str, num_threads: int) -> floa
     size = model_size(load_decoder_config(model_dir))
     flops = Capacity(size, Precision("float32", "float32"), DeviceRates(0, 1, 1, 1)).prefill_flops(_PROMPT_TOKENS)
     return 1000 * flops / min(times_ms)
-
-
-def _write_wide_model(folder: Path) -> Path:
-    (folder / "config.json").write_text(json.dumps(_WIDE))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(BUNDLED_MODELS / "tandem-small" / name, folder / name)
-    return folder

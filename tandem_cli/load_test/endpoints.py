@@ -41,17 +41,6 @@ class Endpoint:
 Opener = Callable[[], AbstractAsyncContextManager[Endpoint]]
 
 
-@dataclass(frozen=True)
-class OpenAIServer:
-    """Address, model and prompt format of an OpenAI-compatible server."""
-
-    url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
-    vocab_size: int = 1000
-    as_text: bool = False
-
-
 @dataclass(frozen=True, kw_only=True)
 class OpenAISettings:
     """Credentials are read from the environment only: command lines are visible to other users."""
@@ -107,13 +96,14 @@ def memory_of(pid: int) -> int | None:
 
 
 @asynccontextmanager
-async def openai_endpoint(server: OpenAIServer) -> AsyncIterator[Endpoint]:
+async def openai_endpoint(
+    url: str, model: str, *, api_key: str | None = None, vocab_size: int = 1000, as_text: bool = False
+) -> AsyncIterator[Endpoint]:
     """An OpenAI-compatible server that is already running."""
     from tandem_cli.load_test.openai import OpenAITarget
 
-    async with OpenAITarget(server.url, server.model, api_key=server.api_key) as target:
-        about = {"server": server.url, "model": server.model}
-        yield Endpoint(target, server.vocab_size, about=about, as_text=server.as_text)
+    async with OpenAITarget(url, model, api_key=api_key) as target:
+        yield Endpoint(target, vocab_size, about={"server": url, "model": model}, as_text=as_text)
 
 
 @asynccontextmanager

@@ -198,6 +198,16 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return statistics.quantiles(values, n=100, method="inclusive")[round(percent) - 1]
 
 
+def p50_and_p99_ms(values_s: Sequence[float], digits: int = 1) -> str:
+    """Both in milliseconds, for a table."""
+    return " / ".join(f"{1000 * percentile(values_s, percent):.{digits}f}" for percent in (50, 99))
+
+
+def percentiles_ms(name: str, values_s: Sequence[float], percents: Iterable[int] = PERCENTS) -> dict[str, float]:
+    """The percentiles of times, as figures: `NAME_p50_ms` and so on."""
+    return {f"{name}_p{percent}_ms": 1000 * percentile(values_s, percent) for percent in percents}
+
+
 def figures(run: Run, slo: Slo) -> dict[str, float]:
     """All figures of one run, by name. Figures that were not observed are absent, such as TTFT without streaming."""
     done = run.of(Outcome.OK)
@@ -207,9 +217,10 @@ def figures(run: Run, slo: Slo) -> dict[str, float]:
         result["output_tokens_per_s"] = sum(record.num_tokens for record in done) / run.duration_s
         result["input_tokens_per_s"] = sum(record.input_tokens for record in done) / run.duration_s
         result["generator_cpu"] = run.generator_cpu_s / run.duration_s
-    for name, values in _times(done).items():
+    times = times_of(done) | {"gap": [gap for record in done for gap in record.gaps_s]}
+    for name, values in times.items():
         if values:
-            result |= {f"{name}_p{percent}_ms": 1000 * percentile(values, percent) for percent in PERCENTS}
+            result |= percentiles_ms(name, values)
     if run.is_streamed and run.records:
         num_good = sum(map(slo.is_met, run.records))
         result["slo_share"] = num_good / len(run.records)
@@ -227,11 +238,11 @@ def _counts(run: Run) -> dict[str, float]:
     }
 
 
-def _times(done: Sequence[Record]) -> Mapping[str, list[float]]:
+def times_of(done: Sequence[Record]) -> dict[str, list[float]]:
+    """The times of answers, by the names of their figures: seconds of each that has them."""
     return {
         "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
         "tpot": [record.tpot_s for record in done if record.tpot_s is not None],
-        "gap": [gap for record in done for gap in record.gaps_s],
         "latency": [record.latency_s for record in done],
     }
 
@@ -310,6 +321,6 @@ def burst_figures(run: Run, slo: Slo) -> dict[str, float]:
         result["burst_prefill_ms"] = 1000 * (prefill_end_s - arrived_s)
     for phase, values in phases.items():
         if values:
-            result |= {f"steady_gap_{phase}_p{percent}_ms": 1000 * percentile(values, percent) for percent in (50, 99)}
+            result |= percentiles_ms(f"steady_gap_{phase}", values, (50, 99))
             result[f"steady_gap_{phase}_max_ms"] = 1000 * max(values)
     return result

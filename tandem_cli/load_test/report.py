@@ -3,7 +3,6 @@ prints it as tables.
 """
 
 import json
-import os
 import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from rich.table import Table
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.benchmark import Case, Kind
 from tandem_cli.load_test.figures import (
     PERCENTS,
@@ -209,7 +209,7 @@ def describe_machine() -> dict[str, Any]:
     """Hardware, load and versions, which a reader needs in order to compare figures."""
     return {
         "cpu": _cpu_model(),
-        "cores_allowed": num_cores(),
+        "cores_allowed": len(available_cores()),
         "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "load_average": [round(load, 2) for load in psutil.getloadavg()],
         "system": platform.platform(terse=True),
@@ -217,11 +217,6 @@ def describe_machine() -> dict[str, Any]:
         "tandem": tandem.__version__,
         "packages": {name: metadata.version(name) for name in _PACKAGES},
     }
-
-
-def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_model() -> str:

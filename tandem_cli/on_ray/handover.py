@@ -14,8 +14,9 @@ from typing import Any
 import tandem
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import env_name, flag_name
-from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment, Service, find_model
+from mesh.settings import as_flags, env_name
+from tandem_cli.deployment import Deployment, ModelDeployment, Service
+from tandem_cli.model_folders import BUNDLED_MODELS, find_model
 from tandem_cli.on_ray.resources import WorkerResources
 
 _LEFT_OUT = (
@@ -53,7 +54,7 @@ class Handover:
             )
         models = {name: _find_on_node(model, address) for name, model in self.models.items()}
         addresses = {"host": address, "advertise_host": address}
-        return Service(self.service, self.role, (*self.flags, *_flags(models | addresses), "--follow-stdin"))
+        return Service(self.service, self.role, (*self.flags, *as_flags(**models | addresses), "--follow-stdin"))
 
 
 def hand_over(
@@ -73,7 +74,7 @@ def hand_over(
     return Handover(
         service.name,
         service.role,
-        _flags(values | source),
+        as_flags(**values | source),
         models,
         {name: environ[name] for name in _DOWNLOAD_VARIABLES if is_remote and name in environ},
         {env_name(f.name): getattr(settings, f.name) for f in set_fields if f.metadata["secret"]},
@@ -118,7 +119,3 @@ def _find_on_node(model: str, address: str) -> str:
             f"on the Ray node {address}, {error}: put the model where all nodes see it under the same path, or give "
             "its name on the hub or in S3"
         ) from error
-
-
-def _flags(values: Mapping[str, object]) -> tuple[str, ...]:
-    return tuple(f"{flag_name(name)}={value}" for name, value in values.items())

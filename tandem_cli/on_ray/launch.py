@@ -54,7 +54,7 @@ def on_ray(deployment: Deployment, environ: Mapping[str, str], cluster: RayClust
     needs = worker_needs(largest, environ, sum(node.gpus for node in nodes))
     requests = divide(needs, nodes, deployment.settings.threads_per_worker)
     resources = {request.name: request for request in requests}
-    for service in largest.workers("127.0.0.1:1"):
+    for service in largest.workers():
         hand_over(service, largest, environ, resources[service.name])  # refuses what would fail later
     for request in requests:
         display.line(f"{request.name} asks Ray for {request}")
@@ -91,7 +91,7 @@ class OnRay:
 
     def spares(self, registry_address: str) -> list[Service]:
         """The workers that may be added. Their metrics have ports that are free on their node."""
-        first = {worker.name for worker in self.deployment.workers(registry_address)}
+        first = {worker.name for worker in self.deployment.workers()}
         spares = [worker for worker in self.largest.workers(registry_address) if worker.name not in first]
         if self.deployment.settings.metrics_port is None:
             return spares
@@ -260,8 +260,7 @@ def worker_needs(deployment: Deployment, environ: Mapping[str, str], cluster_gpu
     """The needs of all workers. Workers with the device "auto" get a GPU for each rank if the cluster has enough for
     all. Raises ConfigurationError.
     """
-    workers = deployment.workers("127.0.0.1:1")
-    settings_by_name = {worker.name: deployment.resolve(worker, environ) for worker in workers}
+    settings_by_name = {worker.name: settings for worker, settings in deployment.worker_settings(environ)}
     num_on_gpu = sum(settings.num_local_ranks for settings in settings_by_name.values() if settings.device != "cpu")
     auto_is_gpu = cluster_gpus >= num_on_gpu > 0
     return [_need(name, settings, auto_is_gpu=auto_is_gpu) for name, settings in settings_by_name.items()]

@@ -23,7 +23,8 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_async
-from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, Demand, flags_of
+from mesh.settings import as_flags
+from tandem_cli.optimization.candidates import BASE, STORED, USUAL, Candidate, Demand
 from tandem_cli.optimization.choice import PrecisionQuality
 from tandem_cli.optimization.progress import ShownProgress
 from tandem_cli.optimization.questions import Judge, Question
@@ -73,7 +74,7 @@ class CandidateTrial:
         self._compile(candidate, folder)
         num_jobs = max(num_timed, self.num_judged if needs_all_answers(self.state, candidate) else 0)
         jobs = [question.job for question in self.questions[:num_jobs]]
-        flags = [str(folder), *flags_of(candidate.settings(self.recipe.draft_model))]
+        flags = [str(folder), *as_flags(**candidate.settings(self.recipe.draft_model))]
         self.progress.doing(f"starting {candidate.name}", 0.0)
         num_requests, num_done = max(len(jobs), num_timed), 0
 

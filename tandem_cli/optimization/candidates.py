@@ -111,11 +111,6 @@ class Candidate:
         return {**arithmetic, **drafts, **self.layout.settings()}
 
 
-def flags_of(settings: dict[str, str]) -> list[str]:
-    """Settings as flags of `tandem up`."""
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
-
-
 def combine(precisions: Sequence[str], speculations: Sequence[str], layouts: Sequence[Layout]) -> list[Candidate]:
     """All candidates, and those that they are compared with: the base without speculation, and each one's twin. The
     candidates of a precision follow each other, the first without speculation.

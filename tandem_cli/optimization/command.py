@@ -16,9 +16,10 @@ from rich.table import Table
 from checkpoint.source import ModelSource
 from engine.resolve import fingerprint
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import find_model
+from mesh.logs import quiet_logs
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.load_test.report import describe_machine
+from tandem_cli.model_folders import find_model
 from tandem_cli.optimization.candidate_trial import CandidateTrial
 from tandem_cli.optimization.candidates import STORED, Candidate
 from tandem_cli.optimization.choice import Result, choose
@@ -40,8 +41,7 @@ from tandem_cli.optimization.result import (
 )
 from tandem_cli.optimization.search import Search, State
 from tandem_cli.optimization.subject import Checkpoints, Subject
-from tandem_cli.plan import quiet_logs
-from tandem_cli.terminal import FittingTable, error_console, wide_console
+from tandem_cli.terminal import FittingTable, error_console, progress_bar, wide_console
 
 _WORK = "work"
 
@@ -62,7 +62,8 @@ def optimize(args: argparse.Namespace) -> int:
         state = State.open(args.out / "state.json", _about(args, recipe, subject, questions), tried)
         console.print(f"{len(tried)} candidates, {len(questions)} prompts, {recipe.concurrency} at once")
         try:
-            with ShownProgress(console) as progress:
+            with progress_bar(console) as bar:
+                progress = ShownProgress(bar)
                 trial = CandidateTrial(
                     recipe.max_prompts, subject, recipe, questions, demand, checkpoints, judge, state, progress
                 )

@@ -4,11 +4,8 @@ what is done now.
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
-from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import Progress
 
 from tandem_cli.optimization.candidates import Candidate
 from tandem_cli.optimization.choice import GAP, SPEED, TTFT, Result
@@ -36,26 +33,15 @@ class TimeLeft:
 
 
 class ShownProgress:
-    """Use it as a context manager."""
+    """Shows the progress of one search."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        columns = (TextColumn("{task.description}", markup=False), BarColumn())
-        self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=1.0)
+    def __init__(self, bar: Progress) -> None:
+        self._bar = bar
+        self._task = bar.add_task("", total=1.0)
         self._left = TimeLeft()
         self._begun_s = 0.0
         self._plan: Sequence[int] = ()
         self._round = 0
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def doing(self, text: str, share: float) -> None:
         """Show what is done now, and how far it is, from 0 to 1."""
@@ -81,7 +67,7 @@ class ShownProgress:
         self._say(f"{candidate.name}: not tried: {candidate.precision} {reason}")
 
     def _say(self, text: str) -> None:
-        self._console.print(text, soft_wrap=True)
+        self._bar.console.print(text, soft_wrap=True)
 
 
 def show_time(seconds: float) -> str:

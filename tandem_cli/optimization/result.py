@@ -35,6 +35,7 @@ from tandem_cli.optimization.choice import (
 )
 from tandem_cli.optimization.plot import Panel, Point, draw
 from tandem_cli.optimization.recipe import Recipe
+from tandem_cli.terminal import optional_cell
 
 PROPERTIES = "serving.properties"
 _OPTIONS = {
@@ -215,11 +216,11 @@ def cells(row: Row, outcome: Outcome) -> list[str]:
         f"{figures['memory_bytes'] / 1e6:,.0f} MB",
         f"{figures['load_s']:.1f} s",
         *([] if price is None else [f"{price:.3f}"]),
-        _cell(quality.top1_agreement, ".2%"),
-        _cell(quality.mean_kl, ".4f"),
-        _cell(quality.perplexity, ".4f"),
-        _cell(quality.score, ".1%"),
-        _cell(quality.loss, ".2%"),
+        optional_cell(quality.top1_agreement, ".2%"),
+        optional_cell(quality.mean_kl, ".4f"),
+        optional_cell(quality.perplexity, ".4f"),
+        optional_cell(quality.score, ".1%"),
+        optional_cell(quality.loss, ".2%"),
         remark,
     ]
 
@@ -227,10 +228,6 @@ def cells(row: Row, outcome: Outcome) -> list[str]:
 def headings(outcome: Outcome) -> list[str]:
     price = [] if outcome.recipe.price_per_hour is None else ["$/M tokens"]
     return [*HEADINGS, *price, *QUALITY_HEADINGS, ""]
-
-
-def _cell(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
 
 
 def report_markdown(outcome: Outcome) -> str:

@@ -3,7 +3,6 @@
 Meanwhile the use of the cores by other processes is counted.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import psutil
 
 import tandem
+from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.endpoints import memory_of, own_mesh
 from tandem_cli.load_test.figures import Outcome, RunFailed, Slo, figures
 from tandem_cli.load_test.jobs import Job
@@ -86,7 +86,7 @@ class OtherLoad:
     """
 
     def __init__(self) -> None:
-        self._cores = sorted(os.sched_getaffinity(0))
+        self._cores = available_cores()
         self._begun_s, self._busy_s, self._own_s = time.monotonic(), self._all_busy_s(), _own_s()
 
     def share(self) -> float:

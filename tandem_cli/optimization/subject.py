@@ -25,8 +25,8 @@ from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import PromptEncoder
 from tandem_cli.capacity.roofline import Precision
-from tandem_cli.deployment import find_model
-from tandem_cli.load_test.report import num_cores
+from tandem_cli.hardware import available_cores
+from tandem_cli.model_folders import find_model
 from tandem_cli.optimization.candidates import (
     BASE,
     COMPUTED,
@@ -78,7 +78,7 @@ class Subject:
         free_bytes = device_memory(device).free_bytes
         weights = settings.dtype if settings.quantize == "none" else settings.quantize
         reason = why_eager(settings, config, layout)
-        machine = Machine(device.type, free_bytes, num_cores(), reason)
+        machine = Machine(device.type, free_bytes, len(available_cores()), reason)
         encoder = PromptEncoder(folder)
         prompts = tuple(encoder.encode(question.job) for question in questions)
         references = tuple(encoder.answer(question.reference or "") for question in questions)

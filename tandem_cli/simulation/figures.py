@@ -5,7 +5,15 @@ from collections import Counter
 from collections.abc import Sequence
 
 from mesh.domain.worker import WorkerRole
-from tandem_cli.load_test.figures import PERCENTS, Outcome, Record, Slo, percentile, price_per_million
+from tandem_cli.load_test.figures import (
+    PERCENTS,
+    Outcome,
+    Record,
+    Slo,
+    percentiles_ms,
+    price_per_million,
+    times_of,
+)
 from tandem_cli.simulation.observed import Observed, Sample
 
 Figures = dict[str, float]
@@ -30,7 +38,9 @@ def figures(observed: Observed, slo: Slo, price_per_hour: float | None = None) -
     }
     num_good = sum(map(slo.is_met, records))
     result |= {"slo_share": num_good / len(records), "good_requests_per_s": num_good / duration_s}
-    result |= _times(done) | _gaps(observed.gaps) | _workers(observed)
+    for name, values_s in times_of(done).items():
+        result |= percentiles_ms(name, values_s)
+    result |= _gaps(observed.gaps) | _workers(observed)
     if price_per_hour is not None:
         cost = price_per_hour * sum(observed.paid_worker_s.values()) / HOUR_S
         result["cost"] = cost
@@ -57,21 +67,7 @@ def _hour(hour: int, records: Sequence[Record], samples: Sequence[Sample], slo: 
         if counts:
             result[f"{role.value}_workers"] = sum(counts) / len(counts)
     result["slo_share"] = sum(map(slo.is_met, records)) / len(records)
-    ttft_ms = [1000 * record.ttft_s for record in records if record.ttft_s is not None]
-    return result | {f"ttft_p{percent}_ms": percentile(ttft_ms, percent) for percent in (50, 99)}
-
-
-def _times(done: Sequence[Record]) -> Figures:
-    times = {
-        "ttft": [record.ttft_s for record in done if record.ttft_s is not None],
-        "tpot": [record.tpot_s for record in done if record.tpot_s is not None],
-        "latency": [record.latency_s for record in done],
-    }
-    return {
-        f"{name}_p{percent}_ms": 1000 * percentile(values, percent)
-        for name, values in times.items()
-        for percent in PERCENTS
-    }
+    return result | percentiles_ms("ttft", times_of(records)["ttft"], (50, 99))
 
 
 def _gaps(gaps: Counter[float]) -> Figures:

@@ -8,7 +8,6 @@ which is what heartbeats would tell. Canaries prove each worker before it gets r
 
 import asyncio
 import json
-import shutil
 from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
 from router.workers.prefill_client import KVDestination, PrefillEvent
-from tandem_cli.deployment import BUNDLED_MODELS
+from tandem_cli.model_folders import BUNDLED, write_without_weights
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.workers import ModelledDecode, ModelledPrefill, ModelledWorker, Neighbours, worker_info
@@ -225,8 +224,5 @@ async def simulated_mesh(
 
 def write_model(folder: Path, max_positions: int) -> None:
     """Write what a router reads of a model: a tokenizer, whose texts do not matter, and the longest sequence."""
-    bundled = BUNDLED_MODELS / "tandem-small"
-    config = json.loads((bundled / "config.json").read_text()) | {"max_position_embeddings": max_positions}
-    (folder / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(bundled / name, folder / name)
+    config = json.loads((BUNDLED / "config.json").read_text()) | {"max_position_embeddings": max_positions}
+    write_without_weights(folder, config)

@@ -18,8 +18,8 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.shapes import BUNDLED
 from mesh.interrupts import run_async, run_program
+from tandem_cli.model_folders import BUNDLED
 from tests.client_environment import python_with
 from tests.e2e.mesh_process import mesh
 

@@ -4,12 +4,12 @@ import json
 
 import pytest
 
-from bench.shapes import BUNDLED
 from engine.runner_settings import RunnerSettings
 from tandem_cli.capacity import measurement
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.main import main
+from tandem_cli.model_folders import BUNDLED
 
 
 def test_steps_of_the_engine_alone() -> None:

@@ -30,8 +30,8 @@ from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import main
+from tandem_cli.model_folders import BUNDLED_MODELS
 from tests.as_a_process import exit_status_of
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZE

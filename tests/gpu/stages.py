@@ -227,14 +227,14 @@ def copies_beside_steps(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of a decode step while two threads copy KV to the host, as fast as they can, and without."""
     from bench.shapes import write_shape
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
-    from tandem_cli.deployment import BUNDLED_MODELS
+    from tandem_cli.model_folders import BUNDLED
 
     is_large = device.type == "cuda"
     chunk, rates = chunk_on(device), []
     found: dict[str, list[float]] = {"alone": [], "beside copies": []}
     with arena_of(2 * chunk.num_bytes) as arena:
         with tempfile.TemporaryDirectory() as folder:
-            model_dir = write_shape("0.5b", Path(folder)) if is_large else BUNDLED_MODELS / "tandem-small"
+            model_dir = write_shape("0.5b", Path(folder)) if is_large else BUNDLED
             batch, dtype = (32, "bfloat16") if is_large else (1, "float32")
             measured = EngineSteps(StepWorkload(model_dir, "none", batch, 256, 256, num_threads=2, dtype=dtype))
             measured.decode_ms(batch)
@@ -259,13 +259,13 @@ def steps(device: torch.device, seconds: float) -> Figures:
     """Milliseconds of a prompt and of decode steps, without a mesh; and how much graphs save of a step of one."""
     from bench.shapes import write_shape
     from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
-    from tandem_cli.deployment import BUNDLED_MODELS
+    from tandem_cli.model_folders import BUNDLED
 
     is_large = device.type == "cuda"
     dtype, batches = ("bfloat16", (1, 8, 32)) if is_large else ("float32", (1,))
     figures: Figures = {}
     with tempfile.TemporaryDirectory() as folder:
-        small = BUNDLED_MODELS / "tandem-small"
+        small = BUNDLED
         models = [write_shape(name, Path(folder)) for name in ("135m", "0.5b")] if is_large else [small]
         for model_dir in _until(seconds, models):
             # Two threads: times of one are its CPU time, which does not contain what the device does.

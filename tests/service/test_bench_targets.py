@@ -8,7 +8,7 @@ import pytest
 
 import tandem
 from tandem_cli.load_test.benchmark import Benchmark, Kind
-from tandem_cli.load_test.endpoints import OpenAIServer, mesh_endpoint, openai_endpoint
+from tandem_cli.load_test.endpoints import mesh_endpoint, openai_endpoint
 from tandem_cli.load_test.figures import (
     ARRIVED,
     BURST,
@@ -156,9 +156,8 @@ async def test_a_sweep_measures_every_case_in_every_round() -> None:
         kind=Kind.RATE, values=(1000, 2000), input_tokens=(3, 5), output_tokens=2, num_requests=4, repeats=2
     )
     async with running_openai_server(script) as url:
-        server = OpenAIServer(url, "m")
         report = Report({}, {}, benchmark.slo)
-        await Sweep(benchmark, {"server": lambda: openai_endpoint(server)}, report, Watcher()).run()
+        await Sweep(benchmark, {"server": lambda: openai_endpoint(url, "m")}, report, Watcher()).run()
     assert [(point.case.value, point.case.input_tokens, len(point.runs)) for point in report.points] == [
         (1000, 3, 2),
         (2000, 3, 2),

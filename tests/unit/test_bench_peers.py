@@ -2,10 +2,10 @@
 
 import io
 import json
-import os
 import queue
 import sys
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
@@ -13,13 +13,13 @@ import pytest
 import tandem
 from bench.closed_loop import Workload, run_closed_loop
 from bench.peers import goodput
-from bench.peers.arms import Arm, Serving, in_turn, parse_arm, send_through
+from bench.peers.arms import Arm, in_turn, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
 from bench.peers.compare import Row, best_ratios, count_agreement
 from bench.peers.goodput import run_rate
 from bench.peers.install import select_requirements
-from bench.peers.process import Command, PeerFailed, running
+from bench.peers.process import PeerFailed, PeerProcess, running
 from bench.peers.wire import Request, Wire
 
 ECHO = """
@@ -41,15 +41,15 @@ sys.exit("out of luck")
 """
 
 
-def runner(tmp_path: Path, source: str) -> Command:
+def runner(tmp_path: Path, source: str) -> AbstractAsyncContextManager[PeerProcess]:
     script = tmp_path / "runner.py"
     script.write_text(source)
-    return Command("fake", (sys.executable, str(script)), tuple(os.sched_getaffinity(0)))
+    return running("fake", (sys.executable, str(script)))
 
 
 async def test_streams_of_a_runner_run_at_the_same_time_and_bring_all_tokens(tmp_path: Path) -> None:
     load = Workload(num_clients=3, requests_per_client=2, input_tokens=4, output_tokens=5)
-    async with running(runner(tmp_path, ECHO)) as peer:
+    async with runner(tmp_path, ECHO) as peer:
         assert [tokens async for tokens in peer.stream([40], 3)] == [[40, 41], [42]]
         measured = await run_closed_loop(load, send_through(peer.stream))
     assert measured.num_tokens == 3 * 2 * 5
@@ -57,7 +57,7 @@ async def test_streams_of_a_runner_run_at_the_same_time_and_bring_all_tokens(tmp
 
 
 async def test_a_runner_that_dies_fails_all_its_streams_with_its_last_words(tmp_path: Path) -> None:
-    async with running(runner(tmp_path, DIES)) as peer:
+    async with runner(tmp_path, DIES) as peer:
         send = send_through(peer.stream)
         with pytest.raises(PeerFailed, match=r"fake ended with exit status 1\nout of luck"):
             await send([1], 8, lambda: None)
@@ -77,7 +77,7 @@ async def test_a_runner_that_never_gets_ready_is_told_from_one_that_does(
     tmp_path: Path, source: str, says: str
 ) -> None:
     with pytest.raises(PeerFailed, match=says):
-        async with running(runner(tmp_path, source)):
+        async with runner(tmp_path, source):
             pass
 
 
@@ -153,7 +153,7 @@ async def test_only_whole_answers_in_time_are_good(error: Exception | None) -> N
             raise error
         yield [1] * (max_new_tokens // 2)
 
-    found = await run_rate(Serving(stream, os.getpid()), rate=200, seconds=0.02, seed="0")
+    found = await run_rate(stream, rate=200, seconds=0.02, seed="0")
     assert (found["num_ok"], found["slo_share"]) == ((4, 1.0) if error is None else (0, 0.0))
 
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.shapes import BUNDLED
 from engine.models.read_config import load_config, load_decoder_config
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
@@ -40,6 +39,7 @@ from tandem_cli.capacity.roofline import (
     find_device,
     model_size,
 )
+from tandem_cli.model_folders import BUNDLED
 from tests.defects import Repaired
 
 LLAMA_3_8B: dict[str, Any] = {

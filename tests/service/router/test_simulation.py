@@ -12,9 +12,9 @@ import structlog
 
 from decode_worker.settings import DecodeSettings
 from mesh.domain.worker import WorkerRole
+from mesh.logs import quiet_logs
 from router.settings import RouterSettings
 from tandem_cli.load_test.figures import Outcome, Slo
-from tandem_cli.plan import quiet_logs
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.autoscaler import scaling
 from tandem_cli.simulation.figures import by_hour, figures

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import CalibrationPrompts, read_prompts
-from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import parse_arguments
+from tandem_cli.model_folders import BUNDLED
 
-MODEL = BUNDLED_MODELS / "tandem-small"
+MODEL = BUNDLED
 
 
 def read(

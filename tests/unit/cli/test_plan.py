@@ -12,8 +12,8 @@ from engine.kernels.cpu.machine import why_no_loops
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from tandem_cli.capacity import ranks
-from tandem_cli.deployment import BUNDLED_MODELS
 from tandem_cli.main import main
+from tandem_cli.model_folders import BUNDLED
 
 ON_H100 = ("plan", "--device", "h100-sxm")
 
@@ -133,7 +133,7 @@ def test_other_files_hold_no_results(content: str, capsys: pytest.CaptureFixture
 
 def test_a_model_is_named_as_its_folder_is(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     folder = tmp_path / "m[awq]"
-    shutil.copytree(BUNDLED_MODELS / "tandem-small", folder)
+    shutil.copytree(BUNDLED, folder)
     assert main([*ON_H100, str(folder)]) == 0
     assert f"{folder}: " in capsys.readouterr().out
 
@@ -203,7 +203,7 @@ def test_stages_divide_layers(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def parameter_bytes(weight_bytes: int) -> dict[str, int]:
-    config = load_decoder_config(BUNDLED_MODELS / "tandem-small")
+    config = load_decoder_config(BUNDLED)
     return {spec.name: weight_bytes * prod(spec.shape) for spec in parameter_specs(config)}
 
 

@@ -16,9 +16,10 @@ from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import why_no_loops
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
-from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
+from tandem_cli.deployment import Deployment, ModelDeployment
 from tandem_cli.display import Display
 from tandem_cli.hardware import CoreAssignment
+from tandem_cli.model_folders import BUNDLED
 from tandem_cli.preparation import with_partition
 from tandem_cli.up_settings import UpSettings
 from tests.warm import forks
@@ -50,7 +51,7 @@ def test_the_workers_degree_and_quantization_are_written_once(prepared: Prepared
     if reason := why_no_loops():
         pytest.skip(reason)
     values = {role: {"tensor_parallel": "2", "quantize": "int8"} for role in ("prefill", "decode")}
-    deployment = prepared(BUNDLED_MODELS / "tandem-small", **values)
+    deployment = prepared(BUNDLED, **values)
     for _ in range(2):
         [model] = with_partition(deployment, {}, DISPLAY).models
         assert (model.name, model.folder) == ("m0", str(tmp_path / "out"))

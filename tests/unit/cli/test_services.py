@@ -6,8 +6,9 @@ import pytest
 
 from checkpoint.source import ModelSource
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import Deployment, ModelDeployment, Overrides, Service, find_model, prepare_models
+from tandem_cli.deployment import Deployment, ModelDeployment, Overrides, Service, prepare_models
 from tandem_cli.hardware import CoreAssignment, assign_cores
+from tandem_cli.model_folders import find_model
 from tandem_cli.preparation import with_switchable
 from tandem_cli.up_settings import UpSettings, passed_on, split_by_role
 

@@ -20,6 +20,7 @@ from tandem_cli.terminal import (
     StreamedAnswer,
     colour_of,
     error_console,
+    progress_bar,
     show_confidence,
     strip_controls,
     wide_console,
@@ -40,8 +41,8 @@ def test_text_with_brackets_and_colons_is_shown_as_it_is(capsys: pytest.CaptureF
 
 def test_what_a_search_does_is_no_markup() -> None:
     console = Console(file=io.StringIO(), force_terminal=True)
-    with ShownProgress(console) as bar:
-        bar.doing("best[/awq]", 0.5)
+    with progress_bar(console) as bar:
+        ShownProgress(bar).doing("best[/awq]", 0.5)
 
 
 def worker(role: str, num_tokens: int) -> tandem.Worker:

@@ -629,7 +629,7 @@ def test_the_trial_request_goes_through_no_proxy(
 
 
 def test_a_trial_that_breaks_ends_the_start_at_once(prepared: Prepared) -> None:
-    class Broken:
+    class Broken(Trial):
         async def __call__(self, address: str) -> None:
             raise LookupError("unforeseen")
 

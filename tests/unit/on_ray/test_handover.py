@@ -10,8 +10,9 @@ import pytest
 from decode_worker.settings import DecodeSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import load_settings
-from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
+from tandem_cli.deployment import Deployment, ModelDeployment
 from tandem_cli.hardware import CoreAssignment
+from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.resources import WorkerResources
 from tandem_cli.up_settings import UpSettings
@@ -82,7 +83,7 @@ def test_a_bundled_model_is_found_where_the_node_has_it() -> None:
     assert handover.models == {"model": "tandem-small", "draft_model": "tandem-draft"}
     settings = settings_on_node(handover)
     assert (settings.model, settings.draft_model) == (
-        str(BUNDLED_MODELS / "tandem-small"),
+        str(BUNDLED),
         str(BUNDLED_MODELS / "tandem-draft"),
     )
 

@@ -3,8 +3,9 @@
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import BUNDLED_MODELS, Deployment, ModelDeployment
+from tandem_cli.deployment import Deployment, ModelDeployment
 from tandem_cli.hardware import CoreAssignment
+from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.on_ray.launch import worker_needs
 from tandem_cli.on_ray.resources import WorkerNeed
 from tandem_cli.up_settings import UpSettings
@@ -13,7 +14,7 @@ from tandem_cli.up_settings import UpSettings
 def needs(cluster_gpus: float = 0, **values: str) -> dict[str, WorkerNeed]:
     """By worker. The settings `values` are those of decode workers."""
     cores = CoreAssignment(((),), ((), ()))
-    model = ModelDeployment("tandem-small", str(BUNDLED_MODELS / "tandem-small"), cores)
+    model = ModelDeployment("tandem-small", str(BUNDLED), cores)
     mesh = Deployment(UpSettings(on="ray"), (model,), pin=False, values={"decode": values})
     return {need.name: need for need in worker_needs(mesh, {}, cluster_gpus)}
 
@@ -35,7 +36,7 @@ def block_bytes() -> int:
     from engine.resolve import kv_layout, resolve
     from engine.runner_settings import RunnerSettings
 
-    settings, config = resolve(RunnerSettings(Path(BUNDLED_MODELS / "tandem-small"), "cpu"))
+    settings, config = resolve(RunnerSettings(Path(BUNDLED), "cpu"))
     return kv_layout(config, settings).block_bytes
 
 

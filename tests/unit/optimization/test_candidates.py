@@ -4,8 +4,9 @@ import pytest
 
 from engine.models.read_config import load_decoder_config
 from mesh.domain.errors import ConfigurationError
+from mesh.settings import as_flags
 from tandem_cli.capacity.roofline import Precision
-from tandem_cli.deployment import BUNDLED_MODELS
+from tandem_cli.model_folders import BUNDLED
 from tandem_cli.optimization.candidates import (
     BASE,
     USUAL,
@@ -14,7 +15,6 @@ from tandem_cli.optimization.candidates import (
     Layout,
     Machine,
     combine,
-    flags_of,
     memory_needed,
     prune,
     require_some,
@@ -39,18 +39,18 @@ def test_combinations_begin_with_the_base_and_its_precision_together() -> None:
     ]
 
 
-def test_flags_are_those_of_up() -> None:
+def test_settings_are_those_of_up() -> None:
     candidate = Candidate("int4", "draft", Layout(0, 2, 2))
-    assert flags_of(candidate.settings("./small")) == [
+    assert as_flags(**candidate.settings("./small")) == (
         "--quantize=int4",
         "--speculative=draft",
         "--draft-model=./small",
         "--colocated=true",
         "--decode=2",
         "--tensor-parallel=2",
-    ]
-    assert flags_of(Candidate("awq", "none", USUAL).settings("")) == ["--prefill=1", "--decode=1"]
-    assert flags_of(Candidate("bfloat16", "none", USUAL).settings(""))[0] == "--dtype=bfloat16"
+    )
+    assert as_flags(**Candidate("awq", "none", USUAL).settings("")) == ("--prefill=1", "--decode=1")
+    assert as_flags(**Candidate("bfloat16", "none", USUAL).settings(""))[0] == "--dtype=bfloat16"
 
 
 def test_ranks_are_tried_between_numa_nodes_only() -> None:
@@ -70,7 +70,7 @@ def test_what_the_device_lacks() -> None:
 
 
 def test_memory_by_formula() -> None:
-    config = load_decoder_config(BUNDLED_MODELS / "tandem-small")
+    config = load_decoder_config(BUNDLED)
     needed = memory_needed(config, HALF, Demand(8, 300))
     weights = 2_885_888 * 2
     kv = 8 * 300 * 2 * 4 * 2 * 32 * 4

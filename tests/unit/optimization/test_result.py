@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.deployment import BUNDLED_MODELS, Deployment
+from tandem_cli.deployment import Deployment
 from tandem_cli.low_code import WRITTEN_BY, find_written
 from tandem_cli.main import main
+from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout
 from tandem_cli.optimization.choice import PrecisionQuality, Result, choose
 from tandem_cli.optimization.recipe import Recipe
@@ -132,7 +133,7 @@ def test_up_serves_the_folder_with_a_reference(tmp_path: Path, prepared: Prepare
     out = write(tmp_path / "out", properties_of(candidate, "tandem-small", ""))
     deployment = prepared("--model", out) if as_flag else prepared(out)
     (model,) = deployment.models
-    assert (model.name, model.folder) == ("tandem-small", str(BUNDLED_MODELS / "tandem-small"))
+    assert (model.name, model.folder) == ("tandem-small", str(BUNDLED))
     workers = deployment.workers("127.0.0.1:1")
     assert [worker.role for worker in workers] == ["decode", "decode"]
     settings = deployment.resolve(workers[0], {})
@@ -143,7 +144,7 @@ def test_up_serves_the_folder_with_a_reference(tmp_path: Path, prepared: Prepare
 
 def test_up_serves_the_folder_with_a_checkpoint(tmp_path: Path, prepared: Prepared) -> None:
     out = write(tmp_path / "out", properties_of(Candidate("awq", "draft", USUAL), "", "tandem-draft"))
-    assert publish(BUNDLED_MODELS / "tandem-small", tmp_path / "out")
+    assert publish(BUNDLED, tmp_path / "out")
     deployment = prepared(out, "--decode", "2")
     (model,) = deployment.models
     assert (model.name, model.folder) == ("out", out)
@@ -164,6 +165,6 @@ def test_files_of_others_are_not_read(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_values_survive_the_format_of_the_file(tmp_path: Path, prepared: Prepared) -> None:
     odd = tmp_path / "a b:ü#\\"
-    odd.symlink_to(BUNDLED_MODELS / "tandem-small")
+    odd.symlink_to(BUNDLED)
     out = write(tmp_path / "out", properties_of(Candidate(BASE, "none", USUAL), str(odd), ""))
-    assert prepared(out).models[0].folder == str(BUNDLED_MODELS / "tandem-small")
+    assert prepared(out).models[0].folder == str(BUNDLED)

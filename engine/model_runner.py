@@ -21,7 +21,6 @@ from engine.finite import items_not_finite, scores_are_finite, sum_of
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.models.model_config import ModelConfig
 from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sampler import Sampler
@@ -70,8 +69,6 @@ class ModelRunner:
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
         )
         self._adapters = adapters
-        # Where layers share blocks, the KV of a token is not in one place of a block.
-        self._clears_tokens = not (isinstance(model.config, ModelConfig) and model.config.mixed)
         size, slots = kv_cache.layout.block_size, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
         state_blocks = kv_cache.layout.state_blocks
@@ -189,8 +186,7 @@ class ModelRunner:
             return RunnerOutput(failure=InvalidRequest(reason))
         if not is_broken:
             return RunnerOutput(tokens, scores)
-        is_cleared = item.drafts and self._clears_tokens
-        return RunnerOutput() if is_cleared else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+        return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
 
     def _clear(self, item: ScheduledSequence) -> None:
         """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
@@ -198,7 +194,7 @@ class ModelRunner:
         first, offset = divmod(item.start, layout.block_size)
         states, table = layout.state_blocks, item.sequence.block_table
         blocks = table[states + first : layout.num_blocks_for(item.end)]
-        if item.drafts and offset and self._clears_tokens:
+        if item.drafts and offset:
             self.kv_cache.clear_blocks([blocks.pop(0)], offset)
         self.clear_blocks(table[:states] + blocks)
 

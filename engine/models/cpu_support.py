@@ -1,6 +1,7 @@
 """Models and KV caches that the compiled loops of the CPU support. The eager decoder computes all others."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engine.kernels.cpu.arguments import (
     CLAMPED_SWIGLU,
@@ -15,6 +16,7 @@ from engine.kernels.cpu.arguments import (
     XIELU,
 )
 from engine.kernels.cpu.machine import KEYS, LANES, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
+from engine.models.mixed_config import MixedConfig
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.kv import KVLayout
@@ -45,10 +47,6 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
-    if config.windows_are_chunks:
-        return "attention in chunks"
-    if config.mixed is not None:
-        return "layers with heads of several sizes"
     if (recurrent := config.recurrent) is not None:
         if (missing := why_not_mixed(recurrent)) is not None:
             return missing
@@ -71,7 +69,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block not in _ADDED_BLOCKS:
+        if config.block not in _ADDED_BLOCKS and config.mixed is None:
             return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:
@@ -84,7 +82,18 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     for name, width in widths.items():
         if width % PANEL:
             return f"{name} {width}, not a multiple of {PANEL}"
+    if config.mixed is not None and (missing := _why_not_sized(config.mixed, layout)) is not None:
+        return missing
     return why_not_paged(layout)
+
+
+def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
+    """The reason why the loop cannot compute layers of these sizes, or None if it can."""
+    widths = [mixed.input_width, *(sizes.intermediate_size for sizes in mixed.layers)]
+    if wrong := next((width for width in widths if width % PANEL), None):
+        return f"layers with inputs or MLPs of {wrong}, not a multiple of {PANEL}"
+    reasons = (why_not_paged(replace(layout, head_dim=sizes.head_dim)) for sizes in mixed.layers)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_not_mixed(recurrent: RecurrentConfig) -> str | None:

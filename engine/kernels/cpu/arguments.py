@@ -85,6 +85,17 @@ class Weights(NamedTuple):
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
 """A sliding window that no context reaches."""
+
+
+class Window(NamedTuple):
+    """A query at position p sees the tokens from `p // step * step + 1 - size` on. A sliding window has steps of 1, a
+    chunk of `step` tokens the size 1.
+    """
+
+    size: int
+    step: int = 1
+
+
 Cache: TypeAlias = Array
 """A KV cache as a flat array of its dtype; fp16 as uint16."""
 
@@ -107,14 +118,16 @@ NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 
 
 class Batch(NamedTuple):
-    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1]). Layers of a
+    group find a token in the same slot.
+    """
 
-    slots: Int64s  # [num_tokens]
-    segments: Int64s  # [num_seqs, max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    slots: Int64s  # [num_tokens, groups]
+    segments: Int64s  # [num_seqs, groups * max_blocks * block_size / KEYS]: first slot of each KEYS tokens
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
-    cos: Floats  # [kinds of layers, num_tokens, head_dim]; no kind without rotary positions
+    cos: Floats  # [kinds of layers, num_tokens, largest head_dim]; no kind without rotary positions
     sin: Floats  # like cos; the first half is negated
     query_factors: Floats = NO_FACTORS  # [kinds of layers, num_tokens], of rotated queries; no kind without
 
@@ -186,7 +199,8 @@ class AttentionMemory(NamedTuple):
     query_bytes: int  # from row to row
     out: Address
     out_bytes: int
-    segments: Address  # first slot of each segment, int64
+    segments: Address  # first slot of each segment in the layer's group, int64
+    num_segments: int  # of a sequence
     segments_bytes: int  # from sequence to sequence
     num_seqs: int
     scores: Address
@@ -206,13 +220,22 @@ class AttentionMemory(NamedTuple):
     sinks: Address  # of the layer; 0 without
 
 
+class LayerPlace(NamedTuple):
+    """A layer of the model, and the place of the KV that it reads."""
+
+    layer: int
+    number: int  # of the layer of the cache
+    group: int  # see Batch
+    is_own: bool  # the layer writes this KV; False: an earlier one does
+
+
 class LayerKV(NamedTuple):
     """Keys and values of one layer in the cache."""
 
     keys: Address
     values: Address
     element: Element
-    window: int  # tokens that a query sees, its own included
+    window: Window
 
 
 _NOT_WIDE: Floats = np.empty(0, np.float32)
@@ -237,6 +260,7 @@ class Routing(NamedTuple):
     router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    expert_factors: Floats  # [num_layers, num_experts], of the weights of chosen experts; [num_layers, 0] without
     num_experts: int
     top_k: int
     normalised: bool
@@ -320,3 +344,11 @@ class Recurrent(NamedTuple):
     value_dim: int
     scan: ScanFacts
     places: StatePlaces
+
+
+class LayerInputs(NamedTuple):
+    """What layers add for the token itself, see layer_inputs.py. Its projection is the last matrix."""
+
+    width: int  # of a layer's input; 0: there are none
+    norm: Floats  # [1, width], of projections
+    eps: np.float32

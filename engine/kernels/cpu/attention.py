@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Attending, AttentionMemory, Batch, Cache, LayerKV, Part, Range
-from engine.kernels.cpu.chunk import Chunk, attend_chunk
+from engine.kernels.cpu.arguments import (
+    Attending,
+    AttentionMemory,
+    Batch,
+    Cache,
+    LayerKV,
+    LayerPlace,
+    Part,
+    Range,
+    Window,
+)
+from engine.kernels.cpu.chunk import Chunk, attend_chunk, first_visible
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode import DecodeQuery, attend_decode, join_splits, segments_of, splits_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, SLOT_BYTES
@@ -29,14 +39,14 @@ class _SequenceRows(NamedTuple):
 
 
 @jit
-def attend(attending: Attending, cache: Cache, layer: int, window: int, part: Part) -> None:
+def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window, part: Part) -> None:
     """Compute one thread's part of a layer's attention, for all sequences of the batch.
 
     If `has_splits`, all threads then call `join`.
     """
-    shape, batch, memory = attending.shape, attending.batch, memory_of(attending, layer)
+    shape, batch, memory = attending.shape, attending.batch, memory_of(attending, place)
     plane_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
-    keys = address(cache) + shape.num_planes * layer * plane_bytes
+    keys = address(cache) + shape.num_planes * place.number * plane_bytes
     kv = LayerKV(keys, keys + (shape.num_planes - 1) * plane_bytes, cache[0], window)
     work = _decode_work(batch, window) * shape.num_kv_heads
     first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
@@ -55,7 +65,7 @@ def attend(attending: Attending, cache: Cache, layer: int, window: int, part: Pa
 
 
 @jit
-def has_splits(batch: Batch, window: int) -> bool:
+def has_splits(batch: Batch, window: Window) -> bool:
     """True if a generated token's context has several splits."""
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
@@ -66,9 +76,9 @@ def has_splits(batch: Batch, window: int) -> bool:
 
 
 @jit
-def join(attending: Attending, layer: int, window: int, part: Part) -> None:
+def join(attending: Attending, place: LayerPlace, window: Window, part: Part) -> None:
     """Compute one thread's part of what follows `attend`: join the splits of contexts that have several."""
-    batch, memory, result = attending.batch, memory_of(attending, layer), 0
+    batch, memory, result = attending.batch, memory_of(attending, place), 0
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
         for row in range(rows.first + rows.num_prompt, rows.end):
@@ -79,17 +89,19 @@ def join(attending: Attending, layer: int, window: int, part: Part) -> None:
 
 
 @jit
-def memory_of(attending: Attending, layer: int) -> AttentionMemory:
+def memory_of(attending: Attending, place: LayerPlace) -> AttentionMemory:
     """The addresses of all arrays."""
     sinks = attending.sinks
     queries, batch, scratch, splits = attending.queries, attending.batch, attending.scratch, attending.splits
+    num_segments = batch.segments.shape[1] // batch.slots.shape[1]
     in_bf16 = len(scratch.keys16) > 0
     return AttentionMemory(  # in order: numba takes no more than 15 names
         address(queries.rows),
         queries.step * FLOAT_BYTES,
         address(queries.out),
         queries.out_step * FLOAT_BYTES,
-        address(batch.segments),
+        address(batch.segments) + place.group * num_segments * SLOT_BYTES,
+        num_segments,
         batch.segments.shape[1] * SLOT_BYTES,
         batch.segments.shape[0],
         address(scratch.scores),
@@ -106,7 +118,7 @@ def memory_of(attending: Attending, layer: int) -> AttentionMemory:
         address(splits.totals),
         in_bf16,
         address(attending.slopes) if len(attending.slopes) else 0,
-        address(sinks) + layer * sinks.shape[1] * FLOAT_BYTES if len(sinks) else 0,
+        address(sinks) + place.layer * sinks.shape[1] * FLOAT_BYTES if len(sinks) else 0,
     )
 
 
@@ -119,9 +131,9 @@ def _rows(batch: Batch, seq: int) -> _SequenceRows:
 
 
 @jit
-def _query(seq: int, row: int, rows: _SequenceRows, window: int, result: int) -> DecodeQuery:
+def _query(seq: int, row: int, rows: _SequenceRows, window: Window, result: int) -> DecodeQuery:
     end = rows.position + row - rows.first + 1
-    return DecodeQuery(seq, row, Range(max(0, end - window), end), result)
+    return DecodeQuery(seq, row, Range(first_visible(end - 1, window), end), result)
 
 
 @jit
@@ -137,7 +149,7 @@ def _num_results(query: DecodeQuery) -> int:
 
 
 @jit
-def _decode_work(batch: Batch, window: int) -> int:
+def _decode_work(batch: Batch, window: Window) -> int:
     """Segments that the generated tokens of the batch read."""
     total = 0
     for seq in range(len(batch.context_lens)):

@@ -268,7 +268,7 @@ def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: L
     if split.tokens.end == query.visible.end:
         seq, first = min(seq + 1, memory.num_seqs - 1), 0
     slots = memory.segments + seq * memory.segments_bytes + first * SLOT_BYTES
-    return _Segments(kv.keys, slots, memory.segments_bytes // SLOT_BYTES - first)
+    return _Segments(kv.keys, slots, memory.num_segments - first)
 
 
 @jit

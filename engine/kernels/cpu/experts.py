@@ -35,13 +35,15 @@ _ONE = np.float32(1.0)
 class Experts(NamedTuple):
     """The experts of a model. Without experts, `layers` is 0 everywhere and the arrays are empty."""
 
-    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP
+    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP, or beside it
     routing: Routing
     num_experts: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
     gated: bool
     activation: int  # a number of arguments.py
+    scales_inputs: bool  # copies are weighted before they are multiplied, not the results
+    are_beside: bool  # layers have experts and the MLP
 
 
 class Copies(NamedTuple):
@@ -98,7 +100,8 @@ def put_copies(
             matrix = first + 2 * e
             at = copy * weights.matrices[matrix, 2]
             row = routed.normed[copies.rows[copy]]
-            operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, at)
+            factor = put_row_at(row, weights, matrix, operand.a, at)
+            operand.factors[copy] = factor * copies.weights[copy] if experts.scales_inputs else factor
 
 
 @jit
@@ -170,11 +173,12 @@ def _from(operand: Operand, element: int, row: int) -> Operand:
 
 
 @jit
-def add_results(routed: RoutedRows, copies: Copies, out: Floats, part: Range) -> None:
-    """Add the weighted results to the rows of `out` in the range."""
+def add_results(experts: Experts, routed: RoutedRows, copies: Copies, out: Floats, part: Range) -> None:
+    """Add the results, weighted unless their inputs were, to the rows of `out` in the range."""
     width = out.shape[1]
     for copy in range(len(copies.rows)):
         row = copies.rows[copy]
         if part.first <= row < part.end:
             result = address(routed.results) + copy * width * FLOAT_BYTES
-            mix_rows(result, width // LANES, copies.weights[copy], _ONE, address(out) + row * width * FLOAT_BYTES)
+            weight = _ONE if experts.scales_inputs else copies.weights[copy]
+            mix_rows(result, width // LANES, weight, _ONE, address(out) + row * width * FLOAT_BYTES)

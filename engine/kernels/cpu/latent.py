@@ -83,7 +83,7 @@ def rotate_and_store_latents(
         divisor = norm_row(rows.projected[end - rotated - latent.rank : end - rotated], norm, key[rotated:])
         for i in range(rotated, len(key)):
             key[i] /= divisor
-        write_heads(address(key), address(key), TokenSlot(layer_at, batch.slots[r]), cache[0], shape)
+        write_heads(address(key), address(key), TokenSlot(layer_at, batch.slots[r, 0]), cache[0], shape)
         for head in range(shape.num_heads):
             at = r * rows.query_step + head * (rotated + latent.plain)
             first = r * queries.step + head * shape.head_dim

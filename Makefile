@@ -27,7 +27,8 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 # Kernels first: they take longest where nothing is compiled yet.
 test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, documentation, tests.
 	$(MAKE) --no-print-directory -j2 kernels lint docs
-	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) || $(MAKE) --no-print-directory retest
+	@echo 'Tests in $(TESTS_AT_ONCE) processes; then the slowest ones. What fails runs once more, alone (make retest).'
+	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --durations 15 --durations-min 5 || $(MAKE) --no-print-directory retest
 
 retest: .venv/.installed  ## Run the tests that failed last once more, one by one; name those that pass now.
 	$(BIN)/pytest -q -m $(FAST) --last-failed --last-failed-no-failures none -rpfE

@@ -46,9 +46,15 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "Gemma3ForCausalLM": _GEMMA,
+    "Gemma4ForCausalLM": _GEMMA
+    | {"num_key_value_heads": 2, "global_head_dim": 128, "num_kv_shared_layers": 4, "hidden_size_per_layer_input": 64}
+    | {"vocab_size_per_layer_input": 32000, "final_logit_softcapping": 30.0},
     "GraniteForCausalLM": _GATED | {"embedding_multiplier": 12.0, "logits_scaling": 8.0},
     "StableLmForCausalLM": _GATED | {"partial_rotary_factor": 0.25},
     "Glm4ForCausalLM": _GATED | {"head_dim": 64, "pad_token_id": 0},
+    "Llama4ForCausalLM": _GATED
+    | {"head_dim": 64, "intermediate_size": 512, "intermediate_size_mlp": 2048, "attention_chunk_size": 512}
+    | {"num_local_experts": 8, "interleave_moe_layer_step": 2},
     "MixtralForCausalLM": _GATED | {"intermediate_size": 512, "num_local_experts": 8, "num_experts_per_tok": 2},
 }
 """The facts of config.json by `architectures`."""

@@ -20,7 +20,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -33,13 +33,13 @@ from bench.shapes import SHAPES, write_shape, write_weights
 from engine.load_times import PHASES, measured_load
 from engine.model_runner import ModelRunner
 from engine.ranks.launch import load_ranked_runner
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.settings import QUANTIZATIONS
 from mesh.domain.request import SamplingParams, SequenceSpec
 from mesh.interrupts import run_program
 
-_NUM_BLOCKS = 64
 _COLD, _WARM = "cold", "warm"
 _PROMPT = tuple(range(3, 40))
 
@@ -85,7 +85,9 @@ def load(folder: Path, quantize: str, num_ranks: int, *, until_stdin_ends: bool)
     """Load a model once. Prints seconds, seconds of each phase, bytes (private memory now, the peak, private pages of
     mapped weights) and a digest of logits.
     """
-    settings = RunnerSettings(folder, quantize=quantize, num_blocks=_NUM_BLOCKS, tensor_parallel=num_ranks)
+    settings = RunnerSettings(folder, quantize=quantize, tensor_parallel=num_ranks)
+    resolved, config = resolve(settings)
+    settings = replace(settings, num_blocks=kv_layout(config, resolved).num_blocks_for(len(_PROMPT)))
     before = _memory()
     begun_s = time.perf_counter()
     with (
@@ -110,7 +112,7 @@ def _processes() -> list[psutil.Process]:
 def _digest(runner: ModelRunner) -> str:
     """A digest of the logits after each token of a prompt. Its step reads all weights but most of the embedding."""
     prompt = SequenceState(SequenceSpec("load", 0, _PROMPT, len(_PROMPT), SamplingParams()))
-    prompt.block_table = list(range(runner.kv_cache.layout.num_entries_for(len(_PROMPT))))
+    prompt.block_table = list(range(runner.kv_cache.num_blocks))
     return blake2b(runner.prompt_logits(prompt, range(len(_PROMPT))).numpy().tobytes()).hexdigest()
 
 

@@ -33,7 +33,7 @@ from tandem_cli.load_test.jobs import Lengths, read_trace
 from tandem_cli.load_test.load import LoadGenerator, mesh_target
 from tandem_cli.simulation import figures as simulated_figures
 from tandem_cli.simulation import trace
-from tandem_cli.simulation.measure import MeshMeter, StepLimits
+from tandem_cli.simulation.measure import MeshMeter
 from tandem_cli.simulation.profile import MeshProfile
 from tandem_cli.simulation.run import simulate
 
@@ -49,7 +49,7 @@ async def measure(
     async with mesh as address, tandem.AsyncClient(address, max_retries=0) as client:
         roles = [worker.role for worker in await client.workers()]
         model = await client.model("")
-        profile = await MeshMeter(client, model, StepLimits()).profile()
+        profile = await MeshMeter(client, model).profile()
         limit = profile.decode.max_model_len
         mix = trace.LengthMix(args.input_tokens, args.output_tokens, args.spread, limit)
         trace.write(path, trace.steady(args.rate, args.duration, mix, args.seed))

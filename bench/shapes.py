@@ -1,8 +1,13 @@
-"""Model shapes for benchmarks. A model folder has a configuration and the bundled tokenizer; weights are optional."""
+"""Model shapes for benchmarks. A model folder has a configuration and the bundled tokenizer; weights are optional.
+
+Those without a family in their name are Llama's. The others have the layers of published models, with a vocabulary of
+65,536 tokens at most.
+"""
 
 import json
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +16,7 @@ from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from tandem_cli.model_folders import write_without_weights
 
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "135m": {
         "hidden_size": 576,
         "num_hidden_layers": 30,
@@ -51,6 +56,73 @@ SHAPES = {
         "num_key_value_heads": 2,
         "intermediate_size": 128,
         "vocab_size": 32000,
+    },
+    "lfm2-350m": {
+        "architectures": ["Lfm2ForCausalLM"],
+        "model_type": "lfm2",
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "intermediate_size": 6656,
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+        "conv_L_cache": 3,
+        "vocab_size": 65536,
+    },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "intermediate_size": 3584,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 16,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+        "vocab_size": 65536,
+    },
+    "granite4-h-350m": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "hidden_size": 768,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "shared_intermediate_size": 2048,
+        "num_local_experts": 0,
+        "layer_types": ["attention" if layer in (10, 13, 17, 27) else "mamba" for layer in range(32)],
+        "mamba_n_heads": 48,
+        "mamba_d_head": 32,
+        "mamba_d_state": 128,
+        "mamba_n_groups": 1,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+        "position_embedding_type": "nope",
+        "vocab_size": 65536,
+    },
+    "deepseek-v2-lite-6": {  # six of its layers, without experts
+        "architectures": ["DeepseekV2ForCausalLM"],
+        "model_type": "deepseek_v2",
+        "hidden_size": 2048,
+        "num_hidden_layers": 6,
+        "first_k_dense_replace": 6,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "intermediate_size": 10944,
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 64,
+        "num_experts_per_tok": 6,
+        "moe_intermediate_size": 1408,
+        "vocab_size": 65536,
     },
 }
 LONG = "-long"

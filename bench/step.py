@@ -1,7 +1,8 @@
 """Time of one engine step without a mesh, and of its phases: a prompt, and decode steps of several sizes.
 
     python -m bench.step [--dtype float32 bfloat16 float16] [--quantize none int8] [--kv-dtype auto] [--threads 1 2]
-                         [--ranks 2] [--batch 1 8 32] [--context 256] [--parts]
+                         [--ranks 2] [--batch 1 8 32] [--context 256] [--parts] [--decoder compiled eager]
+                         [--shape 135m|lfm2-350m|qwen3.5-0.8b|granite4-h-350m|deepseek-v2-lite-6]
 
 Weights are random. Variants take turns, and medians are printed. With one thread, times are CPU times of the engine's
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
@@ -9,7 +10,8 @@ its bandwidth is printed beside the memory bandwidth in the same rounds. `--rank
 thread beside as many threads of one process, and prints the ratio of their times. `--parts` adds a table with the
 phases of a step, the speed of products as a share of the machine's limits, and the speed of attention. The prompt has
 `--context` tokens, and so has each sequence before its decode steps; more than 2,000 need a long shape:
-`--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`.
+`--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`. `--decoder` compares the compiled decoder with the
+eager one. All shapes are in `bench/shapes.py`.
 """
 
 import argparse
@@ -51,12 +53,13 @@ class Variant:
     kv_dtype: str
     num_threads: int
     num_ranks: int = 1
+    is_eager: bool = False
 
     def __str__(self) -> str:
         kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
         threads = "" if self.num_threads == 1 else f", {self.num_threads} threads"
         threads = threads if self.num_ranks == 1 else f", {self.num_ranks} ranks"
-        return f"{_SHORT.get(self.weights, self.weights)}{kv}{threads}"
+        return f"{_SHORT.get(self.weights, self.weights)}{kv}{threads}{', eager' if self.is_eager else ''}"
 
     @property
     def quantize(self) -> str:
@@ -143,6 +146,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--kv-dtype", nargs="+", default=["auto"])
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--ranks", type=int, nargs="+", default=[])
+    parser.add_argument("--decoder", nargs="+", choices=("compiled", "eager"), default=["compiled"])
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3)
@@ -157,8 +161,10 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
     arms = [(threads, 1) for threads in (*options.threads, *options.ranks)]
     arms += [(ranks, ranks) for ranks in options.ranks]
     return [
-        Variant(name, kv_dtype, *arm)
-        for name, kv_dtype, arm in itertools.product(weights, options.kv_dtype, dict.fromkeys(arms))
+        Variant(name, kv_dtype, num_threads, num_ranks, is_eager=decoder == "eager")
+        for name, kv_dtype, (num_threads, num_ranks), decoder in itertools.product(
+            weights, options.kv_dtype, dict.fromkeys(arms), options.decoder
+        )
     ]
 
 
@@ -173,6 +179,7 @@ def _workload(model_dir: Path, variant: Variant, options: argparse.Namespace) ->
         kv_dtype=variant.kv_dtype,
         num_ranks=variant.num_ranks,
         dtype=variant.dtype,
+        enforce_eager=variant.is_eager,
     )
 
 
@@ -244,7 +251,7 @@ def _attention_speeds(
 ) -> Iterator[str]:
     """Arithmetic of a prompt's attention, and the KV that attention reads in steps. kv_bytes: of a token."""
     tokens = options.context
-    flops = 4 * size.num_layers * size.num_heads * size.head_dim * tokens * (tokens + 1) / 2
+    flops = size.attention_flops(tokens, (tokens + 1) / 2)
     if prompt_ms := phases_ms[variant, _PROMPT].get(_ATTENTION):
         yield f"{variant}: attention of a prompt of {tokens} computes {flops / prompt_ms / 1e6:.0f} GFLOP/s"
     for batch in options.batch:

@@ -275,7 +275,10 @@ def _add(tokenizer: Tokenizer, added: Mapping[int, AddedToken]) -> None:
     for id_, token in sorted(added.items()):
         tokenizer.add_tokens([token])
         if tokenizer.token_to_id(token.content) != id_:
-            raise ConfigurationError(f"added token {token.content!r} should have id {id_}, after {vocab_size} others")
+            raise ConfigurationError(
+                f"added token {token.content!r} should have id {id_}, after {vocab_size} others: "
+                "added_tokens_decoder of tokenizer_config.json, or added_tokens.json, does not fit the vocabulary"
+            )
 
 
 def _content(value: object) -> str:

@@ -1,16 +1,20 @@
 """The role of a decode worker: its limits on the engine, and its services."""
 
+from collections.abc import Sequence
 from functools import partial
 
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
+from engine.loop import EngineLoop
 from engine.settings import graph_sizes
+from engine.sharded_kv_cache import AnyKVCache
 from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
 from worker.metrics import DecodeMetrics
-from worker.role import EngineLimits, EngineParts, Role, RoleServices
+from worker.ranks.link import RankLink
+from worker.role import EngineLimits, Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 
@@ -27,23 +31,29 @@ def decode_role(settings: DecodeSettings) -> Role:
     return Role(WorkerRole.DECODE, limits, partial(_open, settings))
 
 
-def _open(settings: DecodeSettings, engine_parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+def _open(
+    settings: DecodeSettings,
+    engine: EngineLoop,
+    kv_cache: AnyKVCache,
+    rank_links: Sequence[RankLink],
+    runtime: WorkerRuntime,
+) -> RoleServices:
     metrics = DecodeMetrics()
     incarnation = runtime.info.incarnation
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
     # The receiver calls `service`, which is built after it, and not before the server starts.
     receiver = RankedReceiver(
-        lambda callbacks: KVReceiver(engine_parts.kv_cache, incarnation, callbacks, transfer_settings),
-        engine_parts.rank_links,
+        lambda callbacks: KVReceiver(kv_cache, incarnation, callbacks, transfer_settings),
+        rank_links,
         ReceiverCallbacks(
             on_committed=lambda transfer_id, first_token_id: service.on_committed(transfer_id, first_token_id),
             on_failed=lambda transfer_id, error: service.on_transfer_failed(transfer_id, error),
         ),
     )
     service = DecodeService(
-        engine_parts.engine,
+        engine,
         receiver,
-        layout=engine_parts.kv_cache.layout,
+        layout=kv_cache.layout,
         is_draining=runtime.is_draining,
         metrics=metrics,
     )

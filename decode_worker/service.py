@@ -20,7 +20,6 @@ import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass
 
 import structlog
 
@@ -48,12 +47,6 @@ log = structlog.get_logger(__name__)
 # Time for routers to read the last events of a worker that stops.
 _READ_S = 5.0
 _NO_ORIGIN = "the sequence that computes its prompt has ended"
-
-
-@dataclass(frozen=True, slots=True)
-class _Owner:
-    session: Session
-    entry: SessionEntry
 
 
 class DecodeService:
@@ -84,7 +77,7 @@ class DecodeService:
         self._layout = layout
         self._is_draining = is_draining
         self._metrics = metrics
-        self._owners: dict[SequenceKey, _Owner] = {}
+        self._entries: dict[SequenceKey, SessionEntry] = {}  # of all sessions
         self._by_transfer: dict[str, SequenceKey] = {}
         self._sessions: set[Session] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -94,7 +87,7 @@ class DecodeService:
     @property
     def num_sequences(self) -> int:
         """The number of sequences of all sessions."""
-        return len(self._owners)
+        return len(self._entries)
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
@@ -114,7 +107,7 @@ class DecodeService:
         self._metrics.started(entry.sequence.num_tokens, "transferred" if transfer_id else "computed")
         context = contextvars.copy_context()
         context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
-        entry.starting = self._spawn(self._start(session, entry, transfer_id, endings), context)
+        entry.starting = self._spawn(self._start(entry, transfer_id, endings), context)
         for fork in forks:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
@@ -124,9 +117,9 @@ class DecodeService:
     ) -> SessionEntry | None:
         """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
         if the attempt is refused."""
-        entry = SessionEntry(SequenceState(request))
+        entry = SessionEntry(session, SequenceState(request))
         key = entry.sequence.key
-        attempts = [owned for owned in self._owners if owned[0] == request.request_id]
+        attempts = [known for known in self._entries if known[0] == request.request_id]
         if self._is_draining():
             self._send(session, Failed(key, SequenceFailure.DRAINING, "the worker is draining"))
             return None
@@ -135,8 +128,7 @@ class DecodeService:
             self._send(session, Failed(key, SequenceFailure.INTERNAL, detail))
             return None
         self._idle.clear()
-        session.entries[key] = entry
-        self._owners[key] = _Owner(session, entry)
+        session.entries[key] = self._entries[key] = entry
         if request.time_left_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
@@ -144,9 +136,7 @@ class DecodeService:
         entry.span = begin_span("decode_worker", "decode", request)
         return entry
 
-    async def _start(
-        self, session: Session, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]"
-    ) -> None:
+    async def _start(self, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]") -> None:
         """Start the sequence once older attempts have freed their blocks."""
         key = entry.sequence.key
         try:
@@ -156,7 +146,7 @@ class DecodeService:
                 return
             await self._engine.fetch_evicted(entry.sequence)
             if transfer_id:
-                await self._reserve(session, entry, transfer_id)
+                await self._reserve(entry, transfer_id)
             else:
                 await self._engine.call(lambda scheduler: scheduler.add(entry.sequence))
         except (WorkerBusy, InvalidRequest) as error:
@@ -170,7 +160,7 @@ class DecodeService:
         them and return False; return False, too, once the sequence has ended.
         """
         choices = [*entry.sequence.forks, entry.sequence]
-        if entry.sequence.key not in self._owners:
+        if entry.sequence.key not in self._entries:
             return False
         entry.preparing = asyncio.create_task(self._engine.prepare(choices))
         await asyncio.wait([entry.preparing])
@@ -185,10 +175,10 @@ class DecodeService:
             raise error
         return True
 
-    async def _reserve(self, session: Session, entry: SessionEntry, transfer_id: str) -> None:
+    async def _reserve(self, entry: SessionEntry, transfer_id: str) -> None:
         sequence = entry.sequence
         ready_tokens = await self._engine.call(lambda scheduler: scheduler.reserve(sequence))
-        if sequence.key not in self._owners:
+        if sequence.key not in self._entries:
             return  # it was aborted meanwhile; the abort waits for this task and frees the blocks
         await self._receiver.expect(
             ExpectedTransfer(
@@ -202,13 +192,13 @@ class DecodeService:
             )
         )
         entry.transfer_id = transfer_id
-        if sequence.key not in self._owners:
+        if sequence.key not in self._entries:
             return  # the abort ends the transfer, too
         self._by_transfer[transfer_id] = sequence.key
         entry.reserved_s = asyncio.get_running_loop().time()
         entry.transfer_span = begin_span("decode_worker", "transfer", sequence.request)
         self._metrics.cached(ready_tokens)
-        self._send(session, Reserved(sequence.key, ready_tokens))
+        self._send(entry.session, Reserved(sequence.key, ready_tokens))
 
     def abort(self, session: Session, key: SequenceKey) -> None:
         """End a sequence of the session in any state; ignored if the session has no such sequence."""
@@ -218,7 +208,7 @@ class DecodeService:
 
     def _retire(self, key: SequenceKey) -> "asyncio.Task[None]":
         """Forget a sequence. The returned task ends when the engine has been told to free its blocks."""
-        entry = self._forget(key).entry
+        entry = self._forget(key)
         if entry.preparing is not None:
             entry.preparing.cancel()
         for fork in entry.forks:
@@ -247,14 +237,14 @@ class DecodeService:
         steps: dict[int, tuple[Session, Step]] = {}
         for output in result.outputs:
             key = (output.request_id, output.attempt)
-            owner = self._owners.get(key)
-            if owner is None:
+            entry = self._entries.get(key)
+            if entry is None:
                 continue  # the sequence has ended meanwhile
-            _, step = steps.setdefault(id(owner.session), (owner.session, Step([])))
+            _, step = steps.setdefault(id(entry.session), (entry.session, Step([])))
             step.outputs.append(output)
             if output.cached_tokens:
                 self._metrics.cached(output.cached_tokens)
-            owner.entry.forks.clear()  # its first step has started them
+            entry.forks.clear()  # its first step has started them
             if output.finish_reason is not None:
                 self._forget(key)
         for session, step in steps.values():
@@ -269,7 +259,7 @@ class DecodeService:
         """The KV is complete: the sequence runs from the next step on."""
         key = self._by_transfer.pop(transfer_id, None)
         if key is not None:
-            entry = self._owners[key].entry
+            entry = self._entries[key]
             entry.transfer_id = ""
             end_span(entry.transfer_span)
             self._metrics.transferred(asyncio.get_running_loop().time() - entry.reserved_s)
@@ -287,13 +277,13 @@ class DecodeService:
         self._fail(key, SequenceFailure.DEADLINE, "its time is up")
 
     def _fail(self, key: SequenceKey, reason: SequenceFailure, detail: str) -> None:
-        owner = self._owners.get(key)
-        if owner is not None:
-            mark_failed(owner.entry.span, reason.value)
+        entry = self._entries.get(key)
+        if entry is not None:
+            mark_failed(entry.span, reason.value)
             self._retire(key)
             self._metrics.failed(reason)
             log.info("sequence failed", request_id=key[0], attempt=key[1], reason=reason.value, detail=detail)
-            self._send(owner.session, Failed(key, reason, detail))
+            self._send(entry.session, Failed(key, reason, detail))
 
     def _send(self, session: Session, event: Event) -> None:
         """Queue an event. If the router reads too slowly, end its sequences at once, unless that is under way: forks
@@ -302,17 +292,17 @@ class DecodeService:
         if not session.send(event) and session in self._sessions:
             self.end_session(session)
 
-    def _forget(self, key: SequenceKey) -> _Owner:
-        owner = self._owners.pop(key)
-        del owner.session.entries[key]
-        self._by_transfer.pop(owner.entry.transfer_id, None)
-        end_span(owner.entry.transfer_span)
-        end_span(owner.entry.span)
-        if owner.entry.deadline is not None:
-            owner.entry.deadline.cancel()
+    def _forget(self, key: SequenceKey) -> SessionEntry:
+        entry = self._entries.pop(key)
+        del entry.session.entries[key]
+        self._by_transfer.pop(entry.transfer_id, None)
+        end_span(entry.transfer_span)
+        end_span(entry.span)
+        if entry.deadline is not None:
+            entry.deadline.cancel()
         # Later, so that a release task that follows counts as work.
         asyncio.get_running_loop().call_soon(self._note_idle)
-        return owner
+        return entry
 
     def _spawn(
         self, coroutine: Coroutine[object, object, None], context: contextvars.Context | None = None
@@ -327,7 +317,7 @@ class DecodeService:
         self._note_idle()
 
     def _note_idle(self) -> None:
-        if not self._owners and not self._tasks:
+        if not self._entries and not self._tasks:
             self._idle.set()
 
     async def drained(self) -> None:

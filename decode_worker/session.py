@@ -45,10 +45,11 @@ Event = Reserved | Step | Failed
 
 @dataclass(eq=False, slots=True)
 class SessionEntry:
-    """A sequence of a session. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
+    """A sequence of `session`. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
     time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
     of the prompt; they fail if the sequence ends before. `preparing` may be cancelled, `starting` may not."""
 
+    session: "Session"
     sequence: SequenceState
     transfer_id: str = ""
     reserved_s: float = 0.0

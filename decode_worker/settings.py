@@ -6,15 +6,7 @@ from checkpoint.source import ModelSource
 from engine.settings import NO_SPECULATION, Speculation, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
-from worker.settings import (
-    DEFAULT_KV_TRANSPORTS,
-    KV_TRANSPORTS,
-    WorkerSettings,
-    parse_transports,
-    require_not_negative,
-    require_positive,
-    require_protected,
-)
+from worker.settings import WorkerSettings, require_not_negative, require_positive
 
 SPECULATIONS = ("auto", "none", "ngram", "draft")
 _USUAL_DRAFTS = 8
@@ -47,9 +39,6 @@ class DecodeSettings(WorkerSettings):
         "sizes of batches whose decode steps are captured as CUDA graphs at start, such as 1,2,4,8; auto: up to "
         "max_rolling_batch_size; 0: none, nor with enforce_eager",
     )
-    kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, f"transports for KV that this worker accepts; there are {', '.join(KV_TRANSPORTS)}"
-    )
     speculative: str = setting(
         "auto",
         "speculative decoding: none, ngram (continuations of earlier occurrences), draft (a smaller model); "
@@ -64,7 +53,6 @@ class DecodeSettings(WorkerSettings):
         super().__post_init__()
         require_positive(self, "max_rolling_batch_size", "max_step_tokens")
         require_not_negative(self, "max_batch_total_tokens")
-        require_protected(self, self.transports)
         graph_sizes(self.cuda_graphs, self.max_rolling_batch_size)
         if self.max_step_stretch != 0 and not 1.1 <= self.max_step_stretch < float("inf"):
             raise ConfigurationError(f"max_step_stretch must be 0 or at least 1.1, got {self.max_step_stretch:g}")
@@ -78,11 +66,6 @@ class DecodeSettings(WorkerSettings):
             raise ConfigurationError("speculative=draft needs a draft_model")
         if self.speculative in ("none", "ngram") and self.draft_model:
             raise ConfigurationError(f"draft_model={self.draft_model} and speculative={self.speculative} do not fit")
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The names in kv_transports. Raises ConfigurationError."""
-        return parse_transports(self.kv_transports)
 
     @property
     def step_tokens(self) -> int:

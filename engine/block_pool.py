@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 
 from engine.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.sequence import SequenceState
-from mesh.domain.cache_hints import NO_HINTS, CacheHints
-from mesh.domain.kv import BlockHash, block_hashes, group_hash, next_hash, root_hash, state_hash
+from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
+from mesh.domain.kv import BlockHash, block_hashes, group_hash, next_hash, root_hash, state_block_hashes, state_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 from mesh.domain.worker import CacheEvent
 
@@ -54,7 +54,8 @@ class BlockPool:
     A snapshot is several blocks with a recurrent state, under the hash of the block at whose end the sequence had it.
     They are cached together, and leave together, at the latest with that block.
 
-    `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content.
+    `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content; for
+    a snapshot with each block and its hash of `state_block_hashes`.
     `clock` measures times to live, in seconds.
     """
 
@@ -141,20 +142,25 @@ class BlockPool:
         block_hash = self._hash_of[block_id]
         assert block_hash is not None
         if self._block_of[block_hash] != block_id:
-            self._forget_snapshot(block_hash, taken=block_id)
+            self._forget_snapshot(block_hash, taken=block_id, is_worth_keeping=is_worth_keeping)
             return
         if self._on_evict is not None and is_worth_keeping:
             self._on_evict(block_id, block_hash)
         self._forget_hash(block_id)
         del self._block_of[block_hash]
         self.log.add(block_hash, evicted=True)
-        self._forget_snapshot(block_hash)
+        self._forget_snapshot(block_hash, is_worth_keeping=is_worth_keeping)
 
-    def _forget_snapshot(self, block_hash: BlockHash, taken: int | None = None) -> None:
+    def _forget_snapshot(
+        self, block_hash: BlockHash, taken: int | None = None, *, is_worth_keeping: bool = False
+    ) -> None:
         """Make the blocks of a snapshot blank, if there is one, but for one that is `taken` already. Nobody holds them:
         whoever does holds the block with this hash, too.
         """
         blocks = self._snapshots.pop(block_hash, ())
+        if self._on_evict is not None and is_worth_keeping:
+            for block_id, name in zip(blocks, state_block_hashes(block_hash, len(blocks)), strict=True):
+                self._on_evict(block_id, name)
         for block_id in blocks:
             self._forget_hash(block_id)
             if block_id != taken:
@@ -187,6 +193,15 @@ class BlockPool:
         """Give up a snapshot, unless somebody holds it."""
         if all(self._references[block_id] == 0 for block_id in self.snapshot(block_hash)):
             self._forget_snapshot(block_hash)
+
+    def demote_snapshot(self, block_hash: BlockHash, tenant: str, conversation: str) -> None:
+        """Let a snapshot go before all else, if only this conversation used it, without hints, and none holds it."""
+        blocks = self.snapshot(block_hash)
+        is_own = all(self._unhinted.get(each) == conversation and each not in self._hinted for each in blocks)
+        if is_own and all(self._references[each] == 0 for each in blocks):
+            for block_id in blocks:
+                self._cached.remove(block_id)
+                self._cached.add([block_id], Worth(tenant, conversation, KeepPriority.LOW))
 
     def free(self, block_ids: Sequence[int], tenant: str = "", hints: CacheHints = NO_HINTS) -> None:
         """Drop one holder of each block, with its tenant and its client's hints. Pass a sequence's blocks in order: the

@@ -7,7 +7,7 @@ when it is complete. On CUDA they run beside the model, on streams of their own:
 
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,16 @@ Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
 
 
+class BlockParts(NamedTuple):
+    """How layers of the model share a layer of the cache: each has one of `num_parts` equal parts of every block, as a
+    block of heads of this size.
+    """
+
+    num_parts: int
+    num_heads: int
+    head_dim: int
+
+
 class KVCache:
     """Keys and values of the layers and heads in `span`, by default the whole model. Implements kvtransfer's KVStore.
 
@@ -38,7 +48,7 @@ class KVCache:
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
     processes see; by default the cache allocates its own. `num_spare` blocks follow the others; nobody can read or
-    write them but the model.
+    write them but the model. `parts`: of each layer, by default whole blocks.
     """
 
     def __init__(
@@ -50,6 +60,7 @@ class KVCache:
         reservation: KVReservation | None = None,
         memory: Bytes | None = None,
         num_spare: int = 0,
+        parts: Sequence[BlockParts] = (),
     ) -> None:
         self.layout = layout
         self.span = span or layout.whole
@@ -65,6 +76,7 @@ class KVCache:
             flat = torch.from_numpy(memory[: self.payload_bytes(num_all, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
+        self._parts = parts or [BlockParts(1, heads, layout.head_dim)] * layers
         if not self._tensor.is_cuda:
             prepare()
         # [layers, planes, num_blocks + num_spare, units, heads, bytes of a unit]
@@ -96,13 +108,24 @@ class KVCache:
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         """Fill blocks with zeros, from this token of each on, in all layers. Called by the model's thread only."""
-        blocks = list(block_ids)
-        unit, token = divmod(first_token, self.layout.unit_tokens)
-        self._units[:, :, blocks, unit + (token > 0) :] = 0
-        if token:  # int8: rows are zero if their scales are, which come last
-            self._units[:, :, blocks, unit, :, -(self.layout.unit_tokens - token) * SCALE_BYTES :] = 0
+        if first_token:
+            for layer, parts in zip(self._units, self._parts, strict=True):
+                self._clear_tails(layer, parts, block_ids, first_token)
+        else:
+            self._units[:, :, list(block_ids)] = 0
         if self._copies is not None:
             self._copies.note_changed()
+
+    def _clear_tails(self, layer: Tensor, parts: BlockParts, block_ids: Sequence[int], first_token: int) -> None:
+        """Clear blocks of a layer [planes, num_blocks, units, heads, bytes of a unit] from this token of each on."""
+        planes, num_blocks, num_units, *_ = layer.shape
+        units = layer.view(planes, num_blocks * parts.num_parts, num_units, parts.num_heads, -1)
+        blocks = [block_id * parts.num_parts + part for block_id in block_ids for part in range(parts.num_parts)]
+        unit, token = divmod(first_token, self.layout.unit_tokens)
+        units[:, blocks, unit + (token > 0) :] = 0
+        if token:  # int8: rows are zero if their scales are, which follow the numbers
+            scales = self.layout.unit_tokens * parts.head_dim
+            units[:, blocks, unit, :, scales + token * SCALE_BYTES : scales + self.layout.unit_tokens * SCALE_BYTES] = 0
 
     def note_written(self, layers: Span) -> None:
         """Say that a step's KV of these layers is written, or on CUDA launched: what is read from now on has it. Called

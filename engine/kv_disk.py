@@ -4,6 +4,9 @@
     a prompt     before it is added, the disk's thread reads the blocks that memory lacks, and checks them
     admission    the engine's thread copies them into blocks of the cache, which are then indexed as any others
 
+A recurrent state is evicted block by block, too, and comes back whole: a prompt gets the blocks up to the last snapshot
+of which nothing is missing.
+
 A file is named after the hash of a block, which covers all tokens before it, in a folder for each kind of KV: layout,
 bytes of the weights, decoder, version of the files. So all workers of a machine that serve a model find each other's
 blocks. A file gets its name when it is complete, and its content is verified against a digest: a crash or a flipped bit
@@ -33,7 +36,7 @@ import xxhash
 from engine.sequence import BlockPayloads
 from engine.sharded_kv_cache import AnyKVCache
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import BlockHash
+from mesh.domain.kv import BlockHash, state_block_hashes
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +121,9 @@ class BlockFiles:
         private_folder(root)
         private_folder(self._folder)
         self.trim()
+
+    def has(self, block_hash: BlockHash) -> bool:
+        return self._path(block_hash).exists()
 
     def mark_used(self, block_hash: BlockHash, used_ns: int | None = None) -> bool:
         """Say that a block was used until now, or until `used_ns`. Returns False if there is none."""
@@ -223,7 +229,8 @@ def _digest(block_hash: BlockHash, payload: bytes) -> bytes:
 class DiskCache:
     """The disk behind one KV cache. `evicted` and `restore` are called by the engine's thread, the rest by any.
 
-    `max_waiting_bytes` limits copies that are not written yet, and as much those that are read and not admitted yet.
+    `max_waiting_bytes` limits copies that are not written yet, and as much those that are read and not admitted yet;
+    two recurrent states have room.
     """
 
     def __init__(self, files: BlockFiles, cache: AnyKVCache, max_waiting_bytes: int = _MAX_WAITING_BYTES) -> None:
@@ -231,6 +238,8 @@ class DiskCache:
         self._files = files
         self._cache = cache
         self._block_bytes = cache.layout.block_bytes
+        self._state_blocks = cache.layout.state_blocks
+        max_waiting_bytes = max(max_waiting_bytes, 2 * self._state_blocks * self._block_bytes)
         self._writes = _Budget(max_waiting_bytes)
         self._reads = _Budget(max_waiting_bytes)
         self._queue: queue.SimpleQueue[tuple[BlockHash, bytearray] | None] = queue.SimpleQueue()
@@ -249,7 +258,9 @@ class DiskCache:
         self._queue.put((block_hash, copy))
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Read the leading ones of these blocks that are on disk."""
+        """Read the leading ones of these blocks that are on disk. With recurrent states: the last state on disk at the
+        end of one of them, and those up to there that are on disk.
+        """
         return self._reader.submit(self._fetch, hashes)
 
     def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
@@ -268,6 +279,8 @@ class DiskCache:
 
     def _fetch(self, hashes: Sequence[BlockHash]) -> BlockPayloads:
         found, begun_ns = BlockPayloads(), time.time_ns()
+        if self._state_blocks:
+            hashes = self._up_to_a_state(hashes)
         for number, block_hash in enumerate(hashes):
             if not self._reads.take(self._block_bytes):
                 break
@@ -277,9 +290,21 @@ class DiskCache:
                 self._reads.give_back(self._block_bytes)
                 break
             found[block_hash] = payload
+        if self._state_blocks and len(found) < len(hashes):
+            self._reads.give_back(len(found) * self._block_bytes)
+            found.clear()
         # A sequence that is admitted, refused or aborted drops them.
         weakref.finalize(found, self._reads.give_back, len(found) * self._block_bytes)
         return found
+
+    def _up_to_a_state(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
+        """The blocks of the last state that is on disk, and those of tokens before it that are."""
+        for end in range(len(hashes), 0, -1):
+            if self._files.has(*state_block_hashes(hashes[end - 1], 1)):  # of most blocks there is no state
+                state = state_block_hashes(hashes[end - 1], self._state_blocks)
+                if all(map(self._files.has, state)):
+                    return [*state, *filter(self._files.has, hashes[:end])]
+        return []
 
     def _read(self, block_hash: BlockHash, used_ns: int) -> bytes | None:
         try:

@@ -26,7 +26,8 @@ from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
 from engine.models.encodings import Parameters
 from engine.models.model_config import ModelConfig
-from engine.models.packed_decoder import PackedDecoder, pack_decoder
+from engine.models.packed_decoder import pack_decoder
+from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.share import RankShare, share_specs
 from engine.partition import read_rank

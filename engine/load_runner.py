@@ -9,6 +9,7 @@ import torch
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
 from engine.adapter_slots import AdapterSlots
+from engine.attention.views import block_parts
 from engine.compiled_code import reported_code
 from engine.devices import find_device
 from engine.kv_cache import KVCache
@@ -64,7 +65,14 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
     reservation = reserve_memory(settings, config, later_bytes)
     build = _load_model(settings, config, layout, on_progress)
     with load_phase("kv"), reserve_blocks(layout, settings, reservation) as num_blocks:
-        cache = KVCache(layout, num_blocks, device, reservation=reservation, num_spare=1 if captured_bytes else 0)
+        cache = KVCache(
+            layout,
+            num_blocks,
+            device,
+            reservation=reservation,
+            num_spare=1 if captured_bytes else 0,
+            parts=block_parts(config) if isinstance(config, ModelConfig) else (),
+        )
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)
         adapters = _adapter_slots(settings, model)

@@ -71,8 +71,6 @@ class ModelRunner:
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
         )
         self._adapters = adapters
-        # Where layers share blocks, the KV of a token is not in one place of a block.
-        self._clears_tokens = not (isinstance(model.config, ModelConfig) and model.config.mixed)
         layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
         facts = layout.block_size, slots, layout.state_blocks, layout.windows
@@ -195,8 +193,7 @@ class ModelRunner:
             return RunnerOutput(failure=InvalidRequest(reason))
         if not is_broken:
             return RunnerOutput(tokens, scores)
-        is_cleared = item.drafts and self._clears_tokens
-        return RunnerOutput() if is_cleared else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
+        return RunnerOutput() if item.drafts else RunnerOutput(failure=ModelFailed(_NOT_FINITE))
 
     def _clear(self, item: ScheduledSequence) -> None:
         """Clear the blocks that the step wrote; with drafts, keep what earlier steps wrote into the first one."""
@@ -204,7 +201,7 @@ class ModelRunner:
         first, offset = divmod(item.start, layout.block_size)
         states, table, count = layout.state_blocks, item.sequence.block_table, layout.groups.count
         blocks = table[states + first * count : layout.num_entries_for(item.end)]
-        if item.drafts and offset and self._clears_tokens:
+        if item.drafts and offset:
             self.kv_cache.clear_blocks(blocks[:count], offset)
             del blocks[:count]
         self.clear_blocks(table[:states] + blocks)

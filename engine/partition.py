@@ -2,7 +2,7 @@
 
     OUT/config.json, tokenizer files, ...   copies of the checkpoint's
     OUT/tandem-partition.json               degrees, arithmetic, what it was made of, checksums
-    OUT/rank-0-of-2.safetensors             see engine.models.packed_decoder
+    OUT/rank-0-of-2.safetensors             see engine.models.packed_weights
 
 Workers map the files, so they load in a moment, and the workers of a machine share the pages. The checkpoint's digest
 takes the place of its weights in the fingerprint, so partitioned and other workers exchange KV.
@@ -17,7 +17,7 @@ from typing import Any
 
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.partition_manifest import MANIFEST, VERSION, Partition, RankFile, SourceFile, checksum
-from engine.models.packed_decoder import PackedDecoder, read_packed, write_packed
+from engine.models.packed_weights import PackedDecoder, read_packed, write_packed
 from mesh.domain.kv import Degrees
 
 

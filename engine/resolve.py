@@ -64,6 +64,8 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return "adapters of a model with latent attention"
     if config.recurrent is not None and settings.adapters:
         return "adapters of a model with recurrent layers"
+    if config.mixed is not None and settings.adapters:
+        return "adapters of a model with heads of several sizes"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 

@@ -196,8 +196,10 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that is not indexed."""
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
         hashes = self._prefixes.reusable(sequence)
+        if self.config.state_blocks:
+            return self._snapshots.missing(hashes)
         num_matched = len(self._windows.match(hashes)) // self._groups.count
         return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
 
@@ -368,13 +370,13 @@ class Scheduler:
 
         Drafts never preempt a sequence, nor do they use the headroom. `update` frees the blocks of wrong drafts.
         """
-        size, count = self.config.block_size, self._groups.count
+        size, count, states = self.config.block_size, self._groups.count, self.config.state_blocks
         num_positions = self._groups.num_positions(sequence.num_tokens + num_drafts)
-        num_missing = num_positions - len(sequence.block_table) // count
+        num_missing = num_positions - (len(sequence.block_table) - states) // count
         num_new = max(0, min(num_missing, (self.pool.num_free - self._headroom()) // count))
         if num_new > 0:
             sequence.block_table += self.pool.allocate(num_new * count) or []
-        return min(num_drafts, len(sequence.block_table) // count * size - sequence.num_tokens)
+        return min(num_drafts, (len(sequence.block_table) - states) // count * size - sequence.num_tokens)
 
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]
@@ -427,6 +429,8 @@ class Scheduler:
     def _take_computed_slot(self, sequence: SequenceState) -> bool:
         """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
         hashes = self._prefixes.reusable(sequence)
+        if self.config.state_blocks and self.evicted is not None:
+            self._snapshots.restore(sequence, hashes, self.evicted.restore)
         matched = self._windows.match(hashes)
         if not self.config.state_blocks:
             return self._take_slot(sequence, hashes, matched)

@@ -9,17 +9,20 @@ belong to the prefix cache. A later prompt shares the blocks of tokens up to the
     a branch            the end of cached blocks without a snapshot: where two prompts have parted, a third one may
     in an answer        which the next turn repeats, if the prompt was computed here, too; the last one only
 
-A snapshot takes memory for many tokens, so it must save a part of so many. (Radix attention over Mamba's states in
-SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of prompts.)
+A snapshot takes memory for many tokens, so it must save a part of so many. Evicted ones may be kept on disk
+(kv_disk.py), and come back into the prefix cache together with the blocks of tokens before them. (Radix attention over
+Mamba's states in SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of prompts.)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from engine.batch import ScheduledSequence
 from engine.block_pool import BlockPool
-from engine.sequence import SequenceState
-from mesh.domain.kv import BlockHash
+from engine.sequence import BlockPayloads, SequenceState
+from mesh.domain.kv import BlockHash, state_block_hashes
 
+Fill = Callable[[Sequence[int], Sequence[bytes]], None]
+"""Copies payloads into blocks: `EvictedBlocks.restore`."""
 _ANSWERS_START = 8
 """Tokens at the end of a prompt that the next turn may lack: a template's "assistant", and the mark of reasoning."""
 _LEAST_SAVED = 16
@@ -40,6 +43,36 @@ class Snapshots:
     def find(self, hashes: Sequence[BlockHash]) -> int:
         """The number of leading blocks at whose end there is a snapshot, the largest; 0 without any."""
         return next((n for n in range(len(hashes), 0, -1) if self._pool.snapshot(hashes[n - 1])), 0)
+
+    def missing(self, hashes: list[BlockHash]) -> list[BlockHash]:
+        """Hashes of the blocks behind the last snapshot that is here: one that saves more may end at any of them."""
+        first = self.find(hashes[: len(self._pool.match(hashes))])
+        return hashes[first:] if (len(hashes) - first) * self._block_size >= self._gap else []
+
+    def restore(self, sequence: SequenceState, hashes: Sequence[BlockHash], fill: Fill) -> None:
+        """Put what came from disk for this sequence, whose blocks have `hashes`, into the prefix cache, once there is
+        room; `fill` copies it into blocks. It is worth nothing if blocks that memory had then have gone since.
+        """
+        kept, pool = sequence.from_disk, self._pool
+        end = next((n for n in range(len(hashes), 0, -1) if state_block_hashes(hashes[n - 1], 1)[0] in kept), 0)
+        matched = pool.match(hashes[:end])
+        lacking = hashes[len(matched) : end]
+        if not end or pool.snapshot(hashes[end - 1]) or not all(each in kept for each in lacking):
+            sequence.from_disk = BlockPayloads()
+            return
+        if self._state_blocks + len(lacking) > pool.num_allocatable_beside(matched):
+            return
+        pool.hold(matched)
+        blocks = pool.allocate(self._state_blocks + len(lacking)) or []
+        state, tokens = blocks[: self._state_blocks], blocks[self._state_blocks :]
+        names = [*state_block_hashes(hashes[end - 1], self._state_blocks), *lacking]
+        fill(blocks, [kept[name] for name in names])
+        for block_id, block_hash in zip(tokens, lacking, strict=True):
+            pool.publish(block_id, block_hash)
+        pool.publish_snapshot(state, hashes[end - 1])
+        self._release(sequence, state)
+        self._release(sequence, [*matched, *tokens])
+        sequence.from_disk = BlockPayloads()
 
     def begin(self, sequence: SequenceState, num_matched: int) -> None:
         """Plan the snapshots of a prompt that begins at its `num_computed_tokens`, while `num_matched` of its blocks of
@@ -87,10 +120,19 @@ class Snapshots:
             return
         if sequence.last_snapshot > len(sequence.request.token_ids):
             self._pool.drop_snapshot(self._hash_at(sequence, sequence.last_snapshot))
+        elif sequence.last_snapshot == sequence.num_cached_tokens:
+            self._supersede(sequence)
         self._pool.publish_snapshot(sequence.saving, self._hash_at(sequence, item.end))
         sequence.last_snapshot = item.end
         self._release(sequence, sequence.saving)
         sequence.saving = []
+
+    def _supersede(self, sequence: SequenceState) -> None:
+        """Let the snapshots of the conversation's former turns go first: the next turn begins behind them."""
+        request = sequence.request
+        if conversation := request.cache_hints.session_id:
+            for block_hash in sequence.block_hashes[: sequence.num_cached_tokens // self._block_size]:
+                self._pool.demote_snapshot(block_hash, request.cache_namespace, conversation)
 
     def end(self, sequence: SequenceState) -> None:
         """Release what a sequence holds that ends, and let its last snapshot stay as long as its blocks of tokens."""

@@ -196,69 +196,74 @@ SSE_NAMED_PING = Framing("text/event-stream", _named_sse_frame, ping=_named_sse_
 JSON_LINES = Framing("application/jsonlines", _json_line)
 
 
-@dataclass(frozen=True, slots=True)
-class Streamer:
-    """Makes the streaming response of an exchange.
+async def stream_answer(
+    exchange: Exchange,
+    feed: Feed,
+    renderer: Renderer,
+    framing: Framing,
+    *,
+    raise_early: bool = True,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    """Return a streaming response, which owns `feed`, once its status is known.
 
-    `raise_early`: an error before the first event decides the HTTP status; otherwise every error is an event. `extra`:
-    additional headers of the dialect.
+    `raise_early`: an error before the first event decides the HTTP status, and is raised with `feed` closed; otherwise
+    every error is an event. `headers` are the dialect's own.
     """
-
-    framing: Framing
-    exchange: Exchange
-    raise_early: bool = True
-    extra: Mapping[str, str] = field(default_factory=dict)
-
-    async def respond(self, feed: Feed, renderer: Renderer) -> Response:
-        """Return a response, which owns `feed`, once its status is known. Raises early errors with `feed` closed."""
-        try:
-            await feed.wait(self._silence_s)
-            if self.raise_early:
-                feed.raise_early_error()
-        except BaseException:
-            await feed.close()
-            raise
-        return _FeedResponse(feed, self._body(feed, renderer), self.framing.media_type, self.headers)
-
-    @property
-    def headers(self) -> Mapping[str, str]:
-        return {**_HEADERS, **self.extra}
-
-    @property
-    def _silence_s(self) -> float | None:
-        return self.exchange.settings.ping_interval_s if self.framing.ping else None
-
-    async def _body(self, feed: Feed, renderer: Renderer) -> AsyncIterator[bytes]:
-        frame, ping = self.framing.frame, self.framing.ping
-        silence_s = math.inf if self._silence_s is None else self._silence_s
-        now_s = asyncio.get_running_loop().time
-        sent_s, opening = now_s(), b""
-        try:
-            opening = b"".join(map(frame, renderer.start()))
-            async for events in feed.batches(self._silence_s):
-                chunk = b"".join(frame(content) for event in events for content in renderer.event(event))
-                if opening and events:
-                    chunk, opening = opening + chunk, b""
-                # Tokens that are held back, as a call's arguments may be, are silence for proxies.
-                if chunk or not events or now_s() - sent_s >= silence_s:
-                    yield chunk or ping
-                    sent_s = now_s()
-            chunk = opening + b"".join(map(frame, renderer.end())) + self.framing.last
-        except Exception as error:
-            problem = Problem.of(error)
-            self.exchange.arrival.progress.failed(problem)
-            _log(error, self.exchange.request_id)
-            chunk = opening + b"".join(map(frame, renderer.error(problem))) + self.framing.last
-        if chunk:
-            yield chunk
+    silence_s = exchange.settings.ping_interval_s if framing.ping else None
+    try:
+        await feed.wait(silence_s)
+        if raise_early:
+            feed.raise_early_error()
+    except BaseException:
+        await feed.close()
+        raise
+    body = _body(exchange, feed, renderer, framing, silence_s)
+    return _FeedResponse(feed, body, framing.media_type, {**_HEADERS, **(headers or {})})
 
 
-def failed_stream(streamer: Streamer, error: Exception, renderer: Renderer) -> Response:
+async def _body(
+    exchange: Exchange, feed: Feed, renderer: Renderer, framing: Framing, silence_s: float | None
+) -> AsyncIterator[bytes]:
+    frame, ping = framing.frame, framing.ping
+    max_silence_s = math.inf if silence_s is None else silence_s
+    now_s = asyncio.get_running_loop().time
+    sent_s, opening = now_s(), b""
+    try:
+        opening = b"".join(map(frame, renderer.start()))
+        async for events in feed.batches(silence_s):
+            chunk = b"".join(frame(content) for event in events for content in renderer.event(event))
+            if opening and events:
+                chunk, opening = opening + chunk, b""
+            # Tokens that are held back, as a call's arguments may be, are silence for proxies.
+            if chunk or not events or now_s() - sent_s >= max_silence_s:
+                yield chunk or ping
+                sent_s = now_s()
+        chunk = opening + b"".join(map(frame, renderer.end())) + framing.last
+    except Exception as error:
+        if is_ours(error):
+            log.exception("a stream failed", request_id=exchange.request_id)
+        else:
+            kind, message = type(error).__name__, str(error)
+            log.warning("a stream failed", request_id=exchange.request_id, error=kind, message=message)
+        chunk = opening + _failure(exchange, error, renderer, framing)
+    if chunk:
+        yield chunk
+
+
+def failed_stream(
+    exchange: Exchange, error: Exception, renderer: Renderer, framing: Framing, headers: Mapping[str, str]
+) -> Response:
     """Return a stream with status 200 whose only event is an error."""
+    content = _failure(exchange, error, renderer, framing)
+    return Response(content, media_type=framing.media_type, headers={**_HEADERS, **headers})
+
+
+def _failure(exchange: Exchange, error: Exception, renderer: Renderer, framing: Framing) -> bytes:
+    """The end of a stream that fails."""
     problem = Problem.of(error)
-    streamer.exchange.arrival.progress.failed(problem)
-    content = b"".join(map(streamer.framing.frame, renderer.error(problem))) + streamer.framing.last
-    return Response(content, media_type=streamer.framing.media_type, headers=streamer.headers)
+    exchange.progress.failed(problem)
+    return b"".join(map(framing.frame, renderer.error(problem))) + framing.last
 
 
 class _FeedResponse(StreamingResponse):
@@ -273,10 +278,3 @@ class _FeedResponse(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             await self._feed.close()
-
-
-def _log(error: Exception, request_id: str) -> None:
-    if is_ours(error):
-        log.exception("a stream failed", request_id=request_id)
-    else:
-        log.warning("a stream failed", request_id=request_id, error=type(error).__name__, message=str(error))

@@ -17,10 +17,10 @@ from gateway.access import is_known_host
 from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
-from gateway.errors import AnthropicDialect, LmiDialect, OpenAIDialect, Problem, TgiDialect
+from gateway.errors import ANTHROPIC, LMI, OPENAI, TGI, Problem
 from gateway.exchange import Endpoint, Handler
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
-from gateway.lmi.sagemaker import SageMakerDialect
+from gateway.lmi.sagemaker import SAGEMAKER
 from gateway.openai.chat import chat_completions
 from gateway.openai.completions import completions, embeddings, get_model, list_models
 from gateway.openai.responses.endpoint import create_response
@@ -50,54 +50,51 @@ def build_app(backend: Backend) -> Starlette:
 
 def _openai_routes() -> list[BaseRoute]:
     """OpenAI's API, with and without the /v1 prefix."""
-    dialect = OpenAIDialect()
-    chat = Endpoint(dialect, chat_completions, generates=True)
+    chat = Endpoint(OPENAI, chat_completions, generates=True)
     return [
         route
         for prefix in ("/v1", "")
         for route in (
             Route(f"{prefix}/chat/completions", chat, methods=["POST"]),
-            Route(f"{prefix}/completions", Endpoint(dialect, completions, generates=True), methods=["POST"]),
-            Route(f"{prefix}/responses", Endpoint(dialect, create_response, generates=True), methods=["POST"]),
-            *_batch_routes(prefix, dialect),
-            Route(f"{prefix}/embeddings", Endpoint(dialect, embeddings), methods=["POST"]),
+            Route(f"{prefix}/completions", Endpoint(OPENAI, completions, generates=True), methods=["POST"]),
+            Route(f"{prefix}/responses", Endpoint(OPENAI, create_response, generates=True), methods=["POST"]),
+            *_batch_routes(prefix),
+            Route(f"{prefix}/embeddings", Endpoint(OPENAI, embeddings), methods=["POST"]),
             Route(f"{prefix}/models", _OfEither(list_models), methods=["GET"]),
             Route(f"{prefix}/models/{{model:path}}", _OfEither(get_model), methods=["GET"]),
         )
     ]
 
 
-def _batch_routes(prefix: str, dialect: OpenAIDialect) -> list[BaseRoute]:
+def _batch_routes(prefix: str) -> list[BaseRoute]:
     return [
-        Route(f"{prefix}/files", Endpoint(dialect, batches.upload_file), methods=["POST"]),
-        Route(f"{prefix}/files", Endpoint(dialect, batches.list_files), methods=["GET"]),
-        Route(f"{prefix}/files/{{id}}", Endpoint(dialect, batches.get_file), methods=["GET"]),
-        Route(f"{prefix}/files/{{id}}", Endpoint(dialect, batches.delete_file), methods=["DELETE"]),
-        Route(f"{prefix}/files/{{id}}/content", Endpoint(dialect, batches.file_content), methods=["GET"]),
-        Route(f"{prefix}/batches", Endpoint(dialect, batches.create_batch), methods=["POST"]),
-        Route(f"{prefix}/batches", Endpoint(dialect, batches.list_batches, is_polled=True), methods=["GET"]),
-        Route(f"{prefix}/batches/{{id}}", Endpoint(dialect, batches.get_batch, is_polled=True), methods=["GET"]),
-        Route(f"{prefix}/batches/{{id}}/cancel", Endpoint(dialect, batches.cancel_batch), methods=["POST"]),
+        Route(f"{prefix}/files", Endpoint(OPENAI, batches.upload_file), methods=["POST"]),
+        Route(f"{prefix}/files", Endpoint(OPENAI, batches.list_files), methods=["GET"]),
+        Route(f"{prefix}/files/{{id}}", Endpoint(OPENAI, batches.get_file), methods=["GET"]),
+        Route(f"{prefix}/files/{{id}}", Endpoint(OPENAI, batches.delete_file), methods=["DELETE"]),
+        Route(f"{prefix}/files/{{id}}/content", Endpoint(OPENAI, batches.file_content), methods=["GET"]),
+        Route(f"{prefix}/batches", Endpoint(OPENAI, batches.create_batch), methods=["POST"]),
+        Route(f"{prefix}/batches", Endpoint(OPENAI, batches.list_batches, is_polled=True), methods=["GET"]),
+        Route(f"{prefix}/batches/{{id}}", Endpoint(OPENAI, batches.get_batch, is_polled=True), methods=["GET"]),
+        Route(f"{prefix}/batches/{{id}}/cancel", Endpoint(OPENAI, batches.cancel_batch), methods=["POST"]),
     ]
 
 
 def _anthropic_routes() -> list[BaseRoute]:
-    dialect, id_header = AnthropicDialect(), "request-id"
-    answer = Endpoint(dialect, messages, generates=True, id_header=id_header)
     return [
-        Route("/v1/messages", answer, methods=["POST"]),
-        Route("/v1/messages/count_tokens", Endpoint(dialect, count_tokens, id_header=id_header), methods=["POST"]),
+        Route("/v1/messages", Endpoint(ANTHROPIC, messages, generates=True), methods=["POST"]),
+        Route("/v1/messages/count_tokens", Endpoint(ANTHROPIC, count_tokens), methods=["POST"]),
     ]
 
 
 def _lmi_routes() -> list[BaseRoute]:
     """The routes of LMI's and SageMaker's APIs."""
-    sagemaker, invoke = SageMakerDialect(), Endpoint(LmiDialect(), invocations, generates=True)
-    sagemaker_invoke = Endpoint(sagemaker, sagemaker_invocations, generates=True)
-    sagemaker_stream = Endpoint(sagemaker, sagemaker_invocations_stream, generates=True)
+    invoke = Endpoint(LMI, invocations, generates=True)
+    sagemaker_invoke = Endpoint(SAGEMAKER, sagemaker_invocations, generates=True)
+    sagemaker_stream = Endpoint(SAGEMAKER, sagemaker_invocations_stream, generates=True)
     return [
         Route("/invocations", invoke, methods=["POST"]),
-        Route("/invocations", Endpoint(LmiDialect(), lmi_options), methods=["OPTIONS"]),
+        Route("/invocations", Endpoint(LMI, lmi_options), methods=["OPTIONS"]),
         Route("/predictions/{model}", invoke, methods=["POST"]),
         Route("/predictions/{model}/{version}", invoke, methods=["POST"]),
         Route("/models/{model}/invoke", invoke, methods=["POST"]),
@@ -108,15 +105,14 @@ def _lmi_routes() -> list[BaseRoute]:
 
 def _tgi_routes() -> list[BaseRoute]:
     """TGI's routes that need a key, and vLLM's /detokenize."""
-    dialect = TgiDialect()
     return [
-        Route("/", Endpoint(dialect, tgi.generate_compat, generates=True), methods=["POST"]),
-        Route("/generate", Endpoint(dialect, tgi.generate, generates=True), methods=["POST"]),
-        Route("/generate_stream", Endpoint(dialect, tgi.generate_stream, generates=True), methods=["POST"]),
-        Route("/tokenize", Endpoint(dialect, tgi.tokenize), methods=["POST"]),
-        Route("/detokenize", Endpoint(OpenAIDialect(), detokenize), methods=["POST"]),
-        Route("/chat_tokenize", Endpoint(dialect, tgi.chat_tokenize), methods=["POST"]),
-        Route("/info", Endpoint(dialect, tgi.info), methods=["GET"]),
+        Route("/", Endpoint(TGI, tgi.generate_compat, generates=True), methods=["POST"]),
+        Route("/generate", Endpoint(TGI, tgi.generate, generates=True), methods=["POST"]),
+        Route("/generate_stream", Endpoint(TGI, tgi.generate_stream, generates=True), methods=["POST"]),
+        Route("/tokenize", Endpoint(TGI, tgi.tokenize), methods=["POST"]),
+        Route("/detokenize", Endpoint(OPENAI, detokenize), methods=["POST"]),
+        Route("/chat_tokenize", Endpoint(TGI, tgi.chat_tokenize), methods=["POST"]),
+        Route("/info", Endpoint(TGI, tgi.info), methods=["GET"]),
     ]
 
 
@@ -125,11 +121,11 @@ def _web_routes() -> list[BaseRoute]:
     return [
         Route("/", web.root, methods=["GET"]),
         Route("/mesh", web.mesh_page, methods=["GET"]),
-        Route("/mesh/state", Endpoint(OpenAIDialect(), web.mesh_state, is_polled=True), methods=["GET"]),
-        Route("/mesh/history", Endpoint(OpenAIDialect(), web.mesh_history, is_polled=True), methods=["GET"]),
-        Route("/mesh/workers/{worker}/drain", Endpoint(OpenAIDialect(), web.drain), methods=["POST"]),
-        Route("/mesh/workers/{worker}/undrain", Endpoint(OpenAIDialect(), web.undrain), methods=["POST"]),
-        Route("/mesh/workers/{worker}/switch/{role}", Endpoint(OpenAIDialect(), web.switch_role), methods=["POST"]),
+        Route("/mesh/state", Endpoint(OPENAI, web.mesh_state, is_polled=True), methods=["GET"]),
+        Route("/mesh/history", Endpoint(OPENAI, web.mesh_history, is_polled=True), methods=["GET"]),
+        Route("/mesh/workers/{worker}/drain", Endpoint(OPENAI, web.drain), methods=["POST"]),
+        Route("/mesh/workers/{worker}/undrain", Endpoint(OPENAI, web.undrain), methods=["POST"]),
+        Route("/mesh/workers/{worker}/switch/{role}", Endpoint(OPENAI, web.switch_role), methods=["POST"]),
         Mount("/pages", web.PageFiles(directory=web.PAGES)),
         Route("/health", web.health, methods=["GET"]),
         Route("/ping", web.ping, methods=["GET"]),
@@ -141,8 +137,8 @@ class _OfEither:
     """A route that OpenAI's and Anthropic's APIs share. Anthropic's clients say which version of its API they speak."""
 
     def __init__(self, handler: Handler) -> None:
-        self._openai = Endpoint(OpenAIDialect(), handler)
-        self._anthropic = Endpoint(AnthropicDialect(), handler, id_header="request-id")
+        self._openai = Endpoint(OPENAI, handler)
+        self._anthropic = Endpoint(ANTHROPIC, handler)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._anthropic if "anthropic-version" in Headers(scope=scope) else self._openai
@@ -180,7 +176,7 @@ class _HostCheck:
         if scope["path"] not in _HEALTH and not is_known_host(host, self._names):
             refusal = await self._refusal(scope["path"], host)
             if refusal is not None:
-                self._backend.metrics.observe_unserved(refusal.status_code)
+                self._backend.metrics.observe_answer("none", refusal.status_code)
                 await refusal(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -201,7 +197,7 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     message = f"{request.method} {request.url.path[:128]} is not served here"
     kind = _NAMES.get(error.status_code, "HttpException")
     backend: Backend = request.app.state.backend
-    backend.metrics.observe_unserved(error.status_code)
+    backend.metrics.observe_answer("none", error.status_code)
     return _error(request.url.path, error.status_code, kind, message, error.headers or {})
 
 

@@ -67,10 +67,6 @@ class BodyBudget:
     def num_bytes(self) -> int:
         return self._num_bytes
 
-    def share(self) -> "BodyShare":
-        """Return a new request's share, which is empty."""
-        return BodyShare(self)
-
     def resize(self, num_bytes: int) -> None:
         """Take `num_bytes`, or return them if negative. Raises Overloaded, and takes none, if too few are left."""
         if num_bytes > 0 and self._num_bytes + num_bytes > self._max_bytes:
@@ -79,7 +75,7 @@ class BodyBudget:
 
 
 class BodyShare:
-    """One request's share of the budget, returned at the end of its `with` block."""
+    """One request's share of the budget, empty at first, and returned at the end of its `with` block."""
 
     def __init__(self, budget: BodyBudget) -> None:
         self._budget = budget

@@ -5,10 +5,9 @@ the client gets a fixed text, and the log has the message.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Protocol
 
 from starlette.responses import JSONResponse, Response
 
@@ -60,110 +59,76 @@ class InvalidField(tandem.InvalidRequest):
 
 
 @dataclass(frozen=True, slots=True)
-class OpenAIRow:
-    """HTTP status, and `type` and `code` of the body."""
+class Reply:
+    """The answer to an error in one dialect: the HTTP status, and `type` and `code` of the body."""
 
     status: int
-    type: str
+    type: str = ""
     code: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class LmiRow:
-    """HTTP status, and the body's form: {code, type, message} with a `type`, {code, error} without."""
-
-    status: int
-    type: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class TgiRow:
-    """HTTP status, and `error_type` of the body."""
-
-    status: int
-    error_type: str
-
-
-@dataclass(frozen=True, slots=True)
 class Row:
-    """The response to one error class in each dialect. `shown`, if set, replaces the error's message."""
+    """The answer to one error class in each dialect; Anthropic's follows from OpenAI's. `shown`, if set, replaces the
+    error's message.
+    """
 
-    openai: OpenAIRow
-    lmi: LmiRow
-    tgi: TgiRow
+    openai: Reply
+    lmi: Reply
+    tgi: Reply
     shown: str = ""
 
 
-_BAD_REQUEST = Row(OpenAIRow(400, _INVALID), LmiRow(424), TgiRow(422, "validation"))
+_BAD_REQUEST = Row(Reply(400, _INVALID), Reply(424), Reply(422, "validation"))
+_UNAVAILABLE = Row(Reply(503, _SERVER, "unavailable"), Reply(503, "WlmException"), Reply(503, "unhealthy"))
 
 TABLE: Mapping[type[Exception], Row] = MappingProxyType(
     {
         tandem.InvalidRequest: _BAD_REQUEST,
         InvalidField: _BAD_REQUEST,
         tandem.ModelNotFound: Row(
-            OpenAIRow(404, _INVALID, "model_not_found"), LmiRow(404, "ModelNotFoundException"), TgiRow(404, "not_found")
+            Reply(404, _INVALID, "model_not_found"), Reply(404, "ModelNotFoundException"), Reply(404, "not_found")
         ),
         tandem.Unauthenticated: Row(
-            OpenAIRow(401, _INVALID, "invalid_api_key"),
-            LmiRow(401, "UnauthorizedException"),
-            TgiRow(401, "unauthorized"),
+            Reply(401, _INVALID, "invalid_api_key"), Reply(401, "UnauthorizedException"), Reply(401, "unauthorized")
         ),
         tandem.PermissionDenied: Row(
-            OpenAIRow(403, "permission_error"), LmiRow(403, "ForbiddenException"), TgiRow(403, "forbidden")
+            Reply(403, "permission_error"), Reply(403, "ForbiddenException"), Reply(403, "forbidden")
         ),
         tandem.Overloaded: Row(
-            OpenAIRow(429, "rate_limit_error", "rate_limit_exceeded"),
-            LmiRow(503, "WlmCapacityException"),
-            TgiRow(429, "overloaded"),
+            Reply(429, "rate_limit_error", "rate_limit_exceeded"),
+            Reply(503, "WlmCapacityException"),
+            Reply(429, "overloaded"),
         ),
-        tandem.NoWorkers: Row(
-            OpenAIRow(503, _SERVER, "unavailable"), LmiRow(503, "WlmException"), TgiRow(503, "unhealthy")
-        ),
+        tandem.NoWorkers: _UNAVAILABLE,
         tandem.DeadlineExceeded: Row(
-            OpenAIRow(504, _SERVER, "timeout"),
-            LmiRow(504, "TimeoutException"),
-            TgiRow(504, "generation"),
+            Reply(504, _SERVER, "timeout"),
+            Reply(504, "TimeoutException"),
+            Reply(504, "generation"),
             shown="no complete answer within the time allowed",
         ),
         tandem.SlowReader: Row(
-            OpenAIRow(408, _INVALID, "slow_reader"), LmiRow(408, "TimeoutException"), TgiRow(408, "generation")
+            Reply(408, _INVALID, "slow_reader"), Reply(408, "TimeoutException"), Reply(408, "generation")
         ),
-        tandem.Cancelled: Row(
-            OpenAIRow(503, _SERVER, "unavailable"),
-            LmiRow(503, "WlmException"),
-            TgiRow(503, "unhealthy"),
-            shown="the service is stopping; try again",
-        ),
-        tandem.ConnectionFailed: Row(
-            OpenAIRow(503, _SERVER, "unavailable"),
-            LmiRow(503, "WlmException"),
-            TgiRow(503, "unhealthy"),
-            shown=_UNREACHABLE,
-        ),
+        tandem.Cancelled: replace(_UNAVAILABLE, shown="the service is stopping; try again"),
+        tandem.ConnectionFailed: replace(_UNAVAILABLE, shown=_UNREACHABLE),
         tandem.ModelFailed: Row(
-            OpenAIRow(500, _SERVER, "model_failed"), LmiRow(424, "ModelException"), TgiRow(424, "generation")
+            Reply(500, _SERVER, "model_failed"), Reply(424, "ModelException"), Reply(424, "generation")
         ),
-        tandem.ServerMisconfigured: Row(
-            OpenAIRow(503, _SERVER, "unavailable"),
-            LmiRow(503, "WlmException"),
-            TgiRow(503, "unhealthy"),
-            shown=_UNREACHABLE,
-        ),
+        tandem.ServerMisconfigured: replace(_UNAVAILABLE, shown=_UNREACHABLE),
         tandem.InternalError: Row(
-            OpenAIRow(500, _SERVER),
-            LmiRow(424),
-            TgiRow(424, "generation"),
+            Reply(500, _SERVER),
+            Reply(424),
+            Reply(424, "generation"),
             shown="something went wrong while generating; the service's log has the details",
         ),
-        BodyTooLarge: Row(
-            OpenAIRow(413, _INVALID), LmiRow(413, "RequestEntityTooLargeException"), TgiRow(413, "validation")
-        ),
-        BodyTooSlow: Row(OpenAIRow(408, _INVALID), LmiRow(408, "TimeoutException"), TgiRow(408, "validation")),
+        BodyTooLarge: Row(Reply(413, _INVALID), Reply(413, "RequestEntityTooLargeException"), Reply(413, "validation")),
+        BodyTooSlow: Row(Reply(408, _INVALID), Reply(408, "TimeoutException"), Reply(408, "validation")),
         NotStored: Row(
-            OpenAIRow(404, _INVALID, "not_found"), LmiRow(404, "ResourceNotFoundException"), TgiRow(404, "not_found")
+            Reply(404, _INVALID, "not_found"), Reply(404, "ResourceNotFoundException"), Reply(404, "not_found")
         ),
         UnsupportedMediaType: Row(
-            OpenAIRow(415, _INVALID), LmiRow(415, "UnsupportedMediaTypeException"), TgiRow(415, "validation")
+            Reply(415, _INVALID), Reply(415, "UnsupportedMediaTypeException"), Reply(415, "validation")
         ),
     }
 )
@@ -205,56 +170,29 @@ def is_ours(error: Exception) -> bool:
     return not isinstance(error, TandemError) and type(error) not in TABLE
 
 
-class Dialect(Protocol):
-    """Error responses for one family of clients. `name` labels logs and metrics."""
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """One family of clients. `name` labels logs and metrics, `error_response` makes the response to an error, and
+    `id_header` is the header in which the clients look for the request's id, beside x-request-id.
+    """
 
-    @property
-    def name(self) -> str: ...
-
-    def error_response(self, problem: Problem) -> Response:
-        """Return the response that replaces the answer."""
-        ...
+    name: str
+    error_response: Callable[[Problem], Response]
+    id_header: str = "x-request-id"
 
 
-class OpenAIDialect:
-    """Errors as openai-python reads them."""
-
-    name = "openai"
-
-    def error_response(self, problem: Problem) -> Response:
-        return JSONResponse(openai_error_body(problem), problem.row.openai.status, problem.headers)
+# Each `..._error_body` is the body of an error response, and the last event of a stream that fails.
 
 
 def openai_error_body(problem: Problem) -> dict[str, dict[str, object]]:
-    """The body of an error response, and the last event of a stream that fails."""
     row = problem.row.openai
     code = problem.code or row.code
     return {"error": {"message": problem.message, "type": row.type, "param": problem.field, "code": code}}
 
 
-class AnthropicDialect:
-    """Errors as anthropic's clients read them."""
-
-    name = "anthropic"
-
-    def error_response(self, problem: Problem) -> Response:
-        status = problem.row.openai.status
-        return JSONResponse(anthropic_error_body(problem), _ANTHROPIC_STATUS.get(status, status), problem.headers)
-
-
 def anthropic_error_body(problem: Problem) -> dict[str, object]:
-    """The body of an error response, and the last event of a stream that fails."""
     kind = _ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
-
-
-class LmiDialect:
-    """Errors as clients of DJLServing read them."""
-
-    name = "lmi"
-
-    def error_response(self, problem: Problem) -> Response:
-        return JSONResponse(lmi_error_body(problem), problem.row.lmi.status, problem.headers)
 
 
 def lmi_error_body(problem: Problem) -> dict[str, object]:
@@ -262,21 +200,35 @@ def lmi_error_body(problem: Problem) -> dict[str, object]:
     row = problem.row.lmi
     if row.type:
         return {"code": row.status, "type": row.type, "message": problem.message}
-    prefix = "Input Parsing failed. " if problem.row.tgi.error_type == "validation" else ""
+    prefix = "Input Parsing failed. " if problem.row.tgi.type == "validation" else ""
     return {"code": row.status, "error": prefix + problem.message}
 
 
-class TgiDialect:
-    """Errors as text-generation and huggingface_hub read them: both look at `error_type`."""
-
-    name = "tgi"
-
-    def error_response(self, problem: Problem) -> Response:
-        return JSONResponse(tgi_error_body(problem), problem.row.tgi.status, problem.headers)
-
-
 def tgi_error_body(problem: Problem) -> dict[str, object]:
-    """The body of an error response, and the last event of a stream that fails."""
-    error_type = problem.row.tgi.error_type
+    """The type is TGI's `error_type`, which text-generation and huggingface_hub look at."""
+    error_type = problem.row.tgi.type
     message = "Model is overloaded" if error_type == "overloaded" else problem.message
     return {"error": _TGI_PREFIXES.get(error_type, "") + message, "error_type": error_type}
+
+
+def _openai_error(problem: Problem) -> Response:
+    return JSONResponse(openai_error_body(problem), problem.row.openai.status, problem.headers)
+
+
+def _anthropic_error(problem: Problem) -> Response:
+    status = problem.row.openai.status
+    return JSONResponse(anthropic_error_body(problem), _ANTHROPIC_STATUS.get(status, status), problem.headers)
+
+
+def _lmi_error(problem: Problem) -> Response:
+    return JSONResponse(lmi_error_body(problem), problem.row.lmi.status, problem.headers)
+
+
+def _tgi_error(problem: Problem) -> Response:
+    return JSONResponse(tgi_error_body(problem), problem.row.tgi.status, problem.headers)
+
+
+OPENAI = Dialect("openai", _openai_error)
+ANTHROPIC = Dialect("anthropic", _anthropic_error, id_header="request-id")
+LMI = Dialect("lmi", _lmi_error)
+TGI = Dialect("tgi", _tgi_error)

@@ -23,13 +23,13 @@ from starlette.types import Message, Receive, Scope, Send
 
 import tandem
 from gateway.access import is_foreign_page, key_in
-from gateway.backend import Backend
+from gateway.backend import Backend, BodyShare
 from gateway.errors import BodyTooLarge, BodyTooSlow, Dialect, Problem, UnsupportedMediaType, is_ours
 from gateway.feed import Feed
-from gateway.metrics import Outcome, Progress
+from gateway.metrics import Progress
 from gateway.schema import M, check, parse
 from gateway.server import cancel_on_disconnect
-from gateway.settings import REASONING_PARSERS, GatewaySettings
+from gateway.settings import GatewaySettings
 from mesh.tracing import context_in, mark_failed, trace_id_of
 
 log = structlog.get_logger(__name__)
@@ -43,78 +43,49 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Arrival:
-    """A request before any check. `cleanup` is closed after its response: it releases the slot and the body's bytes."""
+class Exchange:
+    """A request that has passed the checks. `request_id` is the client's, or a generated one; `client` calls the router
+    with the caller's API key.
+    """
 
     backend: Backend
     request: Request
     request_id: str
     progress: Progress
-    cleanup: ExitStack
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """A request that has passed the checks. `client` calls the router with the caller's API key."""
-
-    arrival: Arrival
     client: tandem.AsyncClient
     body: bytes
 
     @property
     def settings(self) -> GatewaySettings:
-        return self.arrival.backend.settings
+        return self.backend.settings
 
     async def parse(self, schema: type[M]) -> M:
         """Parse and check the JSON body. Raises InvalidRequest."""
-        return await self.arrival.backend.parser.run(len(self.body), partial(parse, schema, self.body))
+        return await self.backend.parser.run(len(self.body), partial(parse, schema, self.body))
 
     async def check(self, schema: type[M], payload: object) -> M:
         """Check a payload that was read from the body already. Raises InvalidRequest."""
-        return await self.arrival.backend.parser.run(len(self.body), partial(check, schema, payload))
+        return await self.backend.parser.run(len(self.body), partial(check, schema, payload))
 
     async def read(self, function: Callable[Concatenate[bytes, P], T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Return `function(body, ...)`, which runs on a thread if the body is large."""
-        return await self.arrival.backend.parser.run(len(self.body), partial(function, self.body, *args, **kwargs))
-
-    @property
-    def request_id(self) -> str:
-        """The client's id for this request, or a generated one."""
-        return self.arrival.request_id
+        return await self.backend.parser.run(len(self.body), partial(function, self.body, *args, **kwargs))
 
     @property
     def served_name(self) -> str:
         """The model that answers requests without a model name."""
-        return self.arrival.backend.gate.served_name
-
-    def tool_call_format(self, model: str) -> str:
-        """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
-        if self.settings.tool_call_parser != "auto":
-            return self.settings.tool_call_parser
-        served = self.model(model)
-        return served.tool_call_format if served is not None else ""
-
-    def reasoning_parser(self, model: str) -> str:
-        """Return the configured reasoning parser. By default, if the template has reasoning, that of the model's format
-        of calls, or `qwen3`.
-        """
-        if self.settings.reasoning_parser != "auto":
-            return self.settings.reasoning_parser
-        served = self.model(model)
-        if served is None or not served.has_reasoning:
-            return "none"
-        return served.tool_call_format if served.tool_call_format in REASONING_PARSERS else "qwen3"
+        return self.backend.gate.served_name
 
     def model(self, name: str = "") -> tandem.Model | None:
         """Return the served model of that name or with that adapter, or the default model. None if no model is known
         yet.
         """
-        gate = self.arrival.backend.gate
+        gate = self.backend.gate
         return gate.models.get(name) or gate.models.get(gate.served_name)
 
     def feed(self, arguments: Sequence[tandem.GenerateArguments], num_choices: int = 1) -> Feed:
         """Start a router call per element of `arguments`, of `num_choices` choices each. The caller closes the feed."""
-        progress, timeout_s = self.arrival.progress, self.settings.request_timeout_s
+        progress, timeout_s = self.progress, self.settings.request_timeout_s
         for arguments_of_call in arguments:
             progress.start(num_choices, arguments_of_call.get("max_new_tokens"))
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -123,7 +94,7 @@ class Exchange:
 
     def _call(self, arguments: tandem.GenerateArguments, deadline_s: float) -> AsyncGenerator[tandem.TokenEvent, None]:
         time_left_s = max(0.0, deadline_s - asyncio.get_running_loop().time())
-        defaults = tandem.GenerateArguments(timeout=time_left_s, client_request_id=self.arrival.request_id)
+        defaults = tandem.GenerateArguments(timeout=time_left_s, client_request_id=self.request_id)
         return self.client.stream(**(defaults | arguments))
 
 
@@ -135,14 +106,12 @@ class Endpoint:
     """An ASGI application: one route's handler with its dialect.
 
     `generates`: the route counts in TGI's metrics and gets a span. `is_polled`: only failures are written to the log.
-    `id_header`: the response header in which the dialect's clients look for the request's id, beside x-request-id.
     """
 
     dialect: Dialect
     handler: Handler
     generates: bool = False
     is_polled: bool = False
-    id_header: str = "x-request-id"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -153,8 +122,8 @@ class Endpoint:
         status = _CLIENT_GONE
         with self._start_span(request, request_id) as span, ExitStack() as cleanup:
             try:
-                response = await self._respond(Arrival(backend, request, request_id, progress, cleanup))
-                response.headers["x-request-id"] = response.headers[self.id_header] = request_id
+                response = await self._respond(backend, request, request_id, progress, cleanup)
+                response.headers["x-request-id"] = response.headers[self.dialect.id_header] = request_id
                 status = response.status_code
                 sending = _Sending(send)
                 await response(scope, receive, sending)
@@ -181,36 +150,35 @@ class Endpoint:
             f"{request.method} {path}", context_in(request.headers), SpanKind.SERVER, attributes
         )
 
-    async def _respond(self, arrival: Arrival) -> Response:
-        """Return the answer or the dialect's error response. Raises ClientDisconnect."""
+    async def _respond(
+        self, backend: Backend, request: Request, request_id: str, progress: Progress, cleanup: ExitStack
+    ) -> Response:
+        """Return the answer or the dialect's error response. `cleanup` is closed after it: it releases the slot and the
+        body's bytes. Raises ClientDisconnect.
+        """
+        has_body = False
         try:
-            exchange = await _receive(arrival)
+            client, body = await _receive(backend, request, cleanup)
+            has_body = True
+            exchange = Exchange(backend, request, request_id, progress, client, body)
+            return await cancel_on_disconnect(self.handler(exchange), request)
         except ClientDisconnect:
             raise
         except Exception as error:
-            response = self._error_response(error, arrival)
-            if isinstance(error, BodyTooSlow) or "expect" in arrival.request.headers:
+            if is_ours(error):
+                log.exception("a request failed", request_id=request_id)
+            problem = Problem.of(error)
+            progress.failed(problem)
+            response = self.dialect.error_response(problem)
+            if not has_body and (isinstance(error, BodyTooSlow) or "expect" in request.headers):
                 response.headers["connection"] = "close"  # the rest of the body may or may not follow
             return response
-        try:
-            return await cancel_on_disconnect(self.handler(exchange), arrival.request)
-        except ClientDisconnect:
-            raise
-        except Exception as error:
-            return self._error_response(error, arrival)
-
-    def _error_response(self, error: Exception, arrival: Arrival) -> Response:
-        if is_ours(error):
-            log.exception("a request failed", request_id=arrival.request_id)
-        problem = Problem.of(error)
-        arrival.progress.failed(problem)
-        return self.dialect.error_response(problem)
 
     def _record(self, backend: Backend, request_id: str, progress: Progress, status: int) -> None:
         duration_s = progress.duration_s()
-        backend.metrics.observe_request(
-            Outcome(self.dialect.name, status, progress.failure, duration_s), generates=self.generates
-        )
+        backend.metrics.observe_answer(self.dialect.name, status)
+        if self.generates:
+            backend.metrics.observe_generation(progress.failure, duration_s)
         if self.is_polled and not progress.failure:
             return
         log.info(
@@ -237,43 +205,35 @@ class _Sending:
         self.is_complete = message["type"] == "http.response.body" and not message.get("more_body", False)
 
 
-async def _receive(arrival: Arrival) -> Exchange:
-    """Run the steps before the handler. Raises the error that refuses the request."""
-    client = await _admit(arrival)
-    slots = arrival.backend.slots
-    slots.require_slot()  # before the body is read, which would be wasted work
-    body = await _read_body(arrival)
-    arrival.cleanup.enter_context(slots.slot())
-    return Exchange(arrival, client, body)
-
-
-async def _admit(arrival: Arrival) -> tandem.AsyncClient:
-    """Return a client that sends the caller's key. Raises Unauthenticated or PermissionDenied."""
-    backend, headers = arrival.backend, arrival.request.headers
-    if is_foreign_page(headers, backend.allowed_origins):
+async def _receive(backend: Backend, request: Request, cleanup: ExitStack) -> tuple[tandem.AsyncClient, bytes]:
+    """Run the steps before the handler. Return a client that sends the caller's key, and the body. Raises the error
+    that refuses the request.
+    """
+    if is_foreign_page(request.headers, backend.allowed_origins):
         raise tandem.PermissionDenied("pages of this origin may not call the gateway; see cors_allow_origin")
-    key = key_in(headers)
+    key = key_in(request.headers)
     await backend.gate.check(key)
-    return backend.client.acting_for(key)
+    backend.slots.require_slot()  # before the body is read, which would be wasted work
+    body = await _read_body(request, backend.settings, cleanup.enter_context(BodyShare(backend.bodies)))
+    cleanup.enter_context(backend.slots.slot())
+    return backend.client.acting_for(key), body
 
 
-async def _read_body(arrival: Arrival) -> bytes:
+async def _read_body(request: Request, settings: GatewaySettings, share: BodyShare) -> bytes:
     """Read the body. Raises BodyTooLarge at the limit, BodyTooSlow, UnsupportedMediaType, Overloaded or
     ClientDisconnect.
     """
-    settings = arrival.backend.settings
-    share = arrival.cleanup.enter_context(arrival.backend.bodies.share())
     too_large = BodyTooLarge(f"the body may have {settings.max_body_bytes} bytes at most")
-    encoding = arrival.request.headers.get("content-encoding", "identity")
+    encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() not in ("", "identity"):
         raise UnsupportedMediaType(f"bodies in content-encoding {encoding[:64]} are not read: send it without")
-    announced = arrival.request.headers.get("content-length", "")
+    announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > settings.max_body_bytes:
         raise too_large
     body = bytearray()
     try:
         async with asyncio.timeout(settings.body_timeout_s):
-            async for chunk in arrival.request.stream():
+            async for chunk in request.stream():
                 if len(body) + len(chunk) > settings.max_body_bytes:
                     raise too_large
                 share.grow(len(body) + len(chunk))

@@ -16,16 +16,6 @@ _PLAIN_COUNTERS = ("tgi_request_count", "tgi_request_success", "tgi_request_fail
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """The end of a request. `failure` is "" for success, or else TGI's error type."""
-
-    dialect: str
-    status: int
-    failure: str
-    duration_s: float
-
-
-@dataclass(frozen=True, slots=True)
 class Phases:
     """A choice's time in the three phases of TGI's metrics, replays included.
 
@@ -63,38 +53,29 @@ class Metrics:
         running.set_function(lambda: self.num_running)
         seconds, tokens = self._seconds, self._tokens
         self._duration = seconds("tgi_request_duration", "Seconds from request to end")
-        self._first_token = seconds("tandem_http_first_token_seconds", "Seconds from request to first token")
+        self.first_token = seconds("tandem_http_first_token_seconds", "Seconds from request to first token")
         self._validation = seconds("tgi_request_validation_duration", "Seconds of template, tokens and limits")
         self._queue = seconds("tgi_request_queue_duration", "Seconds in the router's queue")
         self._inference = seconds("tgi_request_inference_duration", "Seconds at workers")
         self._per_token = seconds("tgi_request_mean_time_per_token_duration", "Mean seconds between tokens")
         self._input = tokens("tgi_request_input_length", "Tokens of the prompt")
-        self._max_new_tokens = tokens("tgi_request_max_new_tokens", "Most tokens a request asked for")
+        self.max_new_tokens = tokens("tgi_request_max_new_tokens", "Most tokens a request asked for")
         self._generated = tokens("tgi_request_generated_tokens", "Tokens generated")
 
-    def observe_request(self, outcome: Outcome, *, generates: bool) -> None:
-        """Count a request that has been answered or whose client has disconnected."""
-        self._requests.labels(outcome.dialect, str(outcome.status)).inc()
-        if not generates:
-            return
+    def observe_answer(self, dialect: str, status: int) -> None:
+        """Count a request that has been answered or whose client has disconnected. `dialect` is "none" for one that got
+        to no endpoint, because its host, path or method is unknown.
+        """
+        self._requests.labels(dialect, str(status)).inc()
+
+    def observe_generation(self, failure: str, duration_s: float) -> None:
+        """Count a request that generates, at its end. `failure` is "" for success, or else TGI's error type."""
         self._count.inc()
-        self._duration.observe(outcome.duration_s)
-        if outcome.failure:
-            self._failure.labels(outcome.failure).inc()
+        self._duration.observe(duration_s)
+        if failure:
+            self._failure.labels(failure).inc()
         else:
             self._success.inc()
-
-    def observe_unserved(self, status: int) -> None:
-        """Count a request that got to no endpoint, because its host, path or method is unknown."""
-        self._requests.labels("none", str(status)).inc()
-
-    def observe_max_new_tokens(self, max_new_tokens: int) -> None:
-        """Observe the limit of a request that sets one."""
-        self._max_new_tokens.observe(max_new_tokens)
-
-    def observe_first_token(self, seconds: float) -> None:
-        """Observe the seconds from the request to its first token."""
-        self._first_token.observe(seconds)
 
     def observe_choice(self, num_prompt: int, num_generated: int, mean_gap_s: float | None) -> None:
         """Observe a complete choice. `mean_gap_s` is None for choices of one token."""
@@ -152,7 +133,7 @@ class Progress:
         """Count choices whose calls of the router begin now."""
         self._shift(waiting=num_choices, running=0)
         if max_new_tokens is not None:
-            self._metrics.observe_max_new_tokens(max_new_tokens)
+            self._metrics.max_new_tokens.observe(max_new_tokens)
 
     def close(self) -> None:
         """End the request: none of its choices waits or runs any more."""
@@ -163,7 +144,7 @@ class Progress:
         now_s = self._clock()
         if event.index not in self._first_s:
             if not self._first_s:
-                self._metrics.observe_first_token(now_s - self._started_s)
+                self._metrics.first_token.observe(now_s - self._started_s)
             self._first_s[event.index] = now_s
             self._shift(waiting=-1, running=1)
             self.mesh_request_ids.add(event.request_id)
@@ -182,4 +163,4 @@ class Progress:
         self._metrics.num_running += running
 
     def failed(self, problem: Problem) -> None:
-        self.failure = problem.row.tgi.error_type
+        self.failure = problem.row.tgi.type

@@ -18,7 +18,7 @@ from starlette.types import Scope
 
 from gateway.access import key_in
 from gateway.backend import Backend
-from gateway.errors import OpenAIDialect, Problem
+from gateway.errors import OPENAI, Problem
 from gateway.exchange import Exchange
 from gateway.schema import Json
 from gateway.verdict import judge
@@ -86,7 +86,7 @@ async def metrics(request: Request) -> Response:
         try:
             await backend.gate.check_operator(key_in(request.headers))
         except TandemError as error:
-            return OpenAIDialect().error_response(Problem.of(error))
+            return OPENAI.error_response(Problem.of(error))
     return Response(backend.metrics.text(), media_type=_METRICS_TYPE)
 
 
@@ -98,7 +98,7 @@ async def mesh_state(exchange: Exchange) -> Response:
 
 async def mesh_history(exchange: Exchange) -> Response:
     """Handle GET /mesh/history?span_s=SECONDS: points under the SDK's names, oldest first."""
-    text = exchange.arrival.request.query_params.get("span_s", str(_DAY_S))
+    text = exchange.request.query_params.get("span_s", str(_DAY_S))
     try:
         span_s = float(text)
     except ValueError:
@@ -110,20 +110,20 @@ async def mesh_history(exchange: Exchange) -> Response:
 
 
 async def drain(exchange: Exchange) -> Response:
-    worker_id = exchange.arrival.request.path_params["worker"]
+    worker_id = exchange.request.path_params["worker"]
     await exchange.client.drain(worker_id, timeout=_MESH_TIMEOUT_S)
     return JSONResponse({"worker_id": worker_id, "draining": True})
 
 
 async def undrain(exchange: Exchange) -> Response:
-    worker_id = exchange.arrival.request.path_params["worker"]
+    worker_id = exchange.request.path_params["worker"]
     await exchange.client.undrain(worker_id, timeout=_MESH_TIMEOUT_S)
     return JSONResponse({"worker_id": worker_id, "draining": False})
 
 
 async def switch_role(exchange: Exchange) -> Response:
     """Handle POST /mesh/workers/{worker}/switch/{role}."""
-    worker_id, role = (exchange.arrival.request.path_params[name] for name in ("worker", "role"))
+    worker_id, role = (exchange.request.path_params[name] for name in ("worker", "role"))
     await exchange.client.switch_role(worker_id, role, timeout=_MESH_TIMEOUT_S)
     return JSONResponse({"worker_id": worker_id, "role": role})
 

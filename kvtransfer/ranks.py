@@ -52,18 +52,6 @@ class RankPeer(Protocol):
         ...
 
 
-class SendingFlow(Protocol):
-    """One flow of an outgoing transfer. Plug point: OutgoingTransfer, and `RankFlow`."""
-
-    def announce(self, blocks: Span, layers: Span) -> None: ...
-
-    def finish(self, num_tokens: int, first_token_id: int) -> None: ...
-
-    async def ended(self) -> TransferResult: ...
-
-    async def abort(self) -> None: ...
-
-
 class RankFlow:
     """A flow from another rank. The methods are those of OutgoingTransfer, on the event loop."""
 
@@ -105,6 +93,9 @@ class RankFlow:
     async def abort(self) -> None:
         if not self._answer.done():
             await _abort(self._rank, self._number)
+
+
+SendingFlow = OutgoingTransfer | RankFlow
 
 
 class OutgoingFlows:

@@ -6,9 +6,10 @@ raises InvalidRequest.
 """
 
 from collections.abc import Iterable, Sized
+from dataclasses import fields
 
-from mesh.cache_hints import hints_from_proto, hints_to_proto
 from mesh.domain import request as limits
+from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.request import Fork, SamplingParams, SequenceSpec, Structure, StructureKind
@@ -16,7 +17,7 @@ from mesh.domain.tokens import FinishReason, PromptLogprob, SampledToken, Sequen
 from mesh.domain.worker import Adapter, KVEndpoint, WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.durations import duration_from_proto, duration_to_proto
 from mesh.v1 import decode_pb2, kvtransfer_pb2, sequence_pb2, worker_pb2
-from tandem.v1 import sampling_pb2
+from tandem.v1 import cache_pb2, sampling_pb2
 
 _FINISH = {
     FinishReason.LENGTH: sampling_pb2.FINISH_REASON_LENGTH,
@@ -40,48 +41,26 @@ _STATE: dict[WorkerState, worker_pb2.WorkerState] = {
 }
 _STATE_BACK = {value: state for state, value in _STATE.items()}
 
+_KEEP: dict[KeepPriority, cache_pb2.KeepPriority] = {
+    priority: getattr(cache_pb2, f"KEEP_PRIORITY_{priority.name}") for priority in KeepPriority
+}
+_KEEP_BACK = {value: priority for priority, value in _KEEP.items()}
+
 _PLAIN_SAMPLING = (
     *("min_new_tokens", "temperature", "top_k", "top_p", "min_p", "typical_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
 )
 
 _PLAIN_WORKER = (
-    "worker_id",
-    "incarnation",
-    "address",
-    "model",
-    "tokenizer_fingerprint",
-    "max_batch_tokens",
-    "max_num_seqs",
-    "num_blocks",
-    "max_model_len",
-    "device",
-    "pid",
-    "protocol_version",
-    "speculative",
-    "switchable",
+    *("worker_id", "incarnation", "address", "model", "tokenizer_fingerprint", "device", "pid", "protocol_version"),
+    *("max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "speculative", "switchable"),
 )
 
-_LOAD = (
-    "free_blocks",
-    "num_running",
-    "num_waiting",
-    "pending_tokens",
-    "generated_tokens",
-    "computed_tokens",
-    "drafted_tokens",
-    "accepted_tokens",
-)
+_LOAD = tuple(field.name for field in fields(WorkerLoad))
 
 _LAYOUT = (
-    "model_fingerprint",
-    "num_layers",
-    "num_kv_heads",
-    "head_dim",
-    "block_size",
-    "dtype",
-    "state_blocks",
-    "keys_are_values",
+    *("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size"),
+    *("dtype", "state_blocks", "keys_are_values"),
 )
 
 
@@ -165,6 +144,27 @@ def _structure_from_proto(message: sampling_pb2.Structure) -> Structure | None:
     if kind == StructureKind.CHOICE:
         return Structure(StructureKind.CHOICE, choices=tuple(message.choice.texts))
     return Structure(StructureKind(kind), source=getattr(message, kind))
+
+
+def hints_to_proto(hints: CacheHints) -> cache_pb2.CacheHints | None:
+    """None if nothing is hinted, which is what most requests say."""
+    if hints == NO_HINTS:
+        return None
+    message = cache_pb2.CacheHints(session_id=hints.session_id, keep_priority=_KEEP[hints.keep_priority])
+    if hints.time_to_live_s is not None:
+        message.time_to_live.CopyFrom(duration_to_proto(hints.time_to_live_s))
+    return message
+
+
+def hints_from_proto(message: cache_pb2.CacheHints) -> CacheHints:
+    """Raises InvalidRequest for values out of range. A priority of a newer version is read as the normal one."""
+    hints = CacheHints(
+        session_id=message.session_id,
+        keep_priority=_KEEP_BACK.get(message.keep_priority, KeepPriority.NORMAL),
+        time_to_live_s=duration_from_proto(message.time_to_live) if message.HasField("time_to_live") else None,
+    )
+    hints.validate()
+    return hints
 
 
 def spec_to_proto(request: SequenceSpec) -> sequence_pb2.SequenceSpec:

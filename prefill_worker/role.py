@@ -1,7 +1,10 @@
 """The role of a prefill worker: its limits on the engine, and its services."""
 
+from collections.abc import Sequence
 from functools import partial
 
+from engine.loop import EngineLoop
+from engine.sharded_kv_cache import AnyKVCache
 from kvtransfer import KVSender, RankedSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import prefill_pb2_grpc
@@ -9,7 +12,8 @@ from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
 from worker.metrics import PrefillMetrics
-from worker.role import EngineLimits, EngineParts, Role, RoleServices
+from worker.ranks.link import RankLink
+from worker.role import EngineLimits, Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 
@@ -19,17 +23,18 @@ def prefill_role(settings: PrefillSettings) -> Role:
     return Role(WorkerRole.PREFILL, limits, partial(_open, settings))
 
 
-def _open(settings: PrefillSettings, engine_parts: EngineParts, runtime: WorkerRuntime) -> RoleServices:
+def _open(
+    settings: PrefillSettings,
+    engine: EngineLoop,
+    kv_cache: AnyKVCache,
+    rank_links: Sequence[RankLink],
+    runtime: WorkerRuntime,
+) -> RoleServices:
     metrics = PrefillMetrics()
     transfer_settings = TransferSettings(transports=settings.transports, trust_fabric=settings.trust_fabric)
-    own = KVSender(engine_parts.kv_cache, settings.identity, runtime.credentials, transfer_settings)
-    sender = RankedSender(own, engine_parts.rank_links)
-    service = PrefillService(
-        engine_parts.engine,
-        sender,
-        is_draining=runtime.is_draining,
-        metrics=metrics,
-    )
+    own = KVSender(kv_cache, settings.identity, runtime.credentials, transfer_settings)
+    sender = RankedSender(own, rank_links)
+    service = PrefillService(engine, sender, is_draining=runtime.is_draining, metrics=metrics)
     prefill_pb2_grpc.add_PrefillServicer_to_server(PrefillServicer(service), runtime.server.grpc)
     return RoleServices(
         ("mesh.v1.Prefill",),

@@ -42,13 +42,12 @@ _FAILURE_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class KVTarget:
+class KVDestination:
     """The decode worker that the router has chosen for the KV. If `kv_endpoints` is empty, one process at `address`
     takes all KV. The decode worker already holds the KV of the first `ready_tokens` tokens.
     """
 
     address: str
-    worker_id: str
     incarnation: str
     transfer_id: str
     ready_tokens: int
@@ -56,21 +55,14 @@ class KVTarget:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptStarted:
+class PrefillStarted:
     """Computation of the prompt began `elapsed_s` ago."""
 
     elapsed_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class FirstToken:
-    """The first token, with prompt log-probs if requested."""
-
-    output: SequenceOutput
-
-
-@dataclass(frozen=True, slots=True)
-class KVSent:
+class TransferFinished:
     """The decode worker has verified the KV, `duration_s` after the transfer was opened."""
 
     num_bytes: int
@@ -78,7 +70,8 @@ class KVSent:
     duration_s: float
 
 
-PromptEvent = PromptStarted | FirstToken | KVSent
+PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
+"""The output is the first token, with prompt log-probs if requested."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,7 +81,7 @@ class _Prompt:
     `context` is the context of the call, for logs."""
 
     sequence: SequenceState
-    destination: KVTarget
+    destination: KVDestination
     receivers: tuple[KVEndpoint, ...]
     started: asyncio.Future[None]
     first_token: asyncio.Future[SequenceOutput]
@@ -145,7 +138,7 @@ class PrefillService:
 
     # -- called by routers ------------------------------------------------------------------------------------------
 
-    async def prefill(self, request: SequenceSpec, destination: KVTarget) -> AsyncGenerator[PromptEvent, None]:
+    async def prefill(self, request: SequenceSpec, destination: KVDestination) -> AsyncGenerator[PrefillEvent, None]:
         """Run one prompt and transfer its KV. Closing the iterator stops the computation and the transfer."""
         if self._is_draining():
             raise WorkerDraining("the worker is draining")
@@ -169,16 +162,16 @@ class PrefillService:
             await self._engine.fetch_evicted(sequence)
             await self._engine.call(lambda scheduler: scheduler.add(sequence))
             await prompt.started
-            yield PromptStarted(self._loop.time() - prompt.begun_s)
+            yield PrefillStarted(self._loop.time() - prompt.begun_s)
             assert prompt.transfer is not None
             output = await _first_token(prompt.first_token, prompt.transfer)
             end_span(prompt.trace_span)
-            yield FirstToken(output)
+            yield output
             if output.finish_reason is None or request.forks:
                 moved = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
-                yield KVSent(moved.num_bytes, moved.transport, duration_s)
+                yield TransferFinished(moved.num_bytes, moved.transport, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.

@@ -6,15 +6,9 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 
 from mesh import wire
+from mesh.domain.tokens import SequenceOutput
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from prefill_worker.service import (
-    FirstToken,
-    KVSent,
-    KVTarget,
-    PrefillService,
-    PromptEvent,
-    PromptStarted,
-)
+from prefill_worker.service import KVDestination, PrefillEvent, PrefillService, PrefillStarted
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -31,10 +25,9 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
                     yield message
 
 
-def _destination(message: prefill_pb2.KvDestination) -> KVTarget:
-    return KVTarget(
+def _destination(message: prefill_pb2.KvDestination) -> KVDestination:
+    return KVDestination(
         message.address,
-        message.worker_id,
         message.incarnation,
         message.transfer_id,
         message.ready_tokens,
@@ -42,19 +35,15 @@ def _destination(message: prefill_pb2.KvDestination) -> KVTarget:
     )
 
 
-def _messages(event: PromptEvent) -> Iterator[prefill_pb2.PrefillResponse]:
+def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
     """Yield one message, or several if a long prompt has many log-probs."""
-    if isinstance(event, FirstToken):
-        for part in event.output.in_parts():
+    if isinstance(event, SequenceOutput):
+        for part in event.in_parts():
             yield prefill_pb2.PrefillResponse(first_token=wire.output_to_proto(part))
+    elif isinstance(event, PrefillStarted):
+        yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     else:
-        yield _progress(event)
-
-
-def _progress(event: PromptStarted | KVSent) -> prefill_pb2.PrefillResponse:
-    if isinstance(event, PromptStarted):
-        return prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
-    finished = prefill_pb2.TransferFinished(
-        bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s
-    )
-    return prefill_pb2.PrefillResponse(finished=finished)
+        finished = prefill_pb2.TransferFinished(
+            bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s
+        )
+        yield prefill_pb2.PrefillResponse(finished=finished)

@@ -3,14 +3,7 @@
 from dataclasses import dataclass
 
 from mesh.settings import setting
-from worker.settings import (
-    DEFAULT_KV_TRANSPORTS,
-    KV_TRANSPORTS,
-    WorkerSettings,
-    parse_transports,
-    require_positive,
-    require_protected,
-)
+from worker.settings import WorkerSettings, require_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,19 +20,10 @@ class PrefillSettings(WorkerSettings):
         "maximum prompts computed concurrently; at most max_batch_prefill_tokens, as each needs a token of a step; a "
         "decode worker's max_rolling_batch_size counts running sequences",
     )
-    kv_transports: str = setting(
-        DEFAULT_KV_TRANSPORTS, f"transports for KV, in order of preference; there are {', '.join(KV_TRANSPORTS)}"
-    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         require_positive(self, "max_batch_prefill_tokens", "max_num_prompts")
-        require_protected(self, self.transports)
-
-    @property
-    def transports(self) -> tuple[str, ...]:
-        """The names in kv_transports. Raises ConfigurationError."""
-        return parse_transports(self.kv_transports)
 
     @property
     def prompts_at_once(self) -> int:

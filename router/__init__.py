@@ -1,14 +1,18 @@
 """The router: it owns every request and its text, admits, places, dispatches and replays, and never touches a tensor.
 
-The way of one request, in twelve files:
+The way of one request, in fourteen files. Down:
 
     api/generation_servicer.py    translate from gRPC, find the tenant
-    service.py                    find the model by name, check parameters (validation.py), take permits, template
-                                  and tokenize (served_model.py), start one task per choice
+    model_directory.py            find the model by its name, or by one that stands for several (traffic.py)
+    service.py                    one model's requests: check parameters (validation.py), take permits, make text and
+                                  tokens of the prompt (text/model_text.py), start a task for each choice
     dispatch.py                   one choice: queue, attempt, and after a failure replay
     admission/queue.py            wait in order until admission/placement.py finds workers
-    attempt.py                    one attempt: workers/decode_link.py streams from the decode worker; the call to the
-                                  prefill worker
+    attempt.py                    one attempt: the stream from the decode worker (workers/decode_link.py), the call to
+                                  the prefill worker (workers/prefill_client.py)
+
+Back up, for each token:
+
     choice.py                     tokens in order, text (text/text_stream.py), finish reason
     answer_stream.py              choices merged into one stream of messages to the client
 
@@ -17,7 +21,6 @@ Beside it:
     workers/                                  which workers there are, and which are healthy
     timeline.py, journal.py, history.py       record what happened; api/operators.py and metrics.py show it
     tenants.py                                the callers
-    traffic.py                                names that stand for several revisions of a model
     readiness.py                              whether the models can be served
     advice.py, role_switching.py              advice to add, remove and switch workers, and switches by it
     model_router.py                           puts the parts of one model together

@@ -16,7 +16,7 @@ from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import ServiceProgram, announce, run_for_life, until_stopped
 from mesh.rpc.server import Listen, Server
 from router.api.generation_servicer import GenerationServicer
-from router.api.operators import MeshServicer, Operations
+from router.api.operators import MeshServicer
 from router.garbage import collecting_rarely
 from router.history import History, Reading, take_reading
 from router.journal import Journal
@@ -80,7 +80,7 @@ class RouterProcess:
             ModelRouter(
                 model_settings.located(_downloading),
                 self.coordination.limiter_for(model_settings.served_name),
-                table=self.membership,
+                membership=self.membership,
                 links=self._links,
                 prefill_client=prefill_client,
                 journal=self.journal,
@@ -91,7 +91,7 @@ class RouterProcess:
         ]
 
         services = [model_router.service for model_router in self.model_routers]
-        self._services = ModelDirectory(services, self.journal, self.traffic)
+        self._directory = ModelDirectory(services, self.journal, self.traffic)
         self._readiness = Readiness(
             self.public,
             [model_router.mesh for model_router in self.model_routers],
@@ -109,11 +109,17 @@ class RouterProcess:
         self.membership.on_change(self._worker_changed)
         self.metrics.watch(self.model_routers, self.traffic)
         generation_pb2_grpc.add_GenerationServicer_to_server(
-            GenerationServicer(self._services, self._callers), self.public.grpc
+            GenerationServicer(self._directory, self._callers), self.public.grpc
         )
-        operations = Operations(self._control, self.traffic, self.coordination.tell_traffic)
         mesh_servicer = MeshServicer(
-            self.model_routers, self.journal, self.history, operations, self._callers, time.monotonic
+            self.model_routers,
+            self._callers,
+            journal=self.journal,
+            history=self.history,
+            control=self._control,
+            traffic=self.traffic,
+            tell_traffic=self.coordination.tell_traffic,
+            clock=time.monotonic,
         )
         mesh_pb2_grpc.add_MeshServicer_to_server(mesh_servicer, self.public.grpc)
         await asyncio.gather(*(model_router.start() for model_router in self.model_routers))
@@ -128,7 +134,7 @@ class RouterProcess:
         """Report NOT_SERVING, refuse new requests, let running ones end within the grace, then close everything."""
         await _cancel(self._tasks)
         self._readiness.end()
-        await self._services.drain(grace_s)
+        await self._directory.drain(grace_s)
         await _cancel(self._proving)  # not before: a stream that loses its worker goes on at one that has just joined
         await self.public.stop(_FLUSH_S)
         for model_router in self.model_routers:

@@ -10,11 +10,11 @@ does not read, `on_stuck` is called, which ends the call.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
@@ -34,34 +34,28 @@ _SENT = PromptLogprob(None)
 # Time for a client that was cut off to take the message that blocks its stream, and then the error.
 _LAST_READ_S = 10.0
 
-RunChoice = Callable[[Choice], Coroutine[object, object, None]]
-
-
-@dataclass(frozen=True, slots=True)
-class ChoiceRun:
-    """A choice, its permit, and the coroutine function that runs it."""
-
-    choice: Choice
-    permit: Permit
-    run: RunChoice
+RunChoice = Callable[[Choice], Coroutine[Any, Any, None]]
 
 
 class AnswerStream:
-    """Runs the choices. Read `events()` to the end, or call `close()`.
+    """Runs the choices, each by `run`. Read `events()` to the end, or call `close()`.
 
-    Each permit is released when its choice has ended. With `num_best`, only that many choices are returned, each whole,
-    the best with index 0.
+    Each choice has a permit, which is released when the choice has ended. With `num_best`, only that many choices are
+    returned, each whole, the best with index 0.
     """
 
     def __init__(
         self,
-        runs: list[ChoiceRun],
+        choices: Sequence[Choice],
+        permits: Sequence[Permit],
+        run: RunChoice,
         *,
         slow_reader_s: float,
         num_best: int | None = None,
         max_pending_events: int = MAX_PENDING_EVENTS,
     ) -> None:
-        self._choices = [run.choice for run in runs]
+        self._choices = choices
+        self._run = run
         self._num_best = num_best
         self._max_pending = max_pending_events
         self._slow_reader_s = slow_reader_s
@@ -70,8 +64,8 @@ class AnswerStream:
         self._waiter: asyncio.Future[None] | None = None
         self._error: BaseException | None = None
         self._reading_since_s: float | None = None
-        self._num_open = len(runs)
-        self._tasks = [self._start(run) for run in runs]
+        self._num_open = len(choices)
+        self._tasks = [self._start(choice, permit) for choice, permit in zip(choices, permits, strict=True)]
         self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
         self.on_stuck: Callable[[BaseException], object] = _ignore
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -113,10 +107,10 @@ class AnswerStream:
         for task in self._tasks:
             task.cancel()
 
-    def _start(self, run: ChoiceRun) -> "asyncio.Task[None]":
-        run.choice.on_change = lambda: self._notify(run.choice)
-        task = self._loop.create_task(run.run(run.choice))
-        task.add_done_callback(lambda done: self._choice_ended(run, done))
+    def _start(self, choice: Choice, permit: Permit) -> "asyncio.Task[None]":
+        choice.on_change = lambda: self._notify(choice)
+        task = self._loop.create_task(self._run(choice))
+        task.add_done_callback(lambda done: self._choice_ended(choice, permit, done))
         return task
 
     def _notify(self, choice: Choice) -> None:
@@ -141,9 +135,9 @@ class AnswerStream:
         ready = [events for choice in choices if (events := choice.take()) is not None]
         return ready if self._num_best is None else [replace(events, index=i) for i, events in enumerate(ready)]
 
-    def _choice_ended(self, run: ChoiceRun, task: "asyncio.Task[None]") -> None:
-        run.permit.release()
-        run.choice.on_change = _ignore  # breaks the reference cycle between choice and stream
+    def _choice_ended(self, choice: Choice, permit: Permit, task: "asyncio.Task[None]") -> None:
+        permit.release()
+        choice.on_change = _ignore  # breaks the reference cycle between choice and stream
         self._num_open -= 1
         error = None if task.cancelled() else task.exception()
         if error is not None:

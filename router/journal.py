@@ -36,7 +36,7 @@ _NS = 1_000_000_000
 
 
 class IncidentKind(Enum):
-    """Kinds of incidents, of workers and of requests."""
+    """Kinds of incidents, of workers and of requests. That a worker has another state has the name of the state."""
 
     JOINED = "joined"
     READY = "ready"
@@ -48,15 +48,6 @@ class IncidentKind(Enum):
     FAILED = "failed"
     SWITCHED = "switched"
     STOPPED = "stopped"
-
-
-_OF_STATE = {
-    WorkerState.READY: IncidentKind.READY,
-    WorkerState.DRAINING: IncidentKind.DRAINING,
-    WorkerState.STALLED: IncidentKind.STALLED,
-    WorkerState.LOST: IncidentKind.LOST,
-    WorkerState.STOPPED: IncidentKind.STOPPED,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +76,6 @@ class Trace:
     finish_reason: FinishReason | None
     error: str
     timing: Timing | None
-    attempt_workers: tuple[AttemptWorkers, ...]
     events_s: Mapping[str, float]
 
 
@@ -146,7 +136,7 @@ class Journal:
         elif incarnation not in self._states:
             self._note(IncidentKind.JOINED, worker_id=worker_id)
         elif self._states[incarnation] is not view.state and view.state is not WorkerState.SWITCHING:
-            self._note(_OF_STATE[view.state], worker_id=worker_id)
+            self._note(IncidentKind(view.state.value), worker_id=worker_id)
         self._states[incarnation], self._roles[worker_id] = view.state, role
 
     def keep(self, views: Iterable[WorkerView]) -> None:
@@ -177,8 +167,7 @@ class Journal:
         if error is not None and error != CANCELLED:
             self.num_failed += 1
             self._note(IncidentKind.FAILED, request_id=choice.request_id, cause=error)
-        timing = timeline.timing() if timeline.attempt_workers else None
-        trace = replace(_trace(choice, timeline, self._clock(), timing), error=error or "")
+        trace = replace(_trace(choice, timeline, self._clock(), timeline.timing()), error=error or "")
         self._traces.append(trace)
         for reader in self._readers:
             reader.ended(trace)
@@ -211,7 +200,6 @@ def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | Non
         finish_reason=choice.finish_reason,
         error="",
         timing=timing,
-        attempt_workers=timeline.attempt_workers,
         events_s=timeline.events_s,
     )
 
@@ -245,7 +233,7 @@ class ChoiceSpan:
                 "gen_ai.usage.output_tokens": ended.completion_tokens,
                 "tandem.cached_tokens": ended.cached_tokens,
                 "tandem.finish_reason": ended.finish_reason.value if ended.finish_reason else "",
-                "tandem.attempts": len(ended.attempt_workers),
+                "tandem.attempts": len(ended.timing.attempts) if ended.timing else 0,
             }
         )
         if ended.error and ended.error != CANCELLED:
@@ -254,9 +242,9 @@ class ChoiceSpan:
             return
         self._add("prepare", 0.0, ended.timing.prepare_s, {})
         at_s = ended.timing.prepare_s
-        for attempt, (timing, workers) in enumerate(zip(ended.timing.attempts, ended.attempt_workers, strict=True)):
-            self._add_attempt(at_s, timing, {**_attributes(workers), "tandem.attempt": attempt})
-            at_s += timing.total_s
+        for number, attempt in enumerate(ended.timing.attempts):
+            self._add_attempt(at_s, attempt, {**_attributes(attempt.workers), "tandem.attempt": number})
+            at_s += attempt.total_s
 
     def _add_attempt(self, at_s: float, timing: AttemptTiming, attributes: Mapping[str, str | int]) -> None:
         """Add spans of non-empty phases. The transfer's span includes the part hidden behind computing the prompt."""

@@ -27,7 +27,7 @@ from router.text.model_text import ModelText
 from router.workers.canary import CanaryRunner
 from router.workers.decode_link import Links
 from router.workers.health import WorkerHealth
-from router.workers.membership import WorkerTable, WorkerView
+from router.workers.membership import Membership, WorkerView
 from router.workers.mesh_view import MeshView
 from router.workers.prefill_client import PrefillCaller
 
@@ -47,7 +47,7 @@ class ModelRouter:
         settings: RouterSettings,
         limiter: ConcurrencyLimiter,
         *,
-        table: WorkerTable,
+        membership: Membership,
         links: Links,
         prefill_client: PrefillCaller,
         journal: Journal,
@@ -69,7 +69,7 @@ class ModelRouter:
         self.health = WorkerHealth(clock, trip_after=settings.trip_after)
         self.mesh = MeshView(
             self.model,
-            table=table,
+            membership=membership,
             links=links,
             in_flight=self.in_flight,
             health=self.health,
@@ -118,7 +118,7 @@ class ModelRouter:
             lambda: _sample(clock(), self), ttft_target_s=settings.ttft_target_s or DEFAULT_TTFT_TARGET_S
         )
         self.in_flight.on_change(self.queue.wake)
-        table.on_report(self._reported)
+        membership.on_report(self._reported)
 
     async def start(self) -> None:
         """Raises ConfigurationError if the chat template cannot be compiled."""

@@ -16,7 +16,7 @@ The service of a request is found in ModelDirectory, by the name of its model (m
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 
 import structlog
 
@@ -25,7 +25,7 @@ from mesh.domain.request import mint_id
 from router.admission.fair_queue import QueueEntry
 from router.admission.forecast import Forecast, retry_after_s
 from router.admission.limiter import ConcurrencyLimiter, Permit
-from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, AnswerStream, ChoiceRun
+from router.answer_stream import MAX_PENDING_BEHIND_PROMPT, MAX_PENDING_EVENTS, Answer, AnswerStream
 from router.choice import Choice, Siblings
 from router.dispatch import Dispatcher
 from router.journal import ChoiceSpan, Journal
@@ -121,7 +121,7 @@ class ModelService:
         try:
             await self._text.grammars.check(params.sampling.structure, params.tenant.name)
             prompt = await self._encode(params)
-            valid = replace(self._validate(params, prompt, queue_entry), adapter=adapter)
+            valid = self._validate(params, prompt, queue_entry, adapter)
             echo = await self._echo(prompt) if params.echo else ""
             if self._is_grace_over:
                 raise NoWorkers(_STOPPING)
@@ -212,7 +212,10 @@ class ModelService:
     def _check_ids(self, prompt: EncodedPrompt, limits: Limits) -> None:
         check_prompt_ids(prompt.ids, vocab_size=self.model.facts.vocab_size, limits=limits)
 
-    def _validate(self, params: GenerateParams, prompt: EncodedPrompt, queue_entry: QueueEntry) -> ValidRequest:
+    def _validate(
+        self, params: GenerateParams, prompt: EncodedPrompt, queue_entry: QueueEntry, adapter: str
+    ) -> ValidRequest:
+        """`adapter` is the digest of the request's adapter."""
         limits = self._limits()
         self._check_ids(prompt, limits)
         sampling = complete_sampling(
@@ -222,9 +225,15 @@ class ModelService:
             limits=limits,
             spellings=self._text.encoder.spellings(params.sampling.bad_words),
         )
-        ids = tuple(prompt.ids)
         valid = ValidRequest(
-            mint_id(), ids, sampling, params, queue_entry, self.model.decoder_prompt, prompt.in_reasoning
+            request_id=mint_id(),
+            prompt_ids=tuple(prompt.ids),
+            sampling=sampling,
+            params=params,
+            queue_entry=queue_entry,
+            decoder_prompt=self.model.decoder_prompt,
+            in_reasoning=prompt.in_reasoning,
+            adapter=adapter,
         )
         check_best_of(valid)
         check_prompt_logprobs(params, len(prompt.ids))
@@ -238,13 +247,11 @@ class ModelService:
         num_choices = valid.params.num_generated_choices
         siblings = Siblings(num_choices) if num_choices > 1 else None
         choices = [Choice(index, valid, self.model.tokenizer, siblings) for index in range(num_choices)]
-        runs = [
-            ChoiceRun(choice, permit, lambda choice: self._run(choice, valid, timeline))
-            for choice, permit in zip(choices, permits, strict=True)
-        ]
         num_best = valid.params.num_choices if (valid.params.best_of or 1) > 1 else None
         stream = AnswerStream(
-            runs,
+            choices,
+            permits,
+            partial(self._run, valid=valid, timeline=timeline),
             slow_reader_s=self._slow_reader_s,
             num_best=num_best,
             max_pending_events=MAX_PENDING_BEHIND_PROMPT if valid.params.prompt_logprobs else MAX_PENDING_EVENTS,

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from hashlib import sha256
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -119,14 +118,6 @@ def new_key() -> str:
 def digest_of(key: str) -> str:
     """Return the SHA-256 of a key, in hex digits: the form in which keys are stored."""
     return sha256(key.encode(errors="surrogateescape")).hexdigest()
-
-
-class CallerDirectory(Protocol):
-    """Identifies callers by their credentials. Implementations: KeysFile, and NoKeys without API keys."""
-
-    def tenant_of(self, metadata: Metadata | None) -> Tenant:
-        """Return the caller's tenant. Raises Unauthenticated."""
-        ...
 
 
 class ApiKeys:
@@ -244,6 +235,10 @@ class NoKeys:
 
     def tenant_of(self, metadata: Metadata | None) -> Tenant:
         return ANONYMOUS
+
+
+CallerDirectory = KeysFile | NoKeys
+"""Identifies callers by their credentials."""
 
 
 def _key_in(metadata: Metadata | None) -> str:

@@ -26,6 +26,15 @@ _ENDS = ("placed", "prefill_started", "prefill_finished", "transfer_finished", "
 
 
 @dataclass(slots=True)
+class AttemptWorkers:
+    """The names of one attempt's workers, "" without one, and the name of the error that it failed with."""
+
+    prefill: str = ""
+    decode: str = ""
+    failure: str = ""
+
+
+@dataclass(slots=True)
 class AttemptEvents:
     """Events of one attempt, in seconds since the request arrived; "queued" is always present.
 
@@ -35,6 +44,7 @@ class AttemptEvents:
     at_s: dict[str, float] = field(default_factory=dict)
     ended_s: float | None = None
     kv_transfer_s: float | None = None
+    workers: AttemptWorkers = field(default_factory=AttemptWorkers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +70,7 @@ class AttemptTiming:
 
     phases: AttemptPhases
     kv_transfer_s: float | None = None
+    workers: AttemptWorkers = field(default_factory=AttemptWorkers)
 
     @property
     def total_s(self) -> float:
@@ -91,7 +102,7 @@ def timing_of(attempts: Sequence[AttemptEvents], first_token_s: float) -> Timing
     ended_at_s = [attempt.at_s["queued"] if attempt.ended_s is None else attempt.ended_s for attempt in attempts]
     backoffs = [begin - end for end, begin in zip(ended_at_s, begins[1:], strict=False)] + [0.0]
     timings = (
-        AttemptTiming(_phases(attempt.at_s, end, backoff), attempt.kv_transfer_s)
+        AttemptTiming(_phases(attempt.at_s, end, backoff), attempt.kv_transfer_s, attempt.workers)
         for attempt, end, backoff in zip(attempts, ended_at_s, backoffs, strict=True)
     )
     return Timing(begins[0], first_token_s, tuple(timings))
@@ -106,15 +117,6 @@ def _phases(at_s: Mapping[str, float], ended_s: float, backoff_s: float) -> Atte
     return AttemptPhases(*(end - begin for begin, end in pairwise(points)))
 
 
-@dataclass(slots=True)
-class AttemptWorkers:
-    """The names of one attempt's workers, "" without one, and the name of the error that it failed with."""
-
-    prefill: str = ""
-    decode: str = ""
-    failure: str = ""
-
-
 class Timeline:
     """Times in seconds since the request arrived. `on_gap` is called with each gap between tokens, in seconds."""
 
@@ -125,26 +127,23 @@ class Timeline:
         self._begin_s = clock()
         self._events: dict[str, float] = {}
         self._attempts: list[AttemptEvents] = []
-        self._attempt_workers: list[AttemptWorkers] = []
         self._current = AttemptEvents()
 
     def begin_attempt(self) -> None:
         """Start a new attempt, which is queued now."""
         self._current = AttemptEvents()
         self._attempts.append(self._current)
-        self._attempt_workers.append(AttemptWorkers())
         self.mark("queued")
 
     def note_workers(self, prefill: str, decode: str) -> None:
         """Record the attempt's workers; "" without a prefill worker."""
-        self._attempt_workers[-1].prefill, self._attempt_workers[-1].decode = prefill, decode
+        self._current.workers.prefill, self._current.workers.decode = prefill, decode
 
     def end_attempt(self, failure: str = "") -> None:
         """The attempt has failed or finished now. Only the first call counts."""
         if self._current.ended_s is None:
             self._current.ended_s = self._now_s()
-            if self._attempt_workers:
-                self._attempt_workers[-1].failure = failure
+            self._current.workers.failure = failure
 
     def mark(self, event: str, *, ago_s: float = 0.0) -> None:
         """Record that an event happens now, or happened `ago_s` ago. Only the first one per attempt counts."""
@@ -166,11 +165,6 @@ class Timeline:
         self._current.kv_transfer_s = duration_s
 
     @property
-    def attempt_workers(self) -> tuple[AttemptWorkers, ...]:
-        """The workers of each attempt, in order."""
-        return tuple(self._attempt_workers)
-
-    @property
     def age_s(self) -> float:
         """Seconds since the request arrived."""
         return self._now_s()
@@ -180,10 +174,10 @@ class Timeline:
         """The first time of each event."""
         return dict(self._events)
 
-    def timing(self) -> Timing:
-        """Return the timing of a choice whose last token has just come."""
+    def timing(self) -> Timing | None:
+        """Return the timing of a choice that ends now; None if it was never enqueued."""
         self.end_attempt()
-        return timing_of(self._attempts, self._events.get("first_token", self._now_s()))
+        return self.timing_now()
 
     def timing_now(self) -> Timing | None:
         """Return the timing of a running choice so far; None before it is enqueued."""

@@ -13,7 +13,7 @@ _ROLES = tuple(role.value for role in WorkerRole)
 
 @dataclass(frozen=True, kw_only=True)
 class SwitchableSettings(PrefillSettings, DecodeSettings):
-    """Settings of both roles. A setting that both have, such as kv_transports, has one value."""
+    """Settings of both roles, and the role to begin with."""
 
     role: str = setting("decode", f"role to begin with, and after a restart: {' or '.join(_ROLES)}")
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.kv import Span
 from tandem_cli.capacity.prediction import PlanResult
+from tandem_cli.capacity.roofline import BLOCK_SIZE
 from tandem_cli.terminal import FittingTable, figures_table, optional_cell
 
 if TYPE_CHECKING:
@@ -30,6 +31,10 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
         f"KV: {plan['kv_bytes_per_token']:,.0f} bytes per token; critical batch: {plan['critical_batch']:.0f}; "
         f"arithmetic is the bound above {plan['device_flops_per_byte']:.0f} FLOP/byte\n"
     )
+    if model["state_bytes"]:
+        blocks = plan["memory"][0]["state_blocks"]
+        state = f"a state of {_number(model['state_bytes'])}B, in {blocks:,} KV blocks of {BLOCK_SIZE} tokens"
+        console.print(f"each sequence has {state}, beside the KV of its tokens\n")
     if plan["partition"] is not None:
         files, num_bytes = plan["partition"]["files"], plan["partition"]["num_bytes"]
         console.print(f"partitioned: {_number(num_bytes)}B in {files} {'file' if files == 1 else 'files'}\n")

@@ -28,7 +28,7 @@ from tandem_cli.plan import MODEL_HELP, add_device, add_precision, capacity_of, 
 from tandem_cli.simulate_tables import show_errors, show_figures, show_hours, show_sweep
 from tandem_cli.simulation import trace
 from tandem_cli.simulation.figures import Figures, by_hour, figures
-from tandem_cli.simulation.measure import MeshMeter, StepLimits
+from tandem_cli.simulation.measure import MeshMeter
 from tandem_cli.simulation.observed import Observed
 from tandem_cli.simulation.profile import MeshProfile, best_case
 from tandem_cli.simulation.scaling_rules import ScaleLimits
@@ -164,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
 
 async def _measure(args: argparse.Namespace) -> MeshProfile:
     async with open_async_client(args) as client:
-        return await MeshMeter(client, await client.model(""), StepLimits()).profile()
+        return await MeshMeter(client, await client.model("")).profile()
 
 
 def _profile(args: argparse.Namespace) -> MeshProfile:

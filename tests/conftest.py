@@ -1,5 +1,6 @@
 """For all tests: figures of the requirements, repairs of defects, their tables, and which tests share a process."""
 
+import atexit
 import gc
 import os
 import signal
@@ -67,11 +68,7 @@ def pytest_collection_finish() -> None:
     """What is imported now, such as torch and transformers, is no garbage: do not look through it again and again."""
     gc.freeze()
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    """Let libraries end as they are used to: Triton's reports what is left."""
-    gc.unfreeze()
+    atexit.register(gc.unfreeze)  # let libraries end as they are used to: Triton's reports what is left
 
 
 @pytest.hookimpl(tryfirst=True)

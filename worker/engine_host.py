@@ -209,14 +209,13 @@ def _weights_of_kv(settings: WorkerSettings) -> WeightFiles | None:
 def _kv_disk(
     settings: WorkerSettings, config: SchedulerConfig, runner: HostedRunner, weights: WeightFiles
 ) -> DiskCache | None:
-    """None for models whose prompts share no KV, or need a state besides. Raises ConfigurationError.
+    """None for models whose prompts share no KV. Raises ConfigurationError.
 
     The layout's fingerprint has a sample of the weights, which serves to compare workers of one time. A folder outlives
     many changes of a model, so its name has all bytes.
     """
-    if config.whole_prompts or config.state_blocks or not config.prefix_caching:
-        reason = "does not keep recurrent states" if config.state_blocks else "prompts of this model share no KV"
-        log.warning(f"kv_disk is not used: {reason}", model=settings.model)
+    if config.whole_prompts or not config.prefix_caching:
+        log.warning("kv_disk is not used: prompts of this model share no KV", model=settings.model)
         return None
     weights.require_unchanged()
     layout, max_bytes = runner.kv_cache.layout, int(settings.kv_disk_gib * (1 << 30))

@@ -56,23 +56,16 @@ class RoleServices:
     on_layers: LayerHook | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EngineParts:
-    """The parts of a loaded engine that services use: its thread, its KV, and the ranks that share no memory with
-    the leader.
-    """
-
-    engine: EngineLoop
-    kv_cache: AnyKVCache
-    rank_links: tuple[RankLink, ...]
+OpenServices = Callable[[EngineLoop, AnyKVCache, Sequence[RankLink], WorkerRuntime], RoleServices]
+"""Registers a role's services with the server of the runtime, before it starts. They get the engine's thread, its KV,
+and the ranks that share no memory with the leader.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """A role that a worker can have, with its limits on the engine. `open` registers the services with the server of
-    the runtime, before it starts.
-    """
+    """A role that a worker can have, with its limits on the engine."""
 
     kind: WorkerRole
     limits: EngineLimits
-    open: Callable[[EngineParts, WorkerRuntime], RoleServices]
+    open: OpenServices

@@ -12,8 +12,8 @@ tokens, because a large prompt chunk takes long without being stuck.
 import asyncio
 import os
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn, Protocol
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import structlog
 
@@ -85,7 +85,7 @@ class WorkerRuntime:
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
         stopped: "asyncio.Task[None]",
-        engine: "WatchedEngine",
+        engine: EngineLoop,
         engine_died: asyncio.Event,
     ) -> WorkerRole | None:
         """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
@@ -187,7 +187,7 @@ class WorkerRuntime:
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 
-    async def _watch(self, engine: "WatchedEngine") -> None:
+    async def _watch(self, engine: EngineLoop) -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -197,9 +197,12 @@ class WorkerRuntime:
             if is_stalled and self._rank_pids:
                 await log_ranks(self._rank_pids)
 
-        limits = StallLimits(self._settings.stall_after_s, self._settings.wedged_exit_s)
-        await StallWatch(engine, limits, show).run()
-        log.error("engine wedged, exiting", after_s=self._settings.wedged_exit_s)
+        settings = self._settings
+        watch = StallWatch(
+            engine, stall_after_s=settings.stall_after_s, wedged_exit_s=settings.wedged_exit_s, on_change=show
+        )
+        await watch.run()
+        log.error("engine wedged, exiting", after_s=settings.wedged_exit_s)
         # An orderly exit is impossible: other threads may be stuck in the same driver. Routers see broken streams and
         # replay.
         flush_outputs()
@@ -237,35 +240,24 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     raise error or MeshError("registration ended")
 
 
-class WatchedEngine(Protocol):
-    """An engine's thread. Plug point: EngineLoop. Both methods return at once."""
-
-    def busy(self) -> Busy | None:
-        """Return the current step or command; None between steps."""
-        ...
-
-    def stack(self) -> str:
-        """Return the thread's stack, for the log."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class StallLimits:
-    """Limits for a step of up to 64 tokens; larger steps get more in proportion. An engine that is stuck for
-    `wedged_exit_s` counts as wedged; 0 disables this limit."""
-
-    stall_after_s: float
-    wedged_exit_s: float
-
-
 class StallWatch:
-    """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end."""
+    """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end.
+
+    The limits are for a step of up to 64 tokens; larger steps get more in proportion. An engine that is stuck for
+    `wedged_exit_s` counts as wedged; 0 disables this limit.
+    """
 
     def __init__(
-        self, engine: "WatchedEngine", limits: StallLimits, on_change: Callable[[bool], Awaitable[None]]
+        self,
+        engine: EngineLoop,
+        *,
+        stall_after_s: float,
+        wedged_exit_s: float,
+        on_change: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._engine = engine
-        self._limits = limits
+        self._stall_after_s = stall_after_s
+        self._wedged_exit_s = wedged_exit_s
         self._on_change = on_change
         self._is_stalled = False
 
@@ -273,13 +265,13 @@ class StallWatch:
         """Watch until cancelled. Returns if the engine is wedged."""
         while True:
             busy = self._engine.busy()
-            if self._is_over(busy, self._limits.stall_after_s) != self._is_stalled:
+            if self._is_over(busy, self._stall_after_s) != self._is_stalled:
                 self._is_stalled = not self._is_stalled
                 self._log(busy)
                 await self._on_change(self._is_stalled)
-            if self._is_over(busy, self._limits.wedged_exit_s or float("inf")):
+            if self._is_over(busy, self._wedged_exit_s or float("inf")):
                 return
-            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._limits.stall_after_s / 10))
+            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._stall_after_s / 10))
 
     def _is_over(self, busy: Busy | None, limit_s: float) -> bool:
         return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)

@@ -59,28 +59,6 @@ def require_not_negative(settings: object, *names: str) -> None:
             raise ConfigurationError(f"{name} must be >= 0, got {getattr(settings, name)}")
 
 
-def parse_transports(names: str) -> tuple[str, ...]:
-    """The transports in a comma-separated list. Raises ConfigurationError for an unknown one, or none."""
-    transports = tuple(name.strip() for name in names.split(","))
-    for name in transports:
-        if name not in KV_TRANSPORTS:
-            raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
-    return transports
-
-
-def require_protected(settings: "WorkerSettings", transports: tuple[str, ...]) -> None:
-    """Raise ConfigurationError if KV could cross the network without authentication and encryption, unasked."""
-    unprotected = [name for name in transports if not KV_TRANSPORTS[name]]
-    if is_loopback(settings.host):
-        unprotected = [name for name in unprotected if name in _LISTENING_EVERYWHERE]
-    if unprotected and not settings.trust_fabric:
-        named = " and ".join(unprotected)
-        raise ConfigurationError(
-            f"kv_transports names {named}, without authentication and encryption, and host is {settings.host}: "
-            f"set trust_fabric if nobody else can use that network, or leave {named} out"
-        )
-
-
 @dataclass(frozen=True, kw_only=True)
 class WorkerSettings(ModelSettings):
     """Identity, addresses and engine limits of a worker."""
@@ -189,6 +167,10 @@ class WorkerSettings(ModelSettings):
     trust_fabric: bool = setting(
         False, "nobody else can use the network between workers: let gloo and NCCL (KV, ranks) go beyond this machine"
     )
+    kv_transports: str = setting(
+        DEFAULT_KV_TRANSPORTS,
+        f"transports for KV: {', '.join(KV_TRANSPORTS)}; a prefill worker prefers the first that both workers name",
+    )
     layers_per_group: int = setting(LAYERS_PER_GROUP, "layers whose KV is sent together while the next ones compute")
     layer_group_bytes: int = setting(
         2 << 20, "minimum KV that is sent together: short prompts send more layers at once"
@@ -225,6 +207,7 @@ class WorkerSettings(ModelSettings):
         self._check_rank_listen()
         require_not_negative(self, *_NOT_NEGATIVE)
         self._check_kv_disk()
+        self._check_transports()
         if not 0 < self.kv_memory_fraction <= 1:
             raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
         if not 0 <= self.memory_utilization <= 1:
@@ -244,6 +227,18 @@ class WorkerSettings(ModelSettings):
                 "set advertise_host to the name or address that others use"
             )
 
+    def _check_transports(self) -> None:
+        """Refuse transports whose KV could cross the network without authentication and encryption, unasked."""
+        unprotected = [name for name in self.transports if not KV_TRANSPORTS[name]]
+        if is_loopback(self.host):
+            unprotected = [name for name in unprotected if name in _LISTENING_EVERYWHERE]
+        if unprotected and not self.trust_fabric:
+            named = " and ".join(unprotected)
+            raise ConfigurationError(
+                f"kv_transports names {named}, without authentication and encryption, and host is {self.host}: "
+                f"set trust_fabric if nobody else can use that network, or leave {named} out"
+            )
+
     def _check_kv_disk(self) -> None:
         if not 0 < self.kv_disk_gib < float("inf"):
             raise ConfigurationError(f"kv_disk_gib must be > 0 and finite, got {self.kv_disk_gib:g}")
@@ -260,8 +255,12 @@ class WorkerSettings(ModelSettings):
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """Payload paths of KV, in order of preference. Each role has its setting."""
-        raise NotImplementedError
+        """The names in kv_transports. Raises ConfigurationError."""
+        transports = tuple(name.strip() for name in self.kv_transports.split(","))
+        for name in transports:
+            if name not in KV_TRANSPORTS:
+                raise ConfigurationError(f"kv_transports must be some of {', '.join(KV_TRANSPORTS)}, got {name!r}")
+        return transports
 
     def adapters(self) -> tuple[AdapterFiles, ...]:
         """Read the headers of the adapters. Raises ConfigurationError."""

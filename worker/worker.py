@@ -23,7 +23,7 @@ from mesh.process import announce, keep_freed_memory, until_stopped
 from mesh.rpc.server import require_free
 from worker.engine_host import LoadRunner, download_and_load_host
 from worker.ranks.link import set_up_kv
-from worker.role import EngineParts, Role, RoleServices, widest
+from worker.role import Role, RoleServices, widest
 from worker.runtime import EngineReports, WorkerRuntime
 from worker.settings import WorkerSettings
 
@@ -61,7 +61,6 @@ class Worker:
             lambda num_seqs, num_tokens, seconds: self._services.metrics.stepped(num_seqs, num_tokens, seconds),
         )
         self._engine = EngineLoop(self._host.engine(), callbacks)
-        self._parts = EngineParts(self._engine, self._host.runner.kv_cache, self._host.rank_links)
         self._opened = self._open(roles[0])
 
     async def run(self) -> None:
@@ -91,7 +90,7 @@ class Worker:
         info = replace(info, kv_endpoints=set_up_kv(host.rank_links, self._settings, info))
         rank_pids = host.runner.rank_pids
         runtime = WorkerRuntime(self._settings, info, EngineReports(self._engine), rank_pids)
-        self._services = role.open(self._parts, runtime)
+        self._services = role.open(self._engine, host.runner.kv_cache, host.rank_links, runtime)
         metrics = self._services.metrics
         metrics.loaded(host.load_seconds)
         runtime.export_load(metrics)

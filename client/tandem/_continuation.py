@@ -25,19 +25,6 @@ class Generator(Protocol):
     async def model(self, name: str = "", *, timeout: float | None = None) -> Model: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Limits on rounds, generated tokens and time."""
-
-    max_rounds: int
-    max_total: int | None
-    deadline: Deadline
-
-    def __post_init__(self) -> None:
-        if self.max_rounds < 1 or (self.max_total is not None and self.max_total < 1):
-            raise InvalidRequest("max_rounds and max_total must be at least 1")
-
-
 @dataclass
 class _JoinedAnswer:
     """The joined answer of all rounds so far."""
@@ -61,8 +48,12 @@ class _JoinedAnswer:
         return Result(first.request_id, (choice,), first.prompt_tokens, first.model)
 
 
-async def continue_until_done(client: Generator, arguments: GenerateArguments, bounds: Bounds) -> Result:
+async def continue_until_done(
+    client: Generator, arguments: GenerateArguments, *, max_rounds: int, max_total: int | None, deadline: Deadline
+) -> Result:
     """Send requests while the finish reason is "length". See AsyncClient.generate_until_done."""
+    if max_rounds < 1 or (max_total is not None and max_total < 1):
+        raise InvalidRequest("max_rounds and max_total must be at least 1")
     if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
         raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
     if used := [name for name in STRUCTURES if has_structure(name, arguments)]:
@@ -72,18 +63,18 @@ async def continue_until_done(client: Generator, arguments: GenerateArguments, b
     truncation = arguments.get("truncate_prompt_tokens")
     if truncation is not None and truncation < 1:
         raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {truncation}")
-    model = await client.model(arguments.get("model") or "", timeout=bounds.deadline.remaining_s())
-    prompt_ids = await _prompt_ids(client, arguments, bounds.deadline)
+    model = await client.model(arguments.get("model") or "", timeout=deadline.remaining_s())
+    prompt_ids = await _prompt_ids(client, arguments, deadline)
     prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
     answer = _JoinedAnswer()
-    for num_rounds in range(1, bounds.max_rounds + 1):
+    for num_rounds in range(1, max_rounds + 1):
         ids = [*prompt_ids, *(token.id for token in answer.tokens)]
-        result = await client.generate(**_round(arguments, ids, len(answer.tokens), bounds))
+        result = await client.generate(**_round(arguments, ids, len(answer.tokens), max_total, deadline))
         num_generated = len(answer.tokens) + len(result.tokens)
         is_last = (
             result.finish_reason is not FinishReason.LENGTH
-            or num_rounds == bounds.max_rounds
-            or num_generated == bounds.max_total
+            or num_rounds == max_rounds
+            or num_generated == max_total
             or _is_full(len(prompt_ids) + num_generated, model)
         )
         complete = result.tokens if is_last else complete_characters(result.tokens) or result.tokens
@@ -122,15 +113,17 @@ async def _prompt_ids(client: Generator, arguments: GenerateArguments, deadline:
     return [token.id for token in await client.tokenize(**names)]
 
 
-def _round(arguments: GenerateArguments, ids: list[int], num_generated: int, bounds: Bounds) -> GenerateArguments:
+def _round(
+    arguments: GenerateArguments, ids: list[int], num_generated: int, max_total: int | None, deadline: Deadline
+) -> GenerateArguments:
     """The arguments of the next request. The first round of a conversation sends its messages: their answer begins a
     turn, and does not continue the text of the prompt.
     """
     following = arguments.copy()
     if num_generated or arguments.get("messages") is None:
         following.update({"prompt": None, "messages": None, "token_ids": ids, "truncate_prompt_tokens": None})
-    following["timeout"] = bounds.deadline.remaining_s()
-    limits = [following.get("max_new_tokens"), bounds.max_total and bounds.max_total - num_generated]
+    following["timeout"] = deadline.remaining_s()
+    limits = [following.get("max_new_tokens"), max_total and max_total - num_generated]
     following["max_new_tokens"] = min((limit for limit in limits if limit is not None), default=None)
     following["min_new_tokens"] = _still_needed(arguments.get("min_new_tokens"), num_generated)
     following["seed"] = _seed(arguments.get("seed"), num_generated)

@@ -3,7 +3,8 @@
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from tandem.exceptions import ConnectionFailed, InternalError
 from tandem.mesh import (
@@ -39,25 +40,17 @@ FINISH_REASONS = {
     sampling_pb2.FINISH_REASON_STOP_SEQUENCE: FinishReason.STOP_SEQUENCE,
 }
 
-_ROLES = {mesh_pb2.WORKER_ROLE_PREFILL: "prefill", mesh_pb2.WORKER_ROLE_DECODE: "decode"}
-_STATES = {
-    mesh_pb2.WORKER_STATE_READY: "ready",
-    mesh_pb2.WORKER_STATE_DRAINING: "draining",
-    mesh_pb2.WORKER_STATE_LOST: "lost",
-    mesh_pb2.WORKER_STATE_STALLED: "stalled",
-    mesh_pb2.WORKER_STATE_STOPPED: "stopped",
-    mesh_pb2.WORKER_STATE_SWITCHING: "switching",
-}
-_ACTIONS = {mesh_pb2.ADVICE_ACTION_ADD: "add", mesh_pb2.ADVICE_ACTION_REMOVE: "remove"}
-_SHORTAGES = {
-    mesh_pb2.SHORTAGE_UNSPECIFIED: "",
-    mesh_pb2.SHORTAGE_DECODE_WORKER: "decode worker",
-    mesh_pb2.SHORTAGE_DECODE_CAPACITY: "decode capacity",
-    mesh_pb2.SHORTAGE_PREFILL_CAPACITY: "prefill capacity",
-}
-_KINDS = {
-    number: name.removeprefix("INCIDENT_KIND_").lower() for name, number in mesh_pb2.IncidentKind.items() if number
-}
+
+def _words(enum: Any, prefix: str) -> dict[int, str]:
+    """The values of an enum in words, without the unspecified one."""
+    return {number: name.removeprefix(prefix).lower().replace("_", " ") for name, number in enum.items() if number}
+
+
+_ROLES = _words(mesh_pb2.WorkerRole, "WORKER_ROLE_")
+_STATES = _words(mesh_pb2.WorkerState, "WORKER_STATE_")
+_ACTIONS = _words(mesh_pb2.AdviceAction, "ADVICE_ACTION_")
+_SHORTAGES = {mesh_pb2.SHORTAGE_UNSPECIFIED: ""} | _words(mesh_pb2.Shortage, "SHORTAGE_")
+_KINDS = _words(mesh_pb2.IncidentKind, "INCIDENT_KIND_")
 
 
 @dataclass(slots=True)
@@ -325,16 +318,7 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         pid=record.pid,
         num_blocks=record.num_blocks,
         max_num_seqs=record.max_num_seqs,
-        load=WorkerLoad(
-            free_blocks=load.free_blocks,
-            num_running=load.num_running,
-            num_waiting=load.num_waiting,
-            pending_tokens=load.pending_tokens,
-            generated_tokens=load.generated_tokens,
-            computed_tokens=load.computed_tokens,
-            drafted_tokens=load.drafted_tokens,
-            accepted_tokens=load.accepted_tokens,
-        ),
+        load=WorkerLoad(**{each.name: getattr(load, each.name) for each in fields(WorkerLoad)}),
         last_seen_s=message.last_seen.ToNanoseconds() / 1e9,
         serving=message.serving,
         open_transfers=message.open_transfers,
@@ -346,6 +330,9 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         pipeline_parallel=record.pipeline_parallel or 1,
         adapters=tuple(record.adapters),
         switchable=record.switchable,
+        max_batch_tokens=record.max_batch_tokens,
+        block_size=record.block_size,
+        state_blocks=record.state_blocks,
     )
 
 

@@ -7,7 +7,7 @@ from typing import Self, Unpack
 
 from tandem._calls import Deadline, RetryPolicy
 from tandem._connection import Connection, ResumableStream, make_repeatable
-from tandem._continuation import Bounds, continue_until_done
+from tandem._continuation import continue_until_done
 from tandem._requests import (
     GenerateArguments,
     TokenizeArguments,
@@ -132,7 +132,7 @@ class AsyncClient:
         structure (`json_schema` and the like): each round would begin it anew.
         """
         deadline = self._deadline(arguments.get("timeout"))
-        return await continue_until_done(self, arguments, Bounds(max_rounds, max_total, deadline))
+        return await continue_until_done(self, arguments, max_rounds=max_rounds, max_total=max_total, deadline=deadline)
 
     async def tokenize(self, **arguments: Unpack[TokenizeArguments]) -> tuple[Token, ...]:
         """The tokens that `generate` would use for the prompt, with their texts, without log-probs."""

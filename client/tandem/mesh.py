@@ -32,7 +32,8 @@ class Worker:
     tokens that the router has sent and the worker has not computed yet. `canary_error` is the error of the last health
     check, a tiny request, if it failed. Several processes, its ranks, may compute each step together: `tensor_parallel`
     in each of `pipeline_parallel` stages. `adapters` are the names of its LoRA adapters. `switchable` workers can
-    change their role, and have another incarnation then.
+    change their role, and have another incarnation then. `max_batch_tokens` limits the tokens of a step. A KV block has
+    `block_size` tokens; a sequence holds `state_blocks` more for its recurrent state. Older routers tell 0 for these.
     """
 
     worker_id: str
@@ -57,6 +58,9 @@ class Worker:
     pipeline_parallel: int = 1
     adapters: tuple[str, ...] = ()
     switchable: bool = False
+    max_batch_tokens: int = 0
+    block_size: int = 0
+    state_blocks: int = 0
 
     @property
     def degrees(self) -> str:

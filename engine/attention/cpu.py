@@ -23,6 +23,7 @@ from engine.kernels.cpu.arguments import (
     LayerPlace,
     Part,
     Queries,
+    Window,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.buffers import Buffers
@@ -33,27 +34,37 @@ from engine.kv_cache import elements
 from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
+_ONLY = LayerPlace(layer=0, number=0, group=0, is_own=True)
 _NOTHING: Floats = np.empty((0, 0, 0), np.float32)
-_ALONE = LayerPlace(0, 0, 0)
 
 
-def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence[Rotation] = ()) -> Batch:
-    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`."""
-    starts = metadata.block_tables.numpy().astype(np.int64) * block_size
-    segments = starts[:, :, None] + np.arange(0, block_size, KEYS)
+def kernel_batch(
+    metadata: ForwardMetadata,
+    block_size: int,
+    rotations: Sequence[Rotation] = (),
+    parts: Sequence[tuple[int, int]] = ((0, 1),),
+) -> Batch:
+    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`. parts: of each
+    group of layers, see engine/attention/views.py.
+    """
+    tables = metadata.block_tables.numpy().astype(np.int64)
+    slots = metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups)
+    of_block = np.arange(0, block_size, KEYS)
+    segments = [((tables * count + part) * block_size)[:, :, None] + of_block for part, count in parts]
+    places = [(slots // block_size * count + part) * block_size + slots % block_size for part, count in parts]
     cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
         cos, sin = (
-            torch.cat(parts, 1).transpose(0, 1).contiguous().numpy()
-            for parts in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
+            _padded(factors).transpose(0, 1).contiguous().numpy()
+            for factors in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
         )
     if any(rotation.query_factors is not None for rotation in rotations):
         ones = torch.ones(cos.shape[1])
         factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
         query_factors = torch.stack(factors).numpy()
     return Batch(
-        slots=metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups),
-        segments=segments.reshape(len(segments), -1),
+        slots=np.concatenate(places, 1),
+        segments=np.concatenate([each.reshape(len(tables), -1) for each in segments], 1),
         context_lens=metadata.context_lens.numpy(),
         prompt_lens=metadata.prompt_lens.numpy(),
         query_starts=metadata.query_starts.numpy(),
@@ -61,6 +72,12 @@ def kernel_batch(metadata: ForwardMetadata, block_size: int, rotations: Sequence
         sin=sin,
         query_factors=query_factors,
     )
+
+
+def _padded(factors: Sequence[Tensor]) -> Tensor:
+    """Factors [num_tokens, 1, width] beside each other, as wide as the widest."""
+    widest = max(each.shape[2] for each in factors)
+    return torch.cat([torch.nn.functional.pad(each, (0, widest - each.shape[2])) for each in factors], 1)
 
 
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
@@ -129,14 +146,14 @@ class CpuAttention:
         padded[: rows * step] = queries.reshape(-1).numpy()
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
-        visible = NO_WINDOW if window is None else window
+        visible = Window(NO_WINDOW if window is None else window)
         splits = self._buffers[0].splits(shape, batch)
         work = [
             Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes, kernel_sinks(sinks))
             for buffers in self._buffers
         ]
         run, count = self.threads.run, self.threads.count
-        run(lambda thread: _attend(work[thread], cache, _ALONE, visible, Part(thread, count)))
+        run(lambda thread: _attend(work[thread], cache, _ONLY, visible, Part(thread, count)))
         if _has_splits(batch, visible):
-            run(lambda thread: _join(work[thread], _ALONE, visible, Part(thread, count)))
+            run(lambda thread: _join(work[thread], _ONLY, visible, Part(thread, count)))
         return out

@@ -1,7 +1,7 @@
 """How a layer sees the sequences of a step and the blocks of its KV, where it does not see them as other layers do.
 
 Layers that attend in chunks see each sequence from the chunk of its token on, as if nothing were before it: the tokens
-of a prompt that lie in several chunks are several sequences.
+of a prompt that lie in several chunks are several sequences. The compiled loop has windows for them instead.
 """
 
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata
+from engine.kv_cache import BlockParts
 from engine.models.kv_groups import kv_places
 from engine.models.model_config import ModelConfig
 
@@ -37,6 +38,17 @@ def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int] = ()) 
     if config.mixed is None:
         return View(config.num_kv_layers_before(layer), chunk=chunk)
     return View(*config.mixed.place(layer), chunk)
+
+
+def block_parts(config: ModelConfig) -> list[BlockParts]:
+    """How layers share each layer of the cache; nothing if none do."""
+    if config.mixed is None:
+        return []
+    parts = {}
+    for layer, sizes in enumerate(config.mixed.layers):
+        place = config.mixed.place(layer)
+        parts[place.layer] = BlockParts(place.num_parts, sizes.num_kv_heads, sizes.head_dim)
+    return [parts[number] for number in range(config.num_kv_layers)]
 
 
 def seen_by(metadata: ForwardMetadata, view: View, block_size: int) -> ForwardMetadata:

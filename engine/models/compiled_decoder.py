@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import layer_norm
 
 from engine.attention.backend import ForwardMetadata, attention_shape, one_token
-from engine.attention.cpu import head_shape, kernel_batch, kernel_slopes
+from engine.attention.cpu import kernel_batch, kernel_slopes
 from engine.kernels.cpu.arguments import (
     SILU,
     Attending,
@@ -51,14 +51,14 @@ from engine.kernels.cpu.step_arguments import Activations, ModelConstants, Work
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
-from engine.models.loop_constants import model_constants
+from engine.models.loop_constants import head_shapes, model_constants, parts_of_blocks
 from engine.models.loop_threads import LoopThreads
 from engine.models.model_config import ModelConfig
 from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import PackedDecoder, qkv_width
+from engine.models.packed_decoder import qkv_width
+from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
-from engine.models.recurrent.for_kernels import state_steps
-from engine.models.recurrent.state import RecurrentStates
+from engine.models.recurrent.state import RecurrentStates, state_steps
 from engine.models.rope import ropes_of
 from engine.models.row_shares import (
     RowCosts,
@@ -106,20 +106,21 @@ class CompiledDecoder:
         operands, _ = operand_dtypes(packed.weights)
         is_rounded = operands in _AMX_OPERANDS if knows_amx() else operands != np.float32
         self._has_amx = operands in _AMX_OPERANDS and has_amx()
-        self._bf16 = is_rounded and multiplies_bf16() and config.head_dim % AMX_DEPTH == 0
+        layers = range(self.layers.first, self.layers.end)
+        shapes = head_shapes(config, cache, layers)
+        self._shapes, self._parts = sorted(set(shapes)), parts_of_blocks(config)
+        self._bf16 = is_rounded and multiplies_bf16() and not any(each.head_dim % AMX_DEPTH for each in shapes)
         self._heads = attention_shape(config).shard(cache.span.heads)
-        self._embed = as_tensor(packed.embed)
+        self._embed, self._layer_inputs = as_tensor(packed.embed), as_tensor(packed.layer_inputs)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
         self._ropes = ropes_of(config, self._embed.device, torch.float32)
         self._slopes, self._sinks = kernel_slopes(self._heads), packed.sinks * np.float32(LOG2_E)
         self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
         self._cache = cache.elements
-        layers = range(self.layers.first, self.layers.end)
-        shape = head_shape(self._heads, cache.layer(self.layers.first))
-        places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache, None).places
+        places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
-        self._model = model_constants(config, packed, layers, shape, places, cache.layout.windows)
+        self._model = model_constants(config, packed, layers, shapes, places, cache.layout.windows)
         self._buffers = Buffers()
         if self._ranks.rank == 0:
             self._compile()
@@ -149,7 +150,7 @@ class CompiledDecoder:
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
         rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
-        batch, num_threads = kernel_batch(metadata, self._model.shape.block_size, rotations), 0
+        batch, num_threads = kernel_batch(metadata, self._shapes[0].block_size, rotations, self._parts), 0
         for first, end in layer_groups:
             if self.threads.count != num_threads:  # lent cores are given back between groups
                 num_threads = self.threads.count
@@ -169,7 +170,7 @@ class CompiledDecoder:
 
     def _work(self, batch: Batch, metadata: ForwardMetadata, shares: list[Range]) -> list[Work]:
         """The arguments of each thread; each share has as many threads."""
-        num_tokens, shape, adapter_rows = len(batch.slots), self._model.shape, metadata.adapters
+        num_tokens, adapter_rows = len(batch.slots), metadata.adapters
         acts, states = self._activations(num_tokens, is_adapted=bool(adapter_rows)), state_steps(metadata)
         operands = self._operands(max(num_tokens, self._num_copies(num_tokens)), self._model.weights, shares)
         adapted = self._adapters.step(adapter_rows, num_tokens, self._ranks.buffers, self._thread_buffers)
@@ -181,9 +182,11 @@ class CompiledDecoder:
                 of_share, own_acts = batch_of(batch, rows), _activations_of(acts, rows)
                 own_adapted = [adapters_of(thread, rows) for thread in own_adapted]
                 own_states = states_of(states, rows, of_share) if len(states.tables) else states
-            splits = self._thread_buffers[first].splits(shape, of_share)
+            for shape in self._shapes:  # the last arrays are large enough for all
+                splits = self._thread_buffers[first].splits(shape, of_share)
             for thread in range(size):
-                scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
+                for shape in self._shapes:
+                    scratch = self._thread_buffers[first + thread].attention(shape, of_share, bf16=self._bf16)
                 attending = Attending(own_acts.queries, shape, of_share, scratch, splits, self._slopes, self._sinks)
                 own = operands[first + thread], attending, self._cache, own_adapted[thread], own_states
                 work.append(Work(own_acts, *own))
@@ -232,6 +235,9 @@ class CompiledDecoder:
         if len(self._embed_norm):
             weight, bias = self._embed_norm
             residual.copy_(layer_norm(residual, weight.shape, weight, bias, self.config.norm_eps))
+        if (width := self._layer_inputs.shape[1]) > 0:
+            of_tokens = torch.from_numpy(self._rows("token_inputs", len(token_ids), width))
+            of_tokens.copy_(self._layer_inputs[token_ids]).mul_(self._model.inputs.width**0.5)
         return residual
 
     @property
@@ -248,10 +254,11 @@ class CompiledDecoder:
     def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
         config, share, kind = self.config, self._share, self._model.kind
         branch_rows = rows if kind.sandwich else 0
-        gate_up_rows = rows if kind.gated and (is_adapted or kind.activation != SILU) else 0
-        q_width = config.num_heads * config.head_dim
-        latent = self._latent_rows(rows)
-        width = q_width if config.latent else qkv_width(self._heads, config)
+        is_plain = kind.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
+        gate_up_rows = rows if kind.gated and not is_plain else 0
+        q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
+        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
+        width = q_width if config.latent else max(qkv_width(each, config) for each in self._shapes)
         projected, recurred = self._recurrent_rows(rows)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
@@ -261,10 +268,10 @@ class CompiledDecoder:
             own_residual=self._rows("residual", rows, config.hidden_size, share.hidden.first),
             branch=self._rows("branch", branch_rows, config.hidden_size),
             own_branch=self._rows("branch", branch_rows, config.hidden_size, share.hidden.first),
-            inner=self._rows("inner", rows, config.intermediate_size),
-            own_inner=self._rows("inner", rows, config.intermediate_size, share.inner.first),
-            gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size),
-            own_gate_up=self._rows("gate_up", gate_up_rows, 2 * config.intermediate_size, 2 * share.inner.first),
+            inner=self._rows("inner", rows, inner),
+            own_inner=self._rows("inner", rows, inner, share.inner.first),
+            gate_up=self._rows("gate_up", gate_up_rows, 2 * inner),
+            own_gate_up=self._rows("gate_up", gate_up_rows, 2 * inner, 2 * share.inner.first),
             mixed=latent.results.reshape(rows, -1) if config.latent else self._rows("mixed", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
             queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
@@ -274,7 +281,16 @@ class CompiledDecoder:
             latent=latent,
             projected=projected,
             recurred=recurred,
+            inputs=inputs,
+            token_inputs=token_inputs,
+            input_gates=input_gates,
         )
+
+    def _input_rows(self, rows: int) -> tuple[Floats, Floats, Floats]:
+        if not self._model.inputs.width:
+            return _NO_ROWS, _NO_ROWS, _NO_ROWS
+        inputs, of_tokens = (self._rows(name, rows, self._layer_inputs.shape[1]) for name in ("inputs", "token_inputs"))
+        return inputs, of_tokens, self._rows("input_gates", rows, self._model.inputs.width)
 
     def _recurrent_rows(self, rows: int) -> tuple[Floats, Floats]:
         facts = self.config.recurrent
@@ -308,7 +324,8 @@ class CompiledDecoder:
             rows * (experts.routing.top_k * experts.width + experts.shared_width),
             rows * experts.routing.top_k,
         )
-        buffers, num_gated = self._ranks.buffers, 0 if experts.activation == SILU else 2 * num_inner
+        is_plain = not experts.gated or experts.activation == SILU
+        buffers, num_gated = self._ranks.buffers, 0 if is_plain else 2 * num_inner
         return RoutedRows(
             normed=self._rows("normed_copies", rows, hidden),
             scores=self._rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
@@ -369,6 +386,9 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         latent=acts.latent,
         projected=acts.projected[own],
         recurred=acts.recurred[own],
+        inputs=acts.inputs[own],
+        token_inputs=acts.token_inputs[own],
+        input_gates=acts.input_gates[own],
     )
 
 

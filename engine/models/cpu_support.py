@@ -1,6 +1,7 @@
 """Models and KV caches that the compiled loops of the CPU support. The eager decoder computes all others."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from engine.kernels.cpu.arguments import (
     CLAMPED_SWIGLU,
@@ -15,14 +16,16 @@ from engine.kernels.cpu.arguments import (
     XIELU,
 )
 from engine.kernels.cpu.machine import KEYS, LANES, MAX_SHORTS, PANEL, knows_vnni, why_no_loops
+from engine.models.mixed_config import MixedConfig
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
 from mesh.domain.kv import KVLayout
 
 _CACHE_DTYPES = ("float32", "float16", "int8")
-_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind")
-_RECURRENCES = ("conv", "delta")
-_REQUIRED_FACTS = {"embed_size": None, "final_norm": True, "activation_factors": (1.0, 1.0)}
+_BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind", "single")
+_ADDED_BLOCKS = ("sequential", "single")
+"""Those with room for a recurrence, and for experts."""
+_REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "silu": SILU,
@@ -44,14 +47,10 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     """The reason why the loop cannot run this model in so many ranks, or None if it can."""
     if (missing := why_no_loops()) is not None:
         return missing
-    if config.windows_are_chunks:
-        return "attention in chunks"
-    if config.mixed is not None:
-        return "layers with heads of several sizes"
     if (recurrent := config.recurrent) is not None:
         if (missing := why_not_mixed(recurrent)) is not None:
             return missing
-        if config.block != "sequential":
+        if config.block not in _ADDED_BLOCKS:
             return f"recurrent layers in a block {config.block}"
     if config.attention_gate and num_ranks > 1:
         return "gates of attention over several ranks"
@@ -62,14 +61,16 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
         return f"block {config.block}"
     if config.activation not in KERNEL_ACTIVATIONS:
         return f"activation {config.activation}"
-    if config.activation == "xielu" and config.gated:
-        return "xielu of gates"
+    if config.activation == "xielu" and (config.gated or config.experts is not None):
+        return "xielu of gates or experts"
+    if config.activation_factors != (1.0, 1.0) and (config.experts is not None or not config.gated):
+        return "factors of activations without gates or in experts"
     widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
     if (experts := config.experts) is not None:
         if num_ranks > 1:
             return "experts over several ranks"
-        if config.block != "sequential" or not config.gated:
-            return f"experts in a block {config.block}{'' if config.gated else ' without gates'}"
+        if config.block not in _ADDED_BLOCKS and config.mixed is None:
+            return f"experts in a block {config.block}"
         widths |= {"width of experts": experts.intermediate_size, "width of the shared expert": experts.shared_size}
     if (latent := config.latent) is not None:
         if num_ranks > 1:
@@ -81,13 +82,22 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     for name, width in widths.items():
         if width % PANEL:
             return f"{name} {width}, not a multiple of {PANEL}"
+    if config.mixed is not None and (missing := _why_not_sized(config.mixed, layout)) is not None:
+        return missing
     return why_not_paged(layout)
+
+
+def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
+    """The reason why the loop cannot compute layers of these sizes, or None if it can."""
+    widths = [mixed.input_width, *(sizes.intermediate_size for sizes in mixed.layers)]
+    if wrong := next((width for width in widths if width % PANEL), None):
+        return f"layers with inputs or MLPs of {wrong}, not a multiple of {PANEL}"
+    reasons = (why_not_paged(replace(layout, head_dim=sizes.head_dim)) for sizes in mixed.layers)
+    return next((reason for reason in reasons if reason is not None), None)
 
 
 def why_not_mixed(recurrent: RecurrentConfig) -> str | None:
     """The reason why the kernel cannot compute recurrent layers, or None if it can."""
-    if recurrent.kind not in _RECURRENCES:
-        return f"recurrent layers of kind {recurrent.kind}"
     widths = {"channels": recurrent.channels, "key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
     wrong = next((f"{name} {width}" for name, width in widths.items() if width % LANES), None)
     return None if wrong is None else f"recurrent layers with {wrong}, not a multiple of {LANES}"

@@ -13,8 +13,10 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
+from engine.kernels.cpu.recurrence import mix, mix_address
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapters import AdapterWeights
+from engine.models.cpu_support import why_not_mixed
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
@@ -23,7 +25,7 @@ from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
 from engine.models.recurrent.mixer import RecurrentMixer
-from engine.models.recurrent.state import RecurrentStates
+from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
@@ -68,14 +70,8 @@ class Decoder:
         self._views = [view_of_layer(config, layer, windows) for layer in range(config.num_layers)]
         self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values of a step, of `_read_later`
         self._read_later = set() if config.mixed is None else config.mixed.read_later
-        self._compile_recurrence()
         self._like = self._layers[0].like
         self._ropes = ropes_of(config, self._like.device, self._like.dtype)
-
-    def _compile_recurrence(self) -> None:
-        first = next((layer.recurrent for layer in self._layers if layer.recurrent is not None), None)
-        if first is not None and self._states is not None:
-            first.mixer.compile(self._states.of_layer(0))
 
     @property
     def attention_backend(self) -> str:
@@ -184,12 +180,16 @@ def _take_mixed(
 
 
 def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | None:
-    """Kernels compute the steps of recurrent layers where they compute attention."""
+    """The kernel computes recurrent layers where kernels compute attention. It is compiled now, so that the first
+    request need not wait.
+    """
     if config.recurrent is None:
         return None
-    attention = memory.attention
-    threads = attention.threads if isinstance(attention, CpuAttention) else None
-    return RecurrentStates(config.recurrent, memory.cache, threads)
+    attention, mixing = memory.attention, None
+    if isinstance(attention, CpuAttention) and why_not_mixed(config.recurrent) is None:
+        mixing = Mixing(mix, attention.threads)
+        mix_address()
+    return RecurrentStates(config.recurrent, memory.cache, mixing)
 
 
 def _why_experts_on_host(config: ModelConfig, encoding: str, memory: DecoderMemory) -> str | None:

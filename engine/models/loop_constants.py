@@ -4,25 +4,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from engine.attention.backend import attention_shape
+from engine.attention.cpu import head_shape
+from engine.attention.views import parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
     Int64s,
+    LayerInputs,
     RecurrentWeights,
     Routing,
     StatePlaces,
+    Window,
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
-from engine.models.blocks import BLOCKS
+from engine.kv_cache import KVCache
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS
-from engine.models.kv_groups import kv_places
 from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.packed_decoder import PackedDecoder, has_experts, matrix_names
+from engine.models.packed_decoder import has_experts, has_head_norms, matrix_names
+from engine.models.packed_weights import PackedDecoder
 from engine.models.recurrent.for_kernels import NO_RECURRENCE, recurrent_layers
 from engine.models.rope import rope_of_layer
 
@@ -31,53 +37,91 @@ def model_constants(
     config: ModelConfig,
     packed: PackedDecoder,
     layers: Sequence[int],
-    shape: HeadShape,
+    shapes: Sequence[HeadShape],
     places: StatePlaces | None = None,
     windows: Sequence[int] = (),
 ) -> ModelConstants:
-    """The constants of these layers, with heads of this shape, states in these places, and KV in groups with these
+    """The constants of these layers, with heads of these shapes, states in these places, and KV in groups with these
     windows.
     """
-    are_recurrent = [config.is_recurrent(layer) for layer in layers]
+    views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config)
+    heads = [(each.num_kv_heads, each.head_dim, each.row_bytes, each.num_slots) for each in shapes]
     recurrent = NO_RECURRENCE
     if config.recurrent is not None and places is not None:
-        weights = RecurrentWeights(
-            packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.recurrent_norms
-        )
+        taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
+        weights = RecurrentWeights(*taken, packed.recurrent_norms)
         recurrent = recurrent_layers(weights, config.recurrent, config.norm_eps, places)
+    num_before = [0 if config.recurrent is None else config.recurrent.num_before(layer) for layer in layers]
     return ModelConstants(
         weights=packed.weights,
-        firsts=_numbers_of_qkv(config, layers),
-        numbers=_numbers(config, layers, windows),
-        groups=np.array([kv_places(config, windows)[layer].group for layer in layers], np.int64),
-        are_recurrent=np.array(are_recurrent, np.int64),
+        firsts=_first_matrices(config, layers),
+        numbers=np.array([view.layer - views[0].layer for view in views], np.int64),
+        groups=np.array([view.group or parts.index((view.part, view.num_parts)) for view in views], np.int64),
+        own_kv=np.array([config.stores_kv(layer) for layer in layers], np.int64),
+        heads=np.array(heads, np.int64),
+        widths=np.array([_widths(config.of_layer(layer)) for layer in layers], np.int64),
+        state_numbers=np.array(num_before, np.int64),
+        have_attention=np.array([has_attention(config, layer) for layer in layers], np.int64),
+        are_recurrent=np.array([config.is_recurrent(layer) for layer in layers], np.int64),
+        have_mlp=np.array([has_mlp(config, layer) for layer in layers], np.int64),
         output=packed.output,
         norms=packed.norms,
         final_norm=packed.final_norm,
         head_norms=packed.head_norms,
+        scalars=packed.scalars,
         activation=packed.activation,
-        windows=np.array([config.windows[layer] or NO_WINDOW for layer in layers], np.int64),
+        num_head_norms=_num_head_norms(config, layers, packed),
+        windows=np.array([_window(config, layer) for layer in layers], np.int64),
         ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
         eps=np.float32(config.norm_eps),
-        shape=shape,
+        shape=max(shapes, key=lambda shape: shape.head_dim),
         kind=_kind(config),
         experts=_experts(config, packed, layers),
         latent=_latent(config, packed),
+        inputs=_inputs(config, packed),
         recurrent=recurrent,
         mix_at=mix_address() if config.recurrent is not None else 0,
     )
 
 
-def _numbers(config: ModelConfig, layers: Sequence[int], windows: Sequence[int]) -> Int64s:
-    """The number of each layer among those with KV in its group, or among recurrent ones."""
-    places, numbers = kv_places(config, windows), []
-    first = places[layers[0]].layer if not windows else 0  # stages have no groups
+def head_shapes(config: ModelConfig, cache: KVCache, layers: Sequence[int]) -> list[HeadShape]:
+    """The heads of each of these layers, those of which the cache has the KV."""
+    if config.mixed is None:
+        heads = attention_shape(config).shard(cache.span.heads)
+        return [head_shape(heads, cache.layer(layers[0]))] * len(layers)
+    shapes = []
     for layer in layers:
-        if config.recurrent is not None and config.is_recurrent(layer):
-            numbers.append(config.recurrent.num_before(layer))
-        else:
-            numbers.append(places[layer].layer - first)
-    return np.array(numbers, np.int64)
+        view, heads = view_of_layer(config, layer), attention_shape(config.of_layer(layer))
+        shapes.append(head_shape(heads, parts_of(cache.layer(view.layer), view.num_parts, heads)))
+    return shapes
+
+
+def parts_of_blocks(config: ModelConfig) -> list[tuple[int, int]]:
+    """The parts of blocks in which layers have their KV: (number, parts of a block) of each group of layers."""
+    views = (view_of_layer(config, layer) for layer in range(config.num_layers))
+    return sorted({(view.part, view.num_parts) for view in views})
+
+
+def _widths(config: ModelConfig) -> tuple[int, int]:
+    return config.num_heads * config.result_dim, config.intermediate_size
+
+
+def _inputs(config: ModelConfig, packed: PackedDecoder) -> LayerInputs:
+    """The projection is not scaled by hidden_size ** -0.5, so the norm's epsilon is."""
+    width = 0 if config.mixed is None else config.mixed.input_width
+    return LayerInputs(width, packed.layer_inputs_norm, np.float32(config.norm_eps * config.hidden_size))
+
+
+def _num_head_norms(config: ModelConfig, layers: Sequence[int], packed: PackedDecoder) -> Int64s:
+    counts = [packed.head_norms.shape[1] * has_head_norms(config, layer) for layer in layers]
+    return np.array(counts, np.int64)
+
+
+def _window(config: ModelConfig, layer: int) -> Window:
+    window = config.windows[layer]
+    if window is None:
+        return Window(NO_WINDOW)
+    return Window(1, window) if config.windows_are_chunks else Window(window)
 
 
 def _kind(config: ModelConfig) -> Kind:
@@ -87,18 +131,28 @@ def _kind(config: ModelConfig) -> Kind:
         sandwich="attn_out_norm" in BLOCKS[config.block],
         gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        gate_factor=np.float32(config.activation_factors[0]),
+        inner_factor=np.float32(config.activation_factors[1]),
         centred_heads=config.norm == "layer",
         norms_rotated=config.qk_norm_rotated,
+        norms_values=config.mixed is not None,
         clip_qkv=np.float32(config.clip_qkv or 0.0),
         gates_attention=config.attention_gate,
     )
 
 
-def _numbers_of_qkv(config: ModelConfig, layers: Sequence[int]) -> Int64s:
-    """The number of each layer's `qkv`, or of what recurrent layers have instead, among the matrices."""
-    names = [matrix_names(config, layer) for layer in layers]
-    firsts = np.cumsum([0, *map(len, names)], dtype=np.int64)[:-1]
-    return firsts + np.array([int(of_layer[0] == "q_b") for of_layer in names], np.int64)
+def _first_matrices(config: ModelConfig, layers: Sequence[int]) -> Int64s:
+    """The number of each layer's `qkv`, of the first matrix of its recurrence, and of the first behind these two. They
+    are not read in layers without such a part.
+    """
+    firsts, number = [], 0
+    for layer in layers:
+        names = matrix_names(config, layer)
+        places = [names.index(name) if name in names else 0 for name in ("qkv", "recurrent_in")]
+        behind = max((place + 1 for place, name in enumerate(names) if name in ("o", "recurrent_out")), default=0)
+        firsts.append([number + place for place in (*places, behind)])
+        number += len(names)
+    return np.array(firsts, np.int64)
 
 
 def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
@@ -126,6 +180,7 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
             router_biases=packed.router_biases,
             choice_biases=packed.choice_biases,
             shared_gates=packed.shared_gates,
+            expert_factors=packed.expert_factors,
             num_experts=facts.num_experts,
             top_k=facts.top_k,
             normalised=facts.normalised,
@@ -139,5 +194,8 @@ def _experts(config: ModelConfig, packed: PackedDecoder, layers: Sequence[int]) 
         num_experts=facts.num_experts,
         width=facts.intermediate_size,
         shared_width=facts.shared_size,
+        gated=config.gated,
         activation=KERNEL_ACTIVATIONS[config.activation],
+        scales_inputs=facts.scales_inputs,
+        are_beside=config.mixed is not None and config.experts is not None,
     )

@@ -236,6 +236,10 @@ class ModelConfig:
         """True if the layer has a recurrent state."""
         return self.recurrent is not None and self.recurrent.layers[layer]
 
+    def stores_kv(self, layer: int) -> bool:
+        """False if the layer reads the KV of an earlier one."""
+        return self.mixed is None or self.mixed.layers[layer].kv_source == layer
+
     @property
     def num_kv_layers(self) -> int:
         """Number of layers with attention, which have KV."""

@@ -1,79 +1,41 @@
-"""The weights of a CompiledDecoder as its loop reads them: packed from parameters, or mapped from a file.
+"""The weights of a CompiledDecoder as its loop reads them, packed from parameters."""
 
-A file is in the safetensors format. Its arrays begin at multiples of a cache line, as the loop's vector loads need.
-"""
-
-import json
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from checkpoint.tensors import StoredTensor, read_header
 from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Array, Floats, Weights
-from engine.kernels.cpu.machine import CACHE_LINE_BYTES, EIGHT_BITS, PANEL
+from engine.kernels.cpu.arguments import Array, Floats, HeadShape
+from engine.kernels.cpu.machine import EIGHT_BITS, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
-from engine.models.blocks import BLOCKS
+from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import PACKED, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
-from engine.models.recurrent.for_kernels import stacked, take_weights
+from engine.models.packed_mixed import (
+    LAYER_INPUT,
+    MIXED_NORMS,
+    PROJECTION,
+    input_shapes,
+    take_layer_inputs,
+    take_mixed_head_norms,
+    take_norms,
+    take_scalars,
+)
+from engine.models.packed_weights import PackedDecoder
+from engine.models.recurrent.for_kernels import stacked
+from engine.models.recurrent.kinds import take_recurrence
 from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
-from mesh.domain.errors import ConfigurationError
 
-_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm")
+_NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
-_PARTS = ("weights", "output")
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-_DATA_BOUNDARY = 4096
-_DTYPES = {
-    "F32": np.float32,
-    "F16": np.uint16,
-    "BF16": np.int16,
-    "I8": np.int8,
-    "U8": np.uint8,
-    "BOOL": np.bool_,  # fp8
-    "I32": np.int32,
-    "I64": np.int64,
-}
-_NAMES_OF_DTYPES = {np.dtype(dtype): name for name, dtype in _DTYPES.items()}
-
-
-class PackedDecoder(NamedTuple):
-    """The weights that one rank holds, of the layers of its stage."""
-
-    embed: Array  # [vocab_size, hidden], of a type as in DTYPES; [0, hidden] in other ranks than 0
-    positions: Floats  # [max_position_embeddings, hidden] of learned positions; else, and in other ranks, [0, hidden]
-    embed_norm: Floats  # as final_norm; [0, hidden] without
-    weights: Weights  # of the layers
-    output: Weights  # the output matrix; it has no outputs in later stages than 0. In int4 it is in int8
-    norms: Floats  # [num_layers, 2 or 4 of _NORMS, 1 or 2, hidden]: weights of each, and biases of layer norms
-    final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0, 2 or number of own heads, head_dim]; see HeadNorms
-    activation: Floats  # see ModelConstants
-    sinks: Floats  # [num_layers, num_heads] of the rank; [0, 0] without
-    routers: Floats  # of layers with experts; see engine/kernels/cpu/routing.py
-    router_biases: Floats
-    choice_biases: Floats
-    shared_gates: Floats
-    q_norms: Floats  # of latent attention, with those below; see engine/kernels/cpu/latent.py
-    kv_norms: Floats
-    key_up: Array
-    value_up: Array
-    taps: Floats  # of recurrent layers, with those below it; see RecurrentWeights
-    conv_biases: Floats
-    rates: Floats
-    rate_biases: Floats
-    recurrent_norms: Floats
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -88,27 +50,27 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
-    layers = [f"layers.{layer}" for layer in range(share.layers.first, share.layers.end)]
+    numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
-    routers, number = _empty_routers(config, len(layers)), 0
-    latents = _empty_latents(config, len(layers), is_exact=output_dtype is torch.float32)
-    for i, layer in enumerate(layers):
-        number = _pack_layer(packer, number, parameters, config, share.layers.first + i)
-        if has_experts(config, share.layers.first + i):
+    routers, packed = _empty_routers(config, len(numbers)), 0
+    latents = _empty_latents(config, len(numbers), is_exact=output_dtype is torch.float32)
+    for i, number in enumerate(numbers):
+        layer, packed = f"layers.{number}", _pack_layer(packer, packed, parameters, config, number)
+        if has_experts(config, number):
             _take_router(parameters, layer, i, routers)
-        if config.recurrent is not None and config.is_recurrent(share.layers.first + i):
-            recurrences.append(take_weights(parameters, f"{layer}.", config.recurrent, config.norm_eps))
+        if config.recurrent is not None and config.is_recurrent(number):
+            taken = take_recurrence(parameters, f"{layer}.", config.recurrent, config.norm_eps)
+            recurrences.append(taken.for_kernels())
         if config.latent is not None:
             _take_latent(parameters, layer, latents, i)
         norms.append(_layer_norms(parameters, layer, config))
-        head_norms.append(_head_norms(parameters, share.layers.first + i, config))
-        xielu = parameters.take_optional(f"{layer}.xielu")
-        activation.append(torch.empty(0) if xielu is None else xielu_parameters(xielu))
+        head_norms.append(_head_norms(parameters, number, config))
+        activation.append(_take_activation(parameters, layer))
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
+    layer_inputs, inputs_norm = _pack_layer_inputs(packer, packed, parameters, config)
     # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
-    tied = embed[: share.vocab.count]
-    _pack(output_packer, 0, parameters.take_output(tied))
+    _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
     return PackedDecoder(
         as_array(embed if share.rank == 0 else embed[:0]),
         positions,
@@ -118,6 +80,9 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         np.stack(norms),
         _take_norm(parameters, "final_norm", config),
         np.stack(head_norms),
+        take_scalars(parameters, config, numbers),
+        layer_inputs,
+        inputs_norm,
         torch.stack(activation).numpy(),
         np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
         *routers,
@@ -135,21 +100,41 @@ def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: Mod
     return number
 
 
+def _take_activation(parameters: Parameters, layer: str) -> Tensor:
+    xielu = parameters.take_optional(f"{layer}.xielu")
+    return torch.empty(0) if xielu is None else xielu_parameters(xielu)
+
+
+def _pack_layer_inputs(
+    packer: Packer, number: int, parameters: Parameters, config: ModelConfig
+) -> tuple[Array, Floats]:
+    """Take what layers add for the token itself, and pack its projection, the last matrix, if there is any."""
+    table, norm = take_layer_inputs(parameters, config)
+    if table.size:
+        _pack(packer, number, parameters.take_linear(PROJECTION))
+    return table, norm
+
+
 def has_experts(config: ModelConfig, layer: int) -> bool:
-    """True if the layer has experts instead of the MLP."""
+    """True if the layer has experts."""
     return config.experts is not None and config.experts.layers[layer]
 
 
 def matrix_names(config: ModelConfig, layer: int) -> tuple[str, ...]:
     """Names of a layer's matrices, in the order of the kernels' numbers."""
+    mixed = config.mixed
+    names = list(LAYER_INPUT) if mixed is not None and mixed.input_width else []
+    names += ["recurrent_in", "recurrent_out"] if config.is_recurrent(layer) else []
+    if has_attention(config, layer):
+        names += ["q_b", "qkv", "o"] if config.latent is not None and config.latent.query_rank else ["qkv", "o"]
+    if not has_mlp(config, layer):
+        return tuple(names)
+    parts = [""] if mixed is not None or not has_experts(config, layer) else []
+    if (experts := config.experts) is not None and has_experts(config, layer):
+        parts += [f"experts.{number}." for number in range(experts.num_experts)]
+        parts += ["shared."] if experts.shared_size else []
     up = "gate_up" if config.gated else "up"
-    attention = ("q_b", "qkv", "o") if config.latent is not None and config.latent.query_rank else ("qkv", "o")
-    attention = ("recurrent_in", "recurrent_out") if config.is_recurrent(layer) else attention
-    if config.experts is None or not config.experts.layers[layer]:
-        return *attention, up, "down"
-    parts = [f"experts.{number}." for number in range(config.experts.num_experts)]
-    parts += ["shared."] if config.experts.shared_size else []
-    return *attention, *(part + name for part in parts for name in (up, "down"))
+    return *names, *(part + name for part in parts for name in (up, "down"))
 
 
 class _Routers(NamedTuple):
@@ -159,6 +144,7 @@ class _Routers(NamedTuple):
     router_biases: Floats
     choice_biases: Floats
     shared_gates: Floats
+    expert_factors: Floats
 
 
 def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
@@ -169,13 +155,14 @@ def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
         np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
         np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
         np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
+        np.zeros((num_layers, experts.num_experts if config.mixed is not None else 0), np.float32),
     )
 
 
 def _take_router(parameters: Parameters, layer: str, number: int, routers: _Routers) -> None:
     """Pack the router of layer `number` of the rank, whose parameters begin with `layer`."""
     routers.routers[number] = _in_panels(parameters.take(f"{layer}.router").float())
-    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate"), routers[1:], strict=True):
+    for kind, taken in zip(("router_bias", "choice_bias", "shared_gate", "expert_factors"), routers[1:], strict=True):
         if taken.shape[1]:
             taken[number] = parameters.take(f"{layer}.{kind}").float()
 
@@ -223,13 +210,22 @@ def _layer_norms(parameters: Parameters, layer: str, config: ModelConfig) -> Flo
     taken = {name: _take_norm(parameters, f"{layer}.{name}", config) for name in BLOCKS[config.block]}
     taken.setdefault("input_norm", next(iter(taken.values())))  # not read if the block has no such norm
     taken.setdefault("post_norm", taken["input_norm"])
+    if config.mixed is not None:
+        taken = dict.fromkeys(MIXED_NORMS, taken["input_norm"]) | taken | take_norms(parameters, layer, config)
     return np.stack([taken[name] for name in _NORMS if name in taken])
 
 
+def has_head_norms(config: ModelConfig, layer: int) -> bool:
+    """True if heads of the layer are normed."""
+    return config.mixed is not None or (config.of_layer(layer).qk_norm and has_attention(config, layer))
+
+
 def _head_norms(parameters: Parameters, layer: int, config: ModelConfig) -> Floats:
+    if config.mixed is not None:
+        return take_mixed_head_norms(parameters, layer, config)
     if not config.qk_norm:
         return np.empty((0, config.head_dim), np.float32)
-    if config.is_recurrent(layer):
+    if not has_head_norms(config, layer):
         return np.zeros((2, config.head_dim), np.float32)  # not read
     names = (f"layers.{layer}.q_norm", f"layers.{layer}.k_norm")
     taken = [parameters.take(name).float().view(-1, config.head_dim) for name in names]
@@ -260,7 +256,7 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
 
 
-def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:
+def qkv_width(heads: AttentionShape | HeadShape, config: ModelConfig) -> int:
     """Width of a layer's queries, keys and values together, and of the gates of queries."""
     gates = heads.num_heads if config.attention_gate else 0
     return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
@@ -268,16 +264,6 @@ def qkv_width(heads: AttentionShape, config: ModelConfig) -> int:
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters) -> list[MatrixShape]:
     group = parameters.group if parameters.encoding == "int4" else 0
-    attention = [MatrixShape(share.hidden.count, config.num_heads * config.result_dim, group=group)]
-    if (latent := config.latent) is None:
-        qkv = qkv_width(attention_shape(config).shard(share.heads), config)
-        attention.insert(0, MatrixShape(qkv, config.hidden_size, group=group))
-    else:
-        q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
-        own = MatrixShape((latent.query_rank or q_width) + config.head_dim, config.hidden_size, group=group)
-        attention.insert(0, own)
-        if latent.query_rank:
-            attention.insert(0, MatrixShape(q_width, latent.query_rank, group=group))
 
     def mlp(own_width: int, width: int) -> list[MatrixShape]:
         outputs = (1 + config.gated) * own_width
@@ -286,23 +272,45 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters
             MatrixShape(share.hidden.count, width, group=group),
         ]
 
-    dense, experts = mlp(share.inner.count, config.intermediate_size), config.experts
-    routed = []
+    experts, routed = config.experts, []
     if experts is not None:
         routed = mlp(experts.intermediate_size, experts.intermediate_size) * experts.num_experts
         routed += mlp(experts.shared_size, experts.shared_size) if experts.shared_size else []
-    recurrent = []
-    if (facts := config.recurrent) is not None:
-        projected = MatrixShape(facts.projected, config.hidden_size, group=group)
-        recurrent = [projected, MatrixShape(config.hidden_size, facts.result_width, group=group)]
-    shapes = []
+    (of_layer, of_model), shapes, names = input_shapes(config, group), [], []
     for layer in range(share.layers.first, share.layers.end):
-        of_layer = recurrent if config.is_recurrent(layer) else attention
-        of_layer = of_layer + (routed if has_experts(config, layer) else dense)
-        for name, shape in zip(matrix_names(config, layer), of_layer, strict=True):
-            in_int8 = f"layers.{layer}.{name}" in parameters.in_int8
-            shapes.append(replace(shape, numbers=EIGHT_BITS) if in_int8 else shape)
-    return shapes
+        names += [f"layers.{layer}.{name}" for name in matrix_names(config, layer)]
+        shapes += of_layer + _mixing_shapes(config, share, layer, group)
+        if not has_mlp(config, layer):
+            continue
+        own = config.of_layer(layer).intermediate_size
+        dense = mlp(share.inner.count if config.mixed is None else own, own)
+        if config.mixed is not None or not has_experts(config, layer):
+            shapes += dense
+        shapes += routed if has_experts(config, layer) else []
+    names += [PROJECTION] * len(of_model)
+    named = zip(names, shapes + of_model, strict=True)
+    return [replace(shape, numbers=EIGHT_BITS) if name in parameters.in_int8 else shape for name, shape in named]
+
+
+def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int) -> list[MatrixShape]:
+    """Of a layer's recurrence and of its attention, of which it may have one or both."""
+    shapes = []
+    if config.is_recurrent(layer) and (facts := config.recurrent) is not None:
+        shapes.append(MatrixShape(facts.projected, config.hidden_size, group=group))
+        shapes.append(MatrixShape(config.hidden_size, facts.result_width, group=group))
+    if not has_attention(config, layer):
+        return shapes
+    own = config.of_layer(layer)
+    output = MatrixShape(share.hidden.count, own.num_heads * own.result_dim, group=group)
+    if (latent := config.latent) is None:
+        heads = attention_shape(own) if config.mixed is not None else attention_shape(own).shard(share.heads)
+        qkv = qkv_width(heads, own) if config.stores_kv(layer) else heads.num_heads * heads.head_dim
+        return [*shapes, MatrixShape(qkv, config.hidden_size, group=group), output]
+    q_width = config.num_heads * (config.rope.dim + latent.plain_dim)
+    first = MatrixShape((latent.query_rank or q_width) + config.head_dim, config.hidden_size, group=group)
+    if latent.query_rank:
+        shapes.append(MatrixShape(q_width, latent.query_rank, group=group))
+    return [*shapes, first, output]
 
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
@@ -314,55 +322,3 @@ def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
             packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
-
-
-def write_packed(path: Path, packed: PackedDecoder) -> None:
-    """Write a file that `read_packed` reads. Raises OSError."""
-    arrays = _arrays(packed)
-    header, end = {}, 0
-    for name, array in arrays.items():
-        dtype, first, end = _NAMES_OF_DTYPES[array.dtype], end, end + array.nbytes
-        header[name] = {"dtype": dtype, "shape": array.shape, "data_offsets": [first, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-(len(text) + 8) % _DATA_BOUNDARY)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays.values():
-            file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)  # tofile does not say why it fails
-
-
-def read_packed(path: Path) -> PackedDecoder:
-    """Read a file of `write_packed`. Raises ConfigurationError."""
-    stored = read_header(path)
-    try:
-        arrays = {name: _map(stored[name]) for name in PackedDecoder._fields if name not in _PARTS}
-        weights, output = (Weights(*(_map(stored[_name(part, name)]) for name in Weights._fields)) for part in _PARTS)
-    except (KeyError, ValueError, OSError) as error:
-        raise ConfigurationError(f"{path} is not a file of a partitioned model: {error!r}") from error
-    return PackedDecoder(weights=weights, output=output, **arrays)
-
-
-def _arrays(packed: PackedDecoder) -> Mapping[str, NDArray[Any]]:
-    """All arrays by name, and padding behind those that do not end with a cache line."""
-    arrays = {name: array for name, array in packed._asdict().items() if name not in _PARTS}
-    for part in _PARTS:
-        weights: Weights = getattr(packed, part)
-        arrays |= {_name(part, name): array for name, array in weights._asdict().items()}
-    padded: dict[str, NDArray[Any]] = {}
-    for name, array in arrays.items():
-        padded[name] = array
-        if num_bytes := -array.nbytes % CACHE_LINE_BYTES:
-            padded[f"{name}.padding"] = np.zeros(num_bytes, np.uint8)
-    return padded
-
-
-def _name(part: str, array: str) -> str:
-    return f"{part}.{array}"
-
-
-def _map(tensor: StoredTensor) -> NDArray[Any]:
-    """Map an array privately: its pages are those of the page cache, which all processes share."""
-    dtype = _DTYPES[tensor.dtype]
-    if 0 in tensor.shape:
-        return np.empty(tensor.shape, dtype)
-    return np.memmap(tensor.path, dtype, "c", tensor.offset, tensor.shape).view(np.ndarray)

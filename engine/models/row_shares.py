@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from engine.kernels.cpu.adapters import StepAdapters
 from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range, StateSteps
+from engine.models.blocks import has_attention
 from engine.models.model_config import ModelConfig
 
 _MIN_ROWS = 64
@@ -49,7 +50,7 @@ class RowCosts:
         q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         mlp = (3 if config.gated else 2) * config.intermediate_size
         products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
-        attended = [1 if config.is_recurrent(layer) else window for layer, window in enumerate(config.windows)]
+        attended = [window if has_attention(config, layer) else 1 for layer, window in enumerate(config.windows)]
         return cls(products * operand_bytes / (2 * q_width * 4), attended)
 
     def of_rows(self, positions: Int64s) -> NDArray[np.float64]:

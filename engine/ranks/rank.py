@@ -21,7 +21,7 @@ from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig
-from engine.models.packed_decoder import PackedDecoder
+from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import parameter_specs
 from engine.models.share import adapter_specs, rank_share, share_specs
 from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, summing

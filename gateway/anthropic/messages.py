@@ -5,7 +5,7 @@ from uuid import uuid4
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import SSE_NAMED_PING, Streamer, drain
+from gateway.answers import SSE_NAMED_PING, drain, stream_answer
 from gateway.anthropic.requests import NAMES, MessagesBody, PromptBody, chat_of
 from gateway.errors import Problem, anthropic_error_body
 from gateway.exchange import Exchange
@@ -30,7 +30,7 @@ async def messages(exchange: Exchange) -> Response:
         renderer = MessageEvents(body.model or exchange.served_name, reading, body.stop_sequences or (), field_names)
         feed = exchange.feed([arguments])
         if body.stream:
-            return await Streamer(SSE_NAMED_PING, exchange).respond(feed, renderer)
+            return await stream_answer(exchange, feed, renderer, SSE_NAMED_PING)
         await drain(feed, renderer)
         return JSONResponse(renderer.message())
 

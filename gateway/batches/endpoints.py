@@ -14,10 +14,10 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.access import key_in
 from gateway.batches.files import URLS
 from gateway.batches.runner import Batches
-from gateway.batches.store import Json, Shelf
+from gateway.batches.store import Shelf
 from gateway.errors import InvalidField
 from gateway.exchange import Exchange
-from gateway.schema import Body, Name
+from gateway.schema import Body, Json, Name
 from tandem import InvalidRequest
 
 _CHUNK_BYTES = 64 << 10
@@ -40,7 +40,7 @@ class BatchBody(Body):
 async def upload_file(exchange: Exchange) -> Response:
     """Keep the input of a batch. Its lines are checked when a batch reads them."""
     shelf = _shelf(exchange)
-    content_type = exchange.arrival.request.headers.get("content-type", "")
+    content_type = exchange.request.headers.get("content-type", "")
     if not content_type.startswith("multipart/form-data"):
         raise InvalidRequest("send the file as multipart/form-data, with a purpose")
     try:
@@ -69,7 +69,7 @@ def _without_charset(content_type: str) -> Headers:
 
 
 async def list_files(exchange: Exchange) -> Response:
-    query = exchange.arrival.request.query_params
+    query = exchange.request.query_params
     purpose, order = query.get("purpose"), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidField("order must be 'asc' or 'desc'", field="order")
@@ -102,7 +102,7 @@ async def create_batch(exchange: Exchange) -> Response:
         raise InvalidField(f"endpoint must be one of {', '.join(URLS)}", field="endpoint")
     shelf = _shelf(exchange)
     shelf.file(body.input_file_id)
-    app, key = exchange.arrival.request.app, key_in(exchange.arrival.request.headers)
+    app, key = exchange.request.app, key_in(exchange.request.headers)
     batch = await _batches(exchange).create(shelf, app, key, body.endpoint, body.input_file_id, body.metadata or {})
     return JSONResponse(_shown(batch))
 
@@ -124,7 +124,7 @@ async def cancel_batch(exchange: Exchange) -> Response:
 
 
 def _batches(exchange: Exchange) -> Batches:
-    batches = exchange.arrival.backend.batches
+    batches = exchange.backend.batches
     if batches is None:
         message = "this gateway keeps no files and batches: start it with --batch-folder FOLDER, or use tandem batch"
         raise InvalidField(message, code="unsupported")
@@ -132,18 +132,18 @@ def _batches(exchange: Exchange) -> Batches:
 
 
 def _shelf(exchange: Exchange) -> Shelf:
-    return _batches(exchange).store.of(key_in(exchange.arrival.request.headers))
+    return _batches(exchange).store.of(key_in(exchange.request.headers))
 
 
 async def _resumed(exchange: Exchange) -> tuple[Shelf, Batches]:
     """Return the caller's shelf. Its batches of an earlier process go on: this call brings the key that they need."""
     batches, shelf = _batches(exchange), _shelf(exchange)
-    await batches.resume(shelf, exchange.arrival.request.app, key_in(exchange.arrival.request.headers))
+    await batches.resume(shelf, exchange.request.app, key_in(exchange.request.headers))
     return shelf, batches
 
 
 def _id(exchange: Exchange) -> str:
-    stored_id: str = exchange.arrival.request.path_params["id"]
+    stored_id: str = exchange.request.path_params["id"]
     return stored_id
 
 
@@ -153,7 +153,7 @@ def _shown(batch: Json) -> Json:
 
 def _page(exchange: Exchange, items: Sequence[Json], *, default: int, most: int) -> Response:
     """The items behind `after`, as pages of OpenAI's clients: `limit` of them, `default` without one."""
-    query = exchange.arrival.request.query_params
+    query = exchange.request.query_params
     limit = query.get("limit", str(default))
     if not re.fullmatch(r"0*[1-9][0-9]{0,8}", limit):
         raise InvalidField("limit must be a number above 0", field="limit")

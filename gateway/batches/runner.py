@@ -22,8 +22,9 @@ from starlette.types import ASGIApp
 import tandem
 from gateway.batches.files import AnswerFile, BadLine, check_requests, read_requests
 from gateway.batches.send import KeyRefused, Sender
-from gateway.batches.store import ENDED, Json, Shelf, Store, new_id
+from gateway.batches.store import ENDED, Shelf, Store, new_id
 from gateway.errors import NotStored
+from gateway.schema import Json
 from gateway.settings import GatewaySettings
 
 log = structlog.get_logger(__name__)

@@ -14,14 +14,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from uuid import uuid4
 
 from gateway.errors import BodyTooLarge, InvalidField, NotStored
+from gateway.schema import Json
 from mesh.domain.errors import ConfigurationError
 from mesh.whole_file import PART, write_whole
 
-Json = dict[str, Any]
 T = TypeVar("T")
 
 MAX_FILES = 1000

@@ -95,7 +95,7 @@ class HandlerProcess:
 
     async def handle(self, exchange: Exchange, model: str) -> Response:
         """Forward a request and return the handler's answer. Raises NoWorkers, DeadlineExceeded or InvalidRequest."""
-        request = exchange.arrival.request
+        request = exchange.request
         headers = [header for header in _forwarded_headers(request.headers.raw) if header[0] != b"x-request-id"]
         headers.append((b"x-request-id", exchange.request_id.encode()))
         query = {"model_name": "", **request.query_params} | ({"model_name": model} if model else {})

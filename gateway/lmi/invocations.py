@@ -12,7 +12,7 @@ from typing import TypeVar
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer, collect
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, collect, stream_answer
 from gateway.exchange import Exchange
 from gateway.handler.process import format_response
 from gateway.lmi.requests import InvocationBody, invocation_arguments, log_dropped, read_payload
@@ -35,8 +35,8 @@ _ADAPTER_HEADER = "X-Amzn-SageMaker-Adapter-Identifier"
 
 async def invocations(exchange: Exchange, *, streams_by_default: bool = False) -> Response:
     """Handle a request. `streams_by_default`: a body without `stream` gets JSON lines if its options allow it."""
-    request = exchange.arrival.request
-    handler = exchange.arrival.backend.handler
+    request = exchange.request
+    handler = exchange.backend.handler
     if handler is not None and handler.has("handle"):
         return await handler.handle(exchange, request.path_params.get("model", ""))
     payload = await exchange.read(read_payload, request.headers.get("content-type", ""))
@@ -95,7 +95,7 @@ def _ending_in_newline(response: Response) -> Response:
 
 
 async def _built_in(exchange: Exchange, payload: dict[str, object], streaming: _Streaming) -> Response:
-    model = _model(exchange.arrival.request, payload)
+    model = _model(exchange.request, payload)
     settings = exchange.settings
     openai_framing = SSE_DONE if _wants_events(settings) else JSON_LINES
     if "inputs" not in payload:
@@ -147,7 +147,7 @@ async def _answer(exchange: Exchange, payload: dict[str, object], model: str, st
         # Only clients of LMI 0.26 get a stream that they did not request.
         lines = Lines(shape, closing_line=shape.details and not request_body.stream)
         framing = SSE if _wants_events(exchange.settings) else JSON_LINES
-        return await Streamer(framing, exchange).respond(exchange.feed(arguments), lines)
+        return await stream_answer(exchange, exchange.feed(arguments), lines, framing)
     num_choices = body.parameters.num_choices
     answers = answers_json(await collect(exchange.feed(arguments, num_choices), num_choices), shape)
     return JSONResponse(answers[0] if isinstance(body.inputs, str) else answers)

@@ -164,7 +164,8 @@ def _lines(text: str) -> Iterator[str]:
 def invocation_arguments(body: InvocationBody, *, model: str, sampling_by_default: bool) -> GenerateArguments:
     """Return the arguments that all inputs share, without a prompt. Raises InvalidRequest."""
     parameters = body.parameters
-    _refuse_unsupported(body)
+    if parameters.num_beams not in (None, 1):
+        raise InvalidRequest("num_beams is not supported")
     stop = parameters.stop_sequences if parameters.stop is None else parameters.stop
     max_new_tokens = parameters.max_new_tokens
     if max_new_tokens is None and parameters.max_seq_len is None:
@@ -220,13 +221,3 @@ def log_dropped(payload: Mapping[str, object], request_id: str) -> None:
     if unknown:
         reasons = {name[:_MAX_LOGGED_CHARS]: _WITHOUT_EFFECT.get(name, "unknown") for name in unknown}
         log.warning("parameters have no effect", request_id=request_id, dropped=reasons)
-
-
-def _refuse_unsupported(body: InvocationBody) -> None:
-    parameters = body.parameters
-    unsupported = {
-        "num_beams": parameters.num_beams not in (None, 1),
-    }
-    for name, is_used in unsupported.items():
-        if is_used:
-            raise InvalidRequest(f"{name} is not supported")

@@ -7,7 +7,6 @@ Clients of one format cannot read the others, so the operator chooses by `lmi_sc
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from gateway.answers import Answer, OwnTexts
 from gateway.errors import Problem
@@ -29,44 +28,24 @@ class Ending:
     seed: int | None
 
 
-class Format(Protocol):
-    """One of the wire formats."""
+class RollingBatch:
+    """LMI 0.27 and later with rolling batch. The other formats have the same methods."""
 
     def token(self, token: Token) -> Json:
         """Render a token, for the details and for lines."""
-        ...
-
-    def line(self, token: Json, final: Json) -> Json:
-        """Render a line of a stream. `final` has the members of the last line, and is empty before."""
-        ...
-
-    def details(self, ending: Ending) -> Json:
-        """Render the details of a complete answer, without its tokens."""
-        ...
-
-    def last_details(self, ending: Ending) -> Json:
-        """Render the details in the last line of a stream."""
-        ...
-
-    def failure(self, problem: Problem) -> Json:
-        """Render the last line of a failed stream."""
-        ...
-
-
-class RollingBatch:
-    """LMI 0.27 and later with rolling batch."""
-
-    def token(self, token: Token) -> Json:
         body: Json = {"id": token.id, "text": token.text, "log_prob": token.logprob}
         return body | ({"special_token": True} if token.special else {})
 
     def line(self, token: Json, final: Json) -> Json:
+        """Render a line of a stream. `final` has the members of the last line, and is empty before."""
         return {"token": token} | final
 
     def details(self, ending: Ending) -> Json:
+        """Render the details of a complete answer, without its tokens."""
         return self.last_details(ending)
 
     def last_details(self, ending: Ending) -> Json:
+        """Render the details in the last line of a stream."""
         return {
             "finish_reason": ending.reason,
             "generated_tokens": ending.usage.completion_tokens,
@@ -74,6 +53,7 @@ class RollingBatch:
         }
 
     def failure(self, problem: Problem) -> Json:
+        """Render the last line of a failed stream."""
         token = {"id": -1, "text": "", "log_prob": -1, "special_token": True, "error_msg": problem.message}
         return {"token": token, "generated_text": "", "details": {"finish_reason": "error", "generated_tokens": None}}
 
@@ -112,6 +92,7 @@ class Async:
         return {"error": problem.message, "code": problem.row.lmi.status}
 
 
+Format = RollingBatch | Async
 FORMATS: Mapping[str, Format] = MappingProxyType({"rolling": RollingBatch(), "0.26": Lmi026(), "async": Async()})
 
 

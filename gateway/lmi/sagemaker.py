@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 import tandem
 from gateway.answers import encode
-from gateway.errors import Problem, lmi_error_body
+from gateway.errors import Dialect, Problem, lmi_error_body
 from gateway.exchange import Exchange
 from gateway.schema import Json
 
@@ -30,18 +30,17 @@ _STRING = b"\x07"
 _OVERHEAD_BYTES = _PRELUDE.size + 2 * _CRC.size
 
 
-class SageMakerDialect:
+def _error_response(problem: Problem) -> Response:
     """Errors as boto3's sagemaker-runtime reads them: the error type is in a header."""
+    status = problem.row.lmi.status
+    if status in _OWN_ERRORS:
+        content: Json = {"Message": problem.message}
+        return JSONResponse(content, 400 if status == 404 else status, {"x-amzn-errortype": _OWN_ERRORS[status]})
+    original = encode(lmi_error_body(problem)).decode()
+    return _model_error(status, problem.message, original, problem.headers)
 
-    name = "sagemaker"
 
-    def error_response(self, problem: Problem) -> Response:
-        status = problem.row.lmi.status
-        if status in _OWN_ERRORS:
-            content: Json = {"Message": problem.message}
-            return JSONResponse(content, 400 if status == 404 else status, {"x-amzn-errortype": _OWN_ERRORS[status]})
-        original = encode(lmi_error_body(problem)).decode()
-        return _model_error(status, problem.message, original, problem.headers)
+SAGEMAKER = Dialect("sagemaker", _error_response)
 
 
 async def forward(response: Response) -> Response:
@@ -99,8 +98,8 @@ def _parts(response: StreamingResponse, exchange: Exchange, ending: bytes) -> As
             if not last.endswith(ending):
                 yield payload_part(ending)
         except tandem.TandemError as error:
-            exchange.arrival.progress.failed(Problem.of(error))
-        if exchange.arrival.progress.failure:
+            exchange.progress.failed(Problem.of(error))
+        if exchange.progress.failure:
             body = {"Message": "the model failed while it answered", "ErrorCode": "ModelInvocationFailed"}
             yield model_stream_error(encode(body))
 

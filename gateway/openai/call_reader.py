@@ -31,10 +31,11 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The start of a call, as soon as its function is known."""
+    """The start of a call, as soon as its function is known. AnswerReader sets `call_id`."""
 
     index: int
     name: str
+    call_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

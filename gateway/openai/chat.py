@@ -4,10 +4,11 @@ from collections.abc import Iterable
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.reading import Deltas, Reading, build_message, plan_chat
+from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
+from gateway.openai.reading import AnswerReader, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
 from gateway.openai.response_parts import (
     Envelope,
@@ -36,24 +37,60 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
         arguments, reading = await plan_chat(exchange, body)
         feed = exchange.feed([arguments], body.n or 1)
         if body.stream:
-            return await Streamer(framing, exchange).respond(feed, ChatChunks(body, envelope, reading, field_names))
+            renderer = ChatChunks(body, envelope, reading, field_names)
+            return await stream_answer(exchange, feed, renderer, framing)
         return JSONResponse(chat_json(await collect(feed), body, envelope, reading))
 
 
 def chat_json(answer: Answer, body: ChatBody, envelope: Envelope, reading: Reading) -> Json:
     usage = total_usage(without_stop_tokens(answer.choices), body.n or 1)
-    choices = [_choice(choice, body, reading.deltas(in_reasoning=answer.in_reasoning)) for choice in answer.choices]
+    choices = [_choice(choice, body, reading.reader(in_reasoning=answer.in_reasoning)) for choice in answer.choices]
     return envelope.json(choices) | {"usage": usage_json(usage)}
 
 
-def _choice(choice: Choice, body: ChatBody, deltas: Deltas) -> Json:
+def _choice(choice: Choice, body: ChatBody, reader: AnswerReader) -> Json:
     tokens = visible_tokens(choice.tokens, choice.finish_reason)
     return {
         "index": choice.index,
-        "message": build_message([*deltas.push(choice.text), *deltas.finish(choice.finish_reason)]),
+        "message": build_message([*reader.push(choice.text), *reader.finish(choice.finish_reason)]),
         "logprobs": chat_logprobs(tokens, body),
-        "finish_reason": deltas.reason(choice.finish_reason),
+        "finish_reason": reader.reason(choice.finish_reason),
     } | token_ids(body, choice.tokens)
+
+
+def build_message(pieces: Iterable[Piece]) -> Json:
+    """The message of a whole answer."""
+    text = reasoning = ""
+    calls: dict[int, Json] = {}
+    for piece in pieces:
+        if isinstance(piece, Text):
+            text += piece.text
+        elif isinstance(piece, Thought):
+            reasoning += piece.text
+        elif isinstance(piece, CallBegun):
+            calls[piece.index] = _call_json(piece)
+        else:
+            calls[piece.index]["function"]["arguments"] += piece.text
+    content = text if text or not (calls or reasoning) else None
+    message: Json = {"role": "assistant", "content": content, "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    return message | ({"tool_calls": list(calls.values())} if calls else {})
+
+
+def _call_json(call: CallBegun) -> Json:
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": ""}}
+
+
+def delta_json(piece: Piece) -> Json:
+    """A piece as the `delta` of a chunk."""
+    if isinstance(piece, Text):
+        return {"content": piece.text}
+    if isinstance(piece, Thought):
+        return {"reasoning_content": piece.text}
+    if isinstance(piece, CallArguments):
+        return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+    return {"tool_calls": [{"index": piece.index} | _call_json(piece)]}
 
 
 class ChatChunks:
@@ -63,7 +100,7 @@ class ChatChunks:
         self._body = body
         self._field_names = field_names
         self._reading = reading
-        self._deltas = [reading.deltas() for _ in range(body.n or 1)]
+        self._readers = [reading.reader() for _ in range(body.n or 1)]
         self._envelope = envelope.as_chunk()
         self._usage = StreamUsage(body)
         self._tokens = StreamTokens()
@@ -76,19 +113,19 @@ class ChatChunks:
         """Render one event. A token whose text is held back gives no chunk, unless token ids are requested."""
         self._usage.add(event)
         if event.in_reasoning:  # set on the first event only, and true for all choices
-            self._deltas = [self._reading.deltas(in_reasoning=True) for _ in self._deltas]
-        tokens, deltas = self._tokens.take(event), self._deltas[event.index]
-        new_deltas = deltas.push(event.text)
+            self._readers = [self._reading.reader(in_reasoning=True) for _ in self._readers]
+        tokens, reader = self._tokens.take(event), self._readers[event.index]
+        deltas = list(map(delta_json, reader.push(event.text)))
         if (self._body.logprobs and tokens) or (self._body.return_token_ids and event.token):
-            new_deltas = new_deltas or [{"content": ""}]
-        for number, delta in enumerate(new_deltas):
+            deltas = deltas or [{"content": ""}]
+        for number, delta in enumerate(deltas):
             logprobs = chat_logprobs(tokens, self._body) if number == 0 else None
             chunk = self._chunk(event.index, delta, logprobs)
             chunk["choices"][0] |= token_ids(self._body, (event.token,) if event.token and number == 0 else ())
             yield chunk
         if event.finish_reason is not None:
-            yield from (self._chunk(event.index, delta) for delta in deltas.finish(event.finish_reason))
-            yield self._chunk(event.index, {}, reason=deltas.reason(event.finish_reason))
+            yield from (self._chunk(event.index, delta_json(piece)) for piece in reader.finish(event.finish_reason))
+            yield self._chunk(event.index, {}, reason=reader.reason(event.finish_reason))
 
     def end(self) -> Iterable[Json]:
         return self._usage.last_chunk(self._envelope)

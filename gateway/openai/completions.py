@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import SSE_DONE, Answer, Framing, Streamer, collect, total_usage
+from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import InvalidField, Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.parameters import completion_arguments, model_of
@@ -39,7 +39,7 @@ async def answer_completion(exchange: Exchange, body: CompletionBody, framing: F
         max_prompts = exchange.settings.max_client_batch_size
         feed = exchange.feed(completion_arguments(body, exchange.model(body.model), max_prompts), num_choices)
         if body.stream:
-            return await Streamer(framing, exchange).respond(feed, CompletionChunks(body, envelope, field_names))
+            return await stream_answer(exchange, feed, CompletionChunks(body, envelope, field_names), framing)
         return JSONResponse(completion_json(await collect(feed, num_choices), body, envelope))
 
 
@@ -124,7 +124,7 @@ async def list_models(exchange: Exchange) -> Response:
 
 
 async def get_model(exchange: Exchange) -> Response:
-    name = exchange.arrival.request.path_params["model"]
+    name = exchange.request.path_params["model"]
     if not name:  # /v1/models/
         return await list_models(exchange)
     model = await exchange.client.model(name, timeout=exchange.settings.request_timeout_s)

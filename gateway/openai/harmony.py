@@ -61,6 +61,9 @@ class HarmonyParser:
         (`is_cut`) keeps its arguments.
         """
         if self._kind is None:
+            is_text = not is_cut and self._buffer.strip() and not self._buffer.lstrip().startswith(_HEADS)
+            self._kind = Text if is_text else None
+        if self._kind is None:
             return []
         pieces = [*self._body(self._buffer)] if self._buffer else []
         self._buffer = ""
@@ -87,6 +90,9 @@ class HarmonyParser:
         head, mark, rest = self._buffer.partition(_BODY)
         if not _may_be_head(head):
             self._kind = Text
+        elif len(head) > _MAX_HEAD_CHARS:  # text with its mark, which would begin the head again
+            self._kind, self._buffer = Text, self._buffer[_MAX_HEAD_CHARS:]
+            yield from self._body(head[:_MAX_HEAD_CHARS])
         elif mark:
             self._buffer = rest
             yield from self._begin(head)
@@ -119,4 +125,4 @@ class HarmonyParser:
 
 def _may_be_head(text: str) -> bool:
     first = text.lstrip()
-    return len(text) <= _MAX_HEAD_CHARS and any(first.startswith(mark) or mark.startswith(first) for mark in _HEADS)
+    return any(first.startswith(mark) or mark.startswith(first) for mark in _HEADS)

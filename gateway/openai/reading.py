@@ -1,17 +1,17 @@
 """From the model's text to the parts of a chat's answer (content, reasoning, calls), for every API that answers chats.
 
-token events ─▶ Deltas (reasoning, text, calls) ─▶ chunks of chat completions
-                                                └▶ BlockReader ─▶ Anthropic's content blocks, items of /v1/responses
+token events ─▶ AnswerReader ─▶ pieces (reasoning, text, calls) ─▶ chunks of chat completions
+                                                                └▶ BlockReader ─▶ Anthropic's blocks, items of Responses
 """
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Literal
 from uuid import uuid4
 
 from gateway.exchange import Exchange
-from gateway.openai.call_reader import CallArguments, Piece, Text, Thought
+from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
 from gateway.openai.harmony import HarmonyFormat, HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.parameters import chat_arguments
@@ -19,7 +19,8 @@ from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
-from gateway.schema import Json, structure_arguments
+from gateway.schema import structure_arguments
+from gateway.settings import REASONING_PARSERS
 from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 
 
@@ -31,18 +32,21 @@ class Reading:
     reasoning_parser: str
     is_harmony: bool = False
 
-    def deltas(self, *, in_reasoning: bool = False) -> "Deltas":
-        """Return a new parser for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
+    def reader(self, *, in_reasoning: bool = False) -> "AnswerReader":
+        """Return a reader for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
+        use, num_id_chars, is_parallel = self.tool_use, HarmonyFormat.num_id_chars, True
+        if use is not None:
+            num_id_chars, is_parallel = use.num_id_chars, use.is_parallel
+        reasoning: ReasoningReader | None = None
         if self.is_harmony:
-            names = [] if self.tool_use is None else [function.name for function in self.tool_use.functions]
-            is_parallel = self.tool_use is None or self.tool_use.is_parallel
-            parser = HarmonyParser(names, joins_thoughts=self.reasoning_parser == "none")
-            return CallDeltas(parser, HarmonyFormat.num_id_chars, is_parallel=is_parallel)
-        if self.reasoning_parser == "none":
-            return make_deltas(self.tool_use)
-        style = REASONING_FORMATS[self.reasoning_parser]
-        reader = ReasoningReader(style, begins_within=in_reasoning or style.begins_within)
-        return make_deltas(self.tool_use, reader)
+            names = [function.name for function in use.functions] if use is not None else []
+            calls: CallParser | None = HarmonyParser(names, joins_thoughts=self.reasoning_parser == "none")
+        else:
+            calls = None if use is None else use.parser()
+            if self.reasoning_parser != "none":
+                style = REASONING_FORMATS[self.reasoning_parser]
+                reasoning = ReasoningReader(style, begins_within=in_reasoning or style.begins_within)
+        return AnswerReader(calls, reasoning, num_id_chars=num_id_chars, is_parallel=is_parallel)
 
 
 async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
@@ -54,7 +58,7 @@ async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArgumen
 
 
 def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
-    style = CALL_FORMATS.get(exchange.tool_call_format(body.model))
+    style = CALL_FORMATS.get(_call_format(exchange, body.model))
     tool_use = parse_tool_use(body, style)
     arguments = chat_arguments(body, exchange.model(body.model), tool_use)
     if isinstance(style, HarmonyFormat):
@@ -68,11 +72,26 @@ def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Readin
     return arguments, Reading(tool_use, parser)
 
 
+def _call_format(exchange: Exchange, model: str) -> str:
+    """Return a key of CALL_FORMATS: the configured one, or the chat template's, or "" if unknown."""
+    if exchange.settings.tool_call_parser != "auto":
+        return exchange.settings.tool_call_parser
+    served = exchange.model(model)
+    return served.tool_call_format if served is not None else ""
+
+
 def _reasoning_parser(exchange: Exchange, body: ChatBody, tool_use: ToolUse | None) -> str:
-    """Return the parser to use: none for structured output, which has no reasoning before it."""
+    """Return the parser to use: none for structured output, which has no reasoning before it, else the configured one.
+    By default, if the template has reasoning, that of the model's format of calls, or `qwen3`.
+    """
     if not body.separate_reasoning or structure_arguments(body) or (tool_use is not None and tool_use.is_forced):
         return "none"
-    return exchange.reasoning_parser(body.model)
+    if exchange.settings.reasoning_parser != "auto":
+        return exchange.settings.reasoning_parser
+    served = exchange.model(body.model)
+    if served is None or not served.has_reasoning:
+        return "none"
+    return served.tool_call_format if served.tool_call_format in REASONING_PARSERS else "qwen3"
 
 
 @dataclass(slots=True)
@@ -117,7 +136,7 @@ class BlockReader:
 
     def __init__(self, reading: Reading) -> None:
         self._reading = reading
-        self._deltas = reading.deltas()
+        self._answer = reading.reader()
         self.blocks: list[Block] = []
         self.usage = Usage()
         self.num_reasoning_tokens = 0
@@ -126,28 +145,27 @@ class BlockReader:
     def read(self, event: TokenEvent, text: str) -> list[BlockStep]:
         """Return what an event changes. `text` is the event's text as the client may see it."""
         if event.in_reasoning:  # set on the first event only
-            self._deltas = self._reading.deltas(in_reasoning=True)
-        steps = list(self._steps(self._deltas.push(text)))
+            self._answer = self._reading.reader(in_reasoning=True)
+        steps = list(self._steps(self._answer.push(text)))
         if event.token is not None and self.blocks and self.blocks[-1].kind == "reasoning":
             self.num_reasoning_tokens += 1
         if event.finish_reason is not None:
-            steps += self._steps(self._deltas.finish(event.finish_reason))
+            steps += self._steps(self._answer.finish(event.finish_reason))
             steps += [BlockEnded(block) for block in self.blocks[-1:]]
             self.usage = event.usage or self.usage
-            self.reason = self._deltas.reason(event.finish_reason)
+            self.reason = self._answer.reason(event.finish_reason)
         return steps
 
-    def _steps(self, deltas: Iterable[Json]) -> Iterator[BlockStep]:
-        for delta in deltas:
-            if "reasoning_content" in delta:
-                yield from self._add("reasoning", delta["reasoning_content"])
-            elif "content" in delta:
-                yield from self._add("text", delta["content"])
-            for part in delta.get("tool_calls", ()):
-                if "id" in part:
-                    yield from self._begin(Block(len(self.blocks), "call", part["id"], part["function"]["name"]))
-                if part["function"]["arguments"]:
-                    yield from self._add("call", part["function"]["arguments"])
+    def _steps(self, pieces: Iterable[Piece]) -> Iterator[BlockStep]:
+        for piece in pieces:
+            if isinstance(piece, CallBegun):
+                yield from self._begin(Block(len(self.blocks), "call", piece.call_id, piece.name))
+            elif isinstance(piece, Thought):
+                yield from self._add("reasoning", piece.text)
+            elif isinstance(piece, Text):
+                yield from self._add("text", piece.text)
+            elif piece.text:
+                yield from self._add("call", piece.text)
 
     def _add(self, kind: Literal["reasoning", "text", "call"], text: str) -> Iterator[BlockStep]:
         if not self.blocks or self.blocks[-1].kind != kind:
@@ -163,137 +181,74 @@ class BlockReader:
         yield BlockBegun(block)
 
 
-class Deltas(Protocol):
-    """Turns one choice's text into deltas. Stateful."""
+class AnswerReader:
+    """Reads the text of one choice as pieces: reasoning, text and calls. Stateful.
 
-    def push(self, text: str) -> list[Json]:
-        """Return the deltas that the text adds; text may be held back."""
-        ...
+    `reasoning` splits off reasoning in front, if the model may write any there; `calls` finds the calls in the rest.
+    The answer has the first call only, unless `is_parallel`. `num_id_chars` is the length of the ids of calls.
+    """
 
-    def finish(self, reason: FinishReason) -> list[Json]:
-        """Return the deltas of the text that is still held back. A call that the model left open is closed, unless
-        the length limit cut it off.
-        """
-        ...
-
-    def reason(self, reason: FinishReason) -> str:
-        """Return OpenAI's finish reason. Call it after `finish`."""
-        ...
-
-
-def make_deltas(tool_use: ToolUse | None, reader: ReasoningReader | None = None) -> Deltas:
-    """Return the Deltas of one choice. `reader` splits off reasoning, if the model may write any."""
-    parser = None if tool_use is None else tool_use.parser()
-    if tool_use is None or parser is None:
-        deltas: Deltas = TextDeltas()
-    else:
-        deltas = CallDeltas(parser, tool_use.num_id_chars, is_parallel=tool_use.is_parallel)
-    return deltas if reader is None else ReasoningDeltas(reader, deltas)
-
-
-class TextDeltas:
-    """Deltas of answers that are only text."""
-
-    def push(self, text: str) -> list[Json]:
-        return [{"content": text}] if text else []
-
-    def finish(self, reason: FinishReason) -> list[Json]:
-        return []
-
-    def reason(self, reason: FinishReason) -> str:
-        return finish_reason(reason)
-
-
-class ReasoningDeltas:
-    """Deltas of answers that may begin with reasoning; `answer` has the rest."""
-
-    def __init__(self, reader: ReasoningReader, answer: Deltas) -> None:
-        self._reader = reader
-        self._answer = answer
-
-    def push(self, text: str) -> list[Json]:
-        return self._deltas(*self._reader.push(text))
-
-    def finish(self, reason: FinishReason) -> list[Json]:
-        return [*self._deltas(*self._reader.finish()), *self._answer.finish(reason)]
-
-    def reason(self, reason: FinishReason) -> str:
-        return self._answer.reason(reason)
-
-    def _deltas(self, reasoning: str, text: str) -> list[Json]:
-        return [*([{"reasoning_content": reasoning}] if reasoning else []), *self._answer.push(text)]
-
-
-class CallDeltas:
-    """Deltas of answers that may contain tool calls: of the first one only, unless `is_parallel`."""
-
-    def __init__(self, parser: CallParser, num_id_chars: int, *, is_parallel: bool = True) -> None:
-        self._parser = parser
-        self._is_parallel = is_parallel
+    def __init__(
+        self,
+        calls: CallParser | None = None,
+        reasoning: ReasoningReader | None = None,
+        *,
+        num_id_chars: int = HarmonyFormat.num_id_chars,
+        is_parallel: bool = True,
+    ) -> None:
+        self._calls = calls
+        self._reasoning = reasoning
         self._num_id_chars = num_id_chars
+        self._is_parallel = is_parallel
 
-    def push(self, text: str) -> list[Json]:
-        return self._deltas(self._parser.push(text))
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that the text adds; text may be held back."""
+        return self._pieces("", text) if self._reasoning is None else self._pieces(*self._reasoning.push(text))
 
-    def finish(self, reason: FinishReason) -> list[Json]:
-        return self._deltas(self._parser.finish(is_cut=reason is FinishReason.LENGTH))
+    def finish(self, reason: FinishReason) -> list[Piece]:
+        """Return the pieces of the text that is still held back. A call that the model left open is closed, unless the
+        length limit cut it off.
+        """
+        pieces = [] if self._reasoning is None else self._pieces(*self._reasoning.finish())
+        if self._calls is not None:
+            pieces += self._shown(self._calls.finish(is_cut=reason is FinishReason.LENGTH))
+        return pieces
 
     def reason(self, reason: FinishReason) -> str:
-        """`tool_calls` if there are any, unless the length limit cut them off."""
+        """Return OpenAI's finish reason: `tool_calls` if there are any, unless the length limit cut them off. Call it
+        after `finish`.
+        """
         ended = reason is not FinishReason.LENGTH
-        return "tool_calls" if ended and self._parser.num_calls else finish_reason(reason)
+        has_calls = self._calls is not None and self._calls.num_calls > 0
+        return "tool_calls" if ended and has_calls else finish_reason(reason)
 
-    def _deltas(self, pieces: Iterable[Piece]) -> list[Json]:
-        shown = (
-            piece for piece in pieces if self._is_parallel or isinstance(piece, Text | Thought) or piece.index == 0
-        )
-        return [self._delta(piece) for piece in _joined(shown)]
+    def _pieces(self, reasoning: str, text: str) -> list[Piece]:
+        pieces: list[Piece] = [Thought(reasoning)] if reasoning else []
+        if self._calls is not None:
+            return pieces + self._shown(self._calls.push(text))
+        return [*pieces, Text(text)] if text else pieces
 
-    def _delta(self, piece: Piece) -> Json:
-        if isinstance(piece, Text):
-            return {"content": piece.text}
-        if isinstance(piece, Thought):
-            return {"reasoning_content": piece.text}
-        if isinstance(piece, CallArguments):
-            return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
-        call_id = f"call_{uuid4().hex}" if self._num_id_chars > 9 else uuid4().hex
-        function = {"name": piece.name, "arguments": ""}
-        entry = {"index": piece.index, "id": call_id[: self._num_id_chars], "type": "function", "function": function}
-        return {"tool_calls": [entry]}
-
-
-def _joined(pieces: Iterable[Piece]) -> list[Piece]:
-    """Merge adjacent pieces of one kind: the parser emits arguments character by character."""
-    joined: list[Piece] = []
-    for piece in pieces:
-        last = joined[-1] if joined else None
-        if isinstance(piece, Text) and isinstance(last, Text):
-            joined[-1] = Text(last.text + piece.text)
-        elif isinstance(piece, Thought) and isinstance(last, Thought):
-            joined[-1] = Thought(last.text + piece.text)
-        elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
-            joined[-1] = CallArguments(piece.index, last.text + piece.text)
-        else:
-            joined.append(piece)
-    return joined
-
-
-def build_message(deltas: Iterable[Json]) -> Json:
-    """Merge deltas into the message of a non-streaming answer."""
-    texts: list[str] = []
-    reasoning: list[str] = []
-    calls: dict[int, Json] = {}
-    for delta in deltas:
-        texts.append(delta.get("content", ""))
-        reasoning.append(delta.get("reasoning_content", ""))
-        for part in delta.get("tool_calls", ()):
-            if "id" in part:
-                calls[part["index"]] = {key: part[key] for key in ("id", "type")} | {"function": dict(part["function"])}
+    def _shown(self, pieces: Iterable[Piece]) -> list[Piece]:
+        """The pieces of calls that the answer has. Adjacent ones of one kind are merged, because parsers emit arguments
+        character by character.
+        """
+        shown: list[Piece] = []
+        for piece in pieces:
+            last = shown[-1] if shown else None
+            if not isinstance(piece, Text | Thought) and piece.index > 0 and not self._is_parallel:
+                continue
+            if isinstance(piece, CallBegun):
+                shown.append(replace(piece, call_id=self._new_id()))
+            elif isinstance(piece, Text) and isinstance(last, Text):
+                shown[-1] = Text(last.text + piece.text)
+            elif isinstance(piece, Thought) and isinstance(last, Thought):
+                shown[-1] = Thought(last.text + piece.text)
+            elif isinstance(piece, CallArguments) and isinstance(last, CallArguments) and piece.index == last.index:
+                shown[-1] = CallArguments(piece.index, last.text + piece.text)
             else:
-                calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-    text, thoughts = "".join(texts), "".join(reasoning)
-    content = text if text or not (calls or thoughts) else None
-    message: Json = {"role": "assistant", "content": content, "refusal": None}
-    if thoughts:
-        message["reasoning_content"] = thoughts
-    return message | ({"tool_calls": list(calls.values())} if calls else {})
+                shown.append(piece)
+        return shown
+
+    def _new_id(self) -> str:
+        call_id = f"call_{uuid4().hex}" if self._num_id_chars > 9 else uuid4().hex
+        return call_id[: self._num_id_chars]

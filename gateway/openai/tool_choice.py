@@ -84,13 +84,15 @@ class ToolUse:
         return self.style is not None and self.style.has_control_marks
 
     def parser(self) -> CallParser | None:
-        """Return a new parser for one answer, or None if its text is not parsed for calls."""
-        if isinstance(self.style, HarmonyFormat):
-            return HarmonyParser([function.name for function in self.functions])
+        """Return a new parser for one answer, or None if its text is not parsed for calls. In harmony even an answer
+        without tools needs a parser, so it is not made here.
+        """
         style = FORCED_FORMAT if self.is_forced else self.style
         if isinstance(style, TaggedFormat):
             return TaggedCallParser(style, {function.name: function.parameters or {} for function in self.functions})
-        return None if style is None else ToolCallParser(style, [function.name for function in self.functions])
+        if isinstance(style, ToolFormat):
+            return ToolCallParser(style, [function.name for function in self.functions])
+        return None
 
     def structure(self) -> GenerateArguments:
         """Return the structured-output argument that forces a call, or nothing."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from starlette.responses import JSONResponse, Response
 
 import tandem
-from gateway.answers import SSE, Answer, Framing, OwnTexts, Streamer, collect, failed_stream
+from gateway.answers import SSE, Answer, Framing, OwnTexts, collect, failed_stream, stream_answer
 from gateway.errors import Problem, UnsupportedMediaType, tgi_error_body
 from gateway.exchange import Exchange
 from gateway.metrics import Phases
@@ -50,13 +50,14 @@ async def answer_compat(exchange: Exchange, body: GenerateBody, framing: Framing
 
 
 async def _stream(exchange: Exchange, body: GenerateBody, framing: Framing, *, full_text: bool) -> Response:
-    streamer = Streamer(framing, exchange, raise_early=False, extra=_compute(body))
     try:
         arguments = generate_arguments(body, stream=True)
     except tandem.TandemError as error:
-        return failed_stream(streamer, error, StreamEvents(build_shape(body, {}, full_text=full_text)))
+        renderer = StreamEvents(build_shape(body, {}, full_text=full_text))
+        return failed_stream(exchange, error, renderer, framing, _compute(body))
     renderer = StreamEvents(build_shape(body, arguments, full_text=full_text))
-    return await streamer.respond(exchange.feed([arguments]), renderer)
+    feed = exchange.feed([arguments])
+    return await stream_answer(exchange, feed, renderer, framing, raise_early=False, headers=_compute(body))
 
 
 async def _complete(exchange: Exchange, body: GenerateBody, *, full_text: bool, as_array: bool = False) -> Response:
@@ -108,7 +109,7 @@ def build_shape(body: GenerateBody, arguments: tandem.GenerateArguments, *, full
 
 
 async def _parse(exchange: Exchange) -> GenerateBody:
-    content_type = exchange.arrival.request.headers.get("content-type", "")
+    content_type = exchange.request.headers.get("content-type", "")
     if "json" not in content_type:
         raise UnsupportedMediaType("Expected request with `Content-Type: application/json`")
     return await exchange.parse(GenerateBody)
@@ -117,7 +118,7 @@ async def _parse(exchange: Exchange) -> GenerateBody:
 def _headers(exchange: Exchange, body: GenerateBody, answer: Answer) -> dict[str, str]:
     """TGI's headers of a complete answer, for its best choice. Times are whole ms, but x-compute-time is in seconds."""
     best = answer.choices[0]
-    total_s = exchange.arrival.progress.duration_s()
+    total_s = exchange.progress.duration_s()
     return {
         **_compute(body),
         "x-compute-time": str(total_s),

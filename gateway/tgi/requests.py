@@ -84,7 +84,8 @@ def generate_arguments(body: GenerateBody, *, stream: bool) -> GenerateArguments
         raise InvalidRequest("`inputs` cannot be empty")
     if stream and parameters.decoder_input_details:
         raise InvalidRequest("`decoder_input_details` == true is not supported when streaming tokens")
-    _refuse_unsupported(parameters)
+    if parameters.watermark:
+        raise InvalidRequest("`watermark` is not supported")
     _check_best_of(parameters, stream=stream)
     sampling = GenerateArguments(
         prompt=body.inputs,
@@ -126,15 +127,6 @@ def _check_best_of(parameters: Parameters, *, stream: bool) -> None:
         raise InvalidRequest("`seed` must not be set when `best_of` > 1")
     if stream:
         raise InvalidRequest("`best_of` != 1 is not supported when streaming tokens")
-
-
-def _refuse_unsupported(parameters: Parameters) -> None:
-    unsupported = {
-        "watermark": parameters.watermark,
-    }
-    for name, is_used in unsupported.items():
-        if is_used:
-            raise InvalidRequest(f"`{name}` is not supported")
 
 
 def _structure(grammar: Mapping[str, object] | None) -> GenerateArguments:

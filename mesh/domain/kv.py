@@ -300,6 +300,11 @@ def state_hash(block_hash: BlockHash) -> BlockHash:
     return next_hash(block_hash, ())
 
 
+def state_block_hashes(block_hash: BlockHash, state_blocks: int) -> list[BlockHash]:
+    """Return the hashes that name the blocks of this state one by one."""
+    return [next_hash(state_hash(block_hash), (place,)) for place in range(state_blocks)]
+
+
 def group_hash(block_hash: BlockHash, group: int) -> BlockHash:
     """Return the hash of the block of this group of layers for the same tokens: group 0 has the tokens' own."""
     if group == 0:

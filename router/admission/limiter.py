@@ -3,6 +3,8 @@ refused at once.
 """
 
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 from mesh.domain.errors import Overloaded
@@ -27,10 +29,6 @@ class ConcurrencyLimiter(Protocol):
 
         Cancellation leaves no permit taken.
         """
-        ...
-
-    def give_back(self, tenant: Tenant) -> None:
-        """Return one permit. Only Permit.release calls this."""
         ...
 
 
@@ -63,9 +61,9 @@ class LocalLimiter:
             raise Overloaded(f"{self._num_held} of {cap} requests are in service; try again later")
         self._num_held += count
         self._held_by[tenant.name] += count
-        return [Permit(self, tenant) for _ in range(count)]
+        return [Permit(partial(self._give_back, tenant)) for _ in range(count)]
 
-    def give_back(self, tenant: Tenant) -> None:
+    def _give_back(self, tenant: Tenant) -> None:
         self._num_held -= 1
         self._held_by[tenant.name] -= 1
 
@@ -73,11 +71,10 @@ class LocalLimiter:
 class Permit:
     """The right to run one choice. The holder must release it; a second release does nothing."""
 
-    def __init__(self, limiter: ConcurrencyLimiter, tenant: Tenant) -> None:
-        self._limiter: ConcurrencyLimiter | None = limiter
-        self._tenant = tenant
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
 
     def release(self) -> None:
-        limiter, self._limiter = self._limiter, None
-        if limiter is not None:
-            limiter.give_back(self._tenant)
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

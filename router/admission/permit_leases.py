@@ -135,13 +135,12 @@ class LeaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """`count` permits to take. `allowance`: permits that the router may hold while settling."""
+    """`count` permits to take."""
 
     tenant: str
     tenant_cap: int | None
     cap: int
     count: int
-    allowance: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +176,20 @@ class PermitStore:
         self._answered = 0
 
     async def exchange(
-        self, redis: Redis, num_routers: int, held: int, by_tenant: Mapping[str, int], takes: Sequence[Take] = ()
+        self,
+        redis: Redis,
+        num_routers: int,
+        held: int,
+        by_tenant: Mapping[str, int],
+        takes: Sequence[Take] = (),
+        *,
+        allowance: int = 0,
     ) -> tuple[Known, list[Taken]]:
         """Renew the router's lease, write the permits that it holds, and take more.
 
         `num_routers` is the last known number of routers; `by_tenant` has the permits of tenants whose count has
-        changed since the last round trip that was answered.
+        changed since the last round trip that was answered. `allowance`: permits that the router may hold while
+        settling.
         """
         self._round += 1
         head = (self._router_id, self._times.lease_ms, self._times.settling_ms, num_routers)
@@ -191,7 +198,7 @@ class PermitStore:
             args += (tenant, count)
         for take in takes:
             tenant_cap = -1 if take.tenant_cap is None else take.tenant_cap
-            args += (take.tenant, tenant_cap, take.cap, take.allowance, take.count)
+            args += (take.tenant, tenant_cap, take.cap, allowance, take.count)
         answer = await redis.eval(_EXCHANGE, 4, *self._keys(redis, "routers", "held", "rounds", "settling"), *args)
         if not answer:
             raise ResponseError("permits were refused: this router has told newer counts")

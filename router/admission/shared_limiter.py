@@ -24,6 +24,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import structlog
 from redis.asyncio import Redis
@@ -47,10 +48,7 @@ _MAX_TAKES = 256
 class _Ask:
     """A waiting request for permits. The reply is None if Redis is unavailable."""
 
-    tenant: str
-    tenant_cap: int | None
-    cap: int
-    count: int
+    take: Take
     reply: asyncio.Future[Taken | None]
 
 
@@ -123,10 +121,7 @@ class SharedLimiter:
 
     async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
         await self.acquire(count, tenant.name, tenant.max_concurrent_requests, cap)
-        return [Permit(self, tenant) for _ in range(count)]
-
-    def give_back(self, tenant: Tenant) -> None:
-        self.release(tenant.name)
+        return [Permit(partial(self.release, tenant.name)) for _ in range(count)]
 
     async def acquire(
         self, count: int, tenant: str = "", tenant_cap: int | None = None, cap: int | None = None
@@ -135,8 +130,9 @@ class SharedLimiter:
 
         Cancellation leaves no permit taken.
         """
-        ask = _Ask(tenant, tenant_cap, self._cap if cap is None else cap, count, _reply())
-        self._require_capacity(ask, share_of=1)
+        take = Take(tenant, tenant_cap, self._cap if cap is None else cap, count)
+        ask = _Ask(take, asyncio.get_running_loop().create_future())
+        self._require_capacity(take, share_of=1)
         if self.connected.is_set():
             self._asks.append(ask)
             self._wake.set()
@@ -144,13 +140,13 @@ class SharedLimiter:
                 reply = await ask.reply
             except asyncio.CancelledError:
                 if not ask.reply.cancelled() and (answer := ask.reply.result()) is not None and answer.granted:
-                    self._give_back(ask)
+                    self._give_back(take)
                 raise
             if reply is not None:
                 if not reply.granted:
-                    raise _overloaded(reply.num_held, tenant_cap if reply.by_tenant else ask.cap, reply.by_tenant)
+                    raise _overloaded(reply.num_held, tenant_cap if reply.by_tenant else take.cap, reply.by_tenant)
                 return
-        self._require_capacity(ask, share_of=self._num_routers)
+        self._require_capacity(take, share_of=self._num_routers)
         self._holdings.untold.add(tenant)
         self._holdings.add(tenant, count)
 
@@ -196,11 +192,11 @@ class SharedLimiter:
         if not (renew or asks or self._holdings.untold):
             return
         # Redis must know of these tenants all that counts for their caps.
-        by_tenant = self._holdings.tell(ask.tenant for ask in asks)
-        takes = [Take(ask.tenant, ask.tenant_cap, ask.cap, ask.count, self._allowance) for ask in asks]
+        by_tenant = self._holdings.tell(ask.take.tenant for ask in asks)
+        takes, num_held = [ask.take for ask in asks], self._holdings.num_held
         try:
             known, answers = await self._store.exchange(
-                redis, self._num_routers, self._holdings.num_held, by_tenant, takes
+                redis, self._num_routers, num_held, by_tenant, takes, allowance=self._allowance
             )
         except FAILURES as error:
             # Redis may have written these, and granted what was asked for, without our receiving the answer.
@@ -229,15 +225,15 @@ class SharedLimiter:
 
     def _answer(self, ask: _Ask, taken: Taken) -> None:
         if taken.granted:
-            self._holdings.add(ask.tenant, ask.count)
+            self._holdings.add(ask.take.tenant, ask.take.count)
         if not ask.reply.done():
             ask.reply.set_result(taken)
         elif taken.granted:  # the caller was cancelled
-            self._give_back(ask)
+            self._give_back(ask.take)
 
-    def _give_back(self, ask: _Ask) -> None:
-        for _ in range(ask.count):
-            self.release(ask.tenant)
+    def _give_back(self, take: Take) -> None:
+        for _ in range(take.count):
+            self.release(take.tenant)
 
     def _note_total(self, num_leased: int) -> None:
         """Update the allowance: all routers together hold this many permits."""
@@ -260,18 +256,14 @@ class SharedLimiter:
             if not ask.reply.done():
                 ask.reply.set_result(None)
 
-    def _require_capacity(self, ask: _Ask, *, share_of: int) -> None:
+    def _require_capacity(self, take: Take, *, share_of: int) -> None:
         """Raise Overloaded if this router alone reaches a cap divided by `share_of`."""
-        count, tenant_cap = ask.count, ask.tenant_cap
-        held_by_tenant = self._holdings.held[ask.tenant]
+        count, tenant_cap = take.count, take.tenant_cap
+        held_by_tenant = self._holdings.held[take.tenant]
         if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
             raise _overloaded(held_by_tenant, tenant_cap, True)
-        if self.num_held + count > max(1, ask.cap // share_of):
-            raise _overloaded(self.num_held, ask.cap, False)
-
-
-def _reply() -> "asyncio.Future[Taken | None]":
-    return asyncio.get_running_loop().create_future()
+        if self.num_held + count > max(1, take.cap // share_of):
+            raise _overloaded(self.num_held, take.cap, False)
 
 
 def _overloaded(num_held: int, cap: int | None, by_tenant: bool) -> Overloaded:

@@ -1,1 +1,1 @@
-"""The public port: gRPC servicers, tenants and their API keys, validation, and what operators see."""
+"""The public port's gRPC services: generation for clients, and what operators see and do. They only translate."""

@@ -9,7 +9,6 @@ from typing import Any
 import grpc
 
 from mesh import wire
-from mesh.cache_hints import hints_from_proto
 from mesh.domain.errors import InvalidRequest
 from mesh.durations import duration_from_proto
 from mesh.rpc.credentials import Metadata
@@ -115,7 +114,7 @@ def _params_from_proto(request: generation_pb2.GenerateRequest, tenant: Tenant) 
         priority=_priority_from_proto(request.priority),
         ttft_target_s=duration_from_proto(request.ttft_target) if request.HasField("ttft_target") else None,
         adapter=request.adapter,
-        cache_hints=hints_from_proto(request.cache_hints),
+        cache_hints=wire.hints_from_proto(request.cache_hints),
     )
 
 

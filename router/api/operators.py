@@ -6,8 +6,7 @@ capacity and load, and nothing of the mesh's own protocol.
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import starmap
+from dataclasses import asdict
 from types import MappingProxyType
 
 import grpc
@@ -16,7 +15,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest
-from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
+from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
 from mesh.durations import duration_from_proto, duration_to_proto
 from router.admission.in_flight import Transfers
 from router.admission.placement import InFlight, NoPlacement
@@ -26,7 +25,8 @@ from router.history import History, Point
 from router.journal import Incident, Journal, Trace
 from router.model_router import ModelRouter
 from router.tenants import CallerDirectory
-from router.traffic import RoutedRequests, Shares, Traffic
+from router.timeline import AttemptWorkers
+from router.traffic import RoutedRequests, Traffic
 from router.workers.connections import WorkerControl
 from router.workers.membership import WorkerView
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -41,50 +41,38 @@ _SHORTAGES: Mapping[NoPlacement | None, mesh_pb2.Shortage] = MappingProxyType(
     }
 )
 
+# Mapped by name: the two enums are free to number their values apart.
 _ROLES: Mapping[WorkerRole, mesh_pb2.WorkerRole] = MappingProxyType(
-    {
-        WorkerRole.PREFILL: mesh_pb2.WORKER_ROLE_PREFILL,
-        WorkerRole.DECODE: mesh_pb2.WORKER_ROLE_DECODE,
-    }
+    {role: getattr(mesh_pb2, f"WORKER_ROLE_{role.name}") for role in WorkerRole}
 )
 _STATES: Mapping[WorkerState, mesh_pb2.WorkerState] = MappingProxyType(
-    {
-        WorkerState.READY: mesh_pb2.WORKER_STATE_READY,
-        WorkerState.DRAINING: mesh_pb2.WORKER_STATE_DRAINING,
-        WorkerState.LOST: mesh_pb2.WORKER_STATE_LOST,
-        WorkerState.STALLED: mesh_pb2.WORKER_STATE_STALLED,
-        WorkerState.STOPPED: mesh_pb2.WORKER_STATE_STOPPED,
-        WorkerState.SWITCHING: mesh_pb2.WORKER_STATE_SWITCHING,
-    }
+    {state: getattr(mesh_pb2, f"WORKER_STATE_{state.name}") for state in WorkerState}
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Operations:
-    """The means by which operators change workers, and the traffic of revisions. `tell_traffic` tells other routers."""
-
-    control: WorkerControl
-    traffic: Traffic
-    tell_traffic: Callable[[], Awaitable[None]]
 
 
 class MeshServicer(mesh_pb2_grpc.MeshServicer):
-    """Serves the Mesh calls of operators. `clock` returns monotonic seconds, as that of Membership."""
+    """Serves the calls of operators. `tell_traffic` tells other routers of a change of the traffic. `clock` returns
+    monotonic seconds, as that of Membership.
+    """
 
     def __init__(
         self,
         models: Sequence[ModelRouter],
+        callers: CallerDirectory,
+        *,
         journal: Journal,
         history: History,
-        operations: Operations,
-        callers: CallerDirectory,
+        control: WorkerControl,
+        traffic: Traffic,
+        tell_traffic: Callable[[], Awaitable[None]],
         clock: Callable[[], float],
     ) -> None:
         self._models = models
         self._journal = journal
         self._history = history
-        self._control, self._traffic = operations.control, operations.traffic
-        self._tell_traffic = operations.tell_traffic
+        self._control = control
+        self._traffic = traffic
+        self._tell_traffic = tell_traffic
         self._callers = callers
         self._clock = clock
 
@@ -107,7 +95,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             traces=map(self._trace, journal.traces),
             running=map(self._trace, journal.running),
             advice=[_advice(advice, model.model.name) for model in models for advice in model.adviser.advice],
-            traffic=starmap(_traffic, traffic.items()),
+            traffic=(mesh_pb2.Traffic(name=name, shares=shares) for name, shares in traffic.items()),
             routed=(_routed(name, self._traffic.routed(name)) for name in traffic),
         )
 
@@ -202,8 +190,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
     ) -> mesh_pb2.WorkerStatus:
         return mesh_pb2.WorkerStatus(
             record=_record_to_proto(view.info),
-            load=_load_to_proto(view.load),
-            state=_state_to_proto(view.state),
+            load=mesh_pb2.WorkerLoad(**asdict(view.load)),
+            state=_STATES[view.state],
             last_seen=duration_to_proto(self._age_s(view.last_seen_s)),
             serving=view.info.incarnation in serving,
             open_transfers=transfers.num_open,
@@ -222,10 +210,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         )
 
     def _trace(self, trace: Trace) -> mesh_pb2.RequestTrace:
-        attempts = (
-            mesh_pb2.AttemptPlace(prefill_worker=workers.prefill, decode_worker=workers.decode, failure=workers.failure)
-            for workers in trace.attempt_workers
-        )
+        attempts = trace.timing.attempts if trace.timing is not None else ()
         return mesh_pb2.RequestTrace(
             request_id=trace.request_id,
             age=duration_to_proto(self._age_s(trace.at_s)),
@@ -235,20 +220,20 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
             finish_reason=wire.finish_to_proto(trace.finish_reason),
             error=trace.error,
             timing=None if trace.timing is None else timing_to_proto(trace.timing),
-            places=attempts,
+            places=(_place(attempt.workers) for attempt in attempts),
         )
 
     def _age_s(self, at_s: float) -> float:
         return max(0.0, self._clock() - at_s)
 
 
+def _place(workers: AttemptWorkers) -> mesh_pb2.AttemptPlace:
+    return mesh_pb2.AttemptPlace(prefill_worker=workers.prefill, decode_worker=workers.decode, failure=workers.failure)
+
+
 def _advice(advice: Advice, model: str) -> mesh_pb2.Advice:
     action = f"ADVICE_ACTION_{advice.action.name}"
     return mesh_pb2.Advice(action=action, role=_ROLES[advice.role], reason=advice.reason, model=model)
-
-
-def _traffic(name: str, shares: Shares) -> mesh_pb2.Traffic:
-    return mesh_pb2.Traffic(name=name, shares=shares)
 
 
 def _routed(name: str, routed: RoutedRequests) -> mesh_pb2.RoutedTraffic:
@@ -269,7 +254,7 @@ def _optional_duration(seconds: float | None) -> Duration | None:
 
 
 def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
-    """Leave out what only the mesh needs: KV layout, addresses of ranks, tokenizer and protocol version."""
+    """Leave out what only the mesh needs: the rest of the layout, addresses of ranks, tokenizer, protocol version."""
     return mesh_pb2.WorkerRecord(
         worker_id=info.worker_id,
         incarnation=info.incarnation,
@@ -287,23 +272,6 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         pipeline_parallel=info.pipeline_parallel,
         adapters=[adapter.name for adapter in info.adapters],
         switchable=info.switchable,
+        block_size=info.layout.block_size,
+        state_blocks=info.layout.state_blocks,
     )
-
-
-def _load_to_proto(load: WorkerLoad) -> mesh_pb2.WorkerLoad:
-    """Copy the load that the worker's last heartbeat reported."""
-    return mesh_pb2.WorkerLoad(
-        free_blocks=load.free_blocks,
-        num_running=load.num_running,
-        num_waiting=load.num_waiting,
-        pending_tokens=load.pending_tokens,
-        generated_tokens=load.generated_tokens,
-        computed_tokens=load.computed_tokens,
-        drafted_tokens=load.drafted_tokens,
-        accepted_tokens=load.accepted_tokens,
-    )
-
-
-def _state_to_proto(state: WorkerState) -> mesh_pb2.WorkerState:
-    """Map by name: the two enums are free to number their values apart."""
-    return _STATES[state]

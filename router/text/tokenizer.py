@@ -21,7 +21,7 @@ import codecs
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol, Required, TypedDict
+from typing import NamedTuple, Required, TypedDict
 
 from tokenizers import Tokenizer as NativeTokenizer
 from tokenizers import decoders, pre_tokenizers
@@ -33,6 +33,8 @@ from checkpoint.tokenizer_files import load_tokenizer, own_end_token
 
 BytesOf = Callable[[int], bytes]
 """Returns the bytes of a token; empty for ids that are not in the vocabulary."""
+Decode = Callable[[Sequence[int]], str]
+"""Returns the text of some token ids, whatever is around them; incomplete characters show as U+FFFD."""
 
 _decoder_of_utf8 = codecs.getincrementaldecoder("utf-8")
 
@@ -104,32 +106,12 @@ def _byte_chars() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_chars()
 
 
-class Decoder(Protocol):
-    """Decodes a run of token ids independently of others."""
-
-    def __call__(self, token_ids: Sequence[int], /) -> str:
-        """Return the text of the ids; incomplete characters show as U+FFFD."""
-        ...
-
-
-class IncrementalDetokenizer(Protocol):
-    """The text of one sequence. Plug point: Detokenizer, and ByteDetokenizer for byte-level vocabularies."""
-
-    def push(self, token_id: int, /) -> str:
-        """Return the text that this token completes; may be empty."""
-        ...
-
-    def flush(self) -> str:
-        """Return the text still held back, at the end of the sequence."""
-        ...
-
-
 class Detokenizer:
     """The text of one sequence. Push special tokens only if their text is wanted. `before`: the tokens with text that
     the sequence continues; theirs is not returned.
     """
 
-    def __init__(self, decode: Decoder, before: Sequence[int] = ()) -> None:
+    def __init__(self, decode: Decode, before: Sequence[int] = ()) -> None:
         self._decode = decode
         self._window = _context(decode, before)
         self._text = decode(self._window) if self._window else ""  # of the window
@@ -180,7 +162,7 @@ class Detokenizer:
             self._boundary = 0
 
 
-def _context(decode: Decoder, before: Sequence[int]) -> list[int]:
+def _context(decode: Decode, before: Sequence[int]) -> list[int]:
     """The last of these tokens, cut where no character is; none if their text ends within a character."""
     for length in range(min(_MIN_CONTEXT, len(before)), min(_MAX_CONTEXT, len(before)) + 1):
         ids = list(before[len(before) - length :])
@@ -191,6 +173,9 @@ def _context(decode: Decoder, before: Sequence[int]) -> list[int]:
 
 def _trailing_partials(text: str) -> int:
     return min(_MAX_PARTIAL_CHARS, len(text) - len(text.rstrip(_PARTIAL)))
+
+
+IncrementalDetokenizer = Detokenizer | ByteDetokenizer
 
 
 class _Component(TypedDict, total=False):

@@ -17,7 +17,7 @@ from mesh.rpc.credentials import Credentials, Metadata, TlsIdentity
 from mesh.rpc.status import error_from_rpc
 from mesh.tasks import is_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
-from router.workers.membership import WorkerTable
+from router.workers.membership import Membership
 
 _DRAIN_TIMEOUT_S = 5.0
 
@@ -38,8 +38,8 @@ class Caller:
 class Channels:
     """Opens channels on demand. `reconcile` closes those of lost workers, which ends all calls over them."""
 
-    def __init__(self, table: WorkerTable, tls: TlsIdentity | None) -> None:
-        self._table = table
+    def __init__(self, membership: Membership, tls: TlsIdentity | None) -> None:
+        self._membership = membership
         self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -52,7 +52,7 @@ class Channels:
 
     def reconcile(self) -> None:
         """Close the channels of workers that are gone or unknown."""
-        alive = {v.info.incarnation for v in self._table.workers() if not v.state.is_gone}
+        alive = {v.info.incarnation for v in self._membership.workers() if not v.state.is_gone}
         for incarnation in self._channels.keys() - alive:
             task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
             self._closing.add(task)
@@ -73,12 +73,12 @@ class WorkerControl:
 
     def __init__(
         self,
-        table: WorkerTable,
+        membership: Membership,
         channels: Channels,
         caller: Caller,
         serving: Callable[[WorkerInfo], frozenset[str]],
     ) -> None:
-        self._table = table
+        self._membership = membership
         self._channels = channels
         self._caller = caller
         self._serving = serving
@@ -107,7 +107,7 @@ class WorkerControl:
             raise
 
     def _find(self, worker_id: str) -> WorkerInfo:
-        view = self._table.find(worker_id)
+        view = self._membership.find(worker_id)
         if view is None or view.state.is_gone:
             raise InvalidRequest(f"there is no worker {worker_id!r}")
         return view.info

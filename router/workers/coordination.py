@@ -63,8 +63,8 @@ class Coordination(Protocol):
         ...
 
 
-class HostedRegistry:
-    """A Coordination: this router hosts the registry. The port is bound at once."""
+class LocalCoordination:
+    """A Coordination of a router alone, which hosts the registry. The port is bound at once."""
 
     def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
         self._membership = membership
@@ -101,12 +101,12 @@ class HostedRegistry:
 def coordinate(settings: RouterSettings, membership: Membership, caller: Caller, traffic: Traffic) -> Coordination:
     """Return the Coordination that the settings select. Raises ConfigurationError."""
     if not settings.registry_url:
-        return HostedRegistry(settings, membership, caller)
+        return LocalCoordination(settings, membership, caller)
     try:
-        from router.workers.redis_registry import SharedRegistry
+        from router.workers.redis_registry import RedisCoordination
     except ImportError as error:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
-    return SharedRegistry(settings, membership, caller, traffic)
+    return RedisCoordination(settings, membership, caller, traffic)
 
 
 class RegistryServicer(worker_pb2_grpc.RegistryServicer):
@@ -125,42 +125,26 @@ class RegistryServicer(worker_pb2_grpc.RegistryServicer):
         if first is None or first.WhichOneof("message") != "record":
             raise InvalidRequest("the first message must be the worker's record")
         info = wire.worker_from_proto(first.record)
-        self._membership.join(info)
+        worker_joined(self._membership, info)
         stream = self._streams[info.worker_id] = object()
-        log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
         left_as = WorkerState.LOST
         try:
             interval = duration_to_proto(HEARTBEAT_INTERVAL_S)
             yield worker_pb2.RegisterResponse(registered=worker_pb2.Registered(heartbeat_interval=interval))
             async for request in request_iterator:
-                if (state := wire.state_from_proto(request.heartbeat.state)).is_gone and request.HasField("heartbeat"):
-                    left_as = state
-                    return
-                if not self._follow(info, request):
+                if request.HasField("heartbeat"):
+                    state = wire.state_from_proto(request.heartbeat.state)
+                    if state.is_gone:
+                        left_as = state
+                        return
+                    self._twins.note(info, state)
+                if not apply_report(self._membership, info, request):
                     yield worker_pb2.RegisterResponse(snapshot_request=worker_pb2.SnapshotRequest())
         finally:
             # After a network failure the worker may have a new stream before the old one ends here.
             if self._streams.get(info.worker_id) is stream:
                 del self._streams[info.worker_id]
                 worker_left(self._membership, info, left_as)
-
-    def _follow(self, info: WorkerInfo, request: worker_pb2.RegisterRequest) -> bool:
-        """Apply one message. False if a snapshot of the prefix cache is needed."""
-        if request.HasField("snapshot"):
-            self._membership.replace_cache(
-                info.worker_id, info.incarnation, request.snapshot.next_number, request.snapshot.block_hashes
-            )
-            return True
-        heartbeat, state = request.heartbeat, wire.state_from_proto(request.heartbeat.state)
-        self._twins.note(info, state)
-        load = wire.load_from_proto(heartbeat.load)
-        self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
-        return self._membership.apply_cache_events(
-            info.worker_id,
-            info.incarnation,
-            heartbeat.cache_events.first_number,
-            [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events],
-        )
 
 
 class TwinWatch:
@@ -190,14 +174,35 @@ class TwinWatch:
             )
 
 
+def worker_joined(membership: Membership, info: WorkerInfo) -> None:
+    """Add a worker that has registered. Raises LayoutMismatch if it does not fit."""
+    membership.join(info)
+    log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
+
+
+def apply_report(membership: Membership, info: WorkerInfo, message: worker_pb2.RegisterRequest) -> bool:
+    """Apply a heartbeat or a snapshot of a worker that has joined. False if a snapshot is needed, because changes of
+    its prefix cache were missed. Raises LayoutMismatch like Membership.heartbeat.
+    """
+    if message.HasField("snapshot"):
+        snapshot = message.snapshot
+        membership.replace_cache(info, snapshot.next_number, snapshot.block_hashes)
+        return True
+    heartbeat = message.heartbeat
+    load, state = wire.load_from_proto(heartbeat.load), wire.state_from_proto(heartbeat.state)
+    membership.heartbeat(info, load, state)
+    events = [CacheEvent(event.block_hash, event.evicted) for event in heartbeat.cache_events.events]
+    return membership.apply_cache_events(info, heartbeat.cache_events.first_number, events)
+
+
 def worker_left(membership: Membership, info: WorkerInfo, state: WorkerState) -> None:
     """Note that a worker is gone: LOST, or as its last heartbeat says."""
     facts = {"worker": info.worker_id, "role": info.role.value}
     if state is WorkerState.LOST:
-        membership.lose(info.worker_id, info.incarnation)
+        membership.lose(info)
         log.warning("worker lost", **facts)
     else:
-        membership.leave(info.worker_id, info.incarnation, state)
+        membership.leave(info, state)
         log.info("worker left", state=state.value, **facts)
 
 

@@ -36,7 +36,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.tasks import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
 from router.workers.connections import Caller, Channels, responses_of
-from router.workers.membership import WorkerTable, WorkerView
+from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
 
@@ -224,8 +224,10 @@ def _error_of(failed: decode_pb2.SequenceFailed) -> MeshError:
 class DecodeLinks:
     """One link per decode worker's current incarnation. `on_change` is called when a link comes up or breaks."""
 
-    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller, on_change: Callable[[], None]) -> None:
-        self._table = table
+    def __init__(
+        self, membership: Membership, channels: Channels, caller: Caller, on_change: Callable[[], None]
+    ) -> None:
+        self._membership = membership
         self._channels = channels
         self._caller = caller
         self._on_change = on_change
@@ -247,7 +249,7 @@ class DecodeLinks:
 
     def reconcile(self) -> None:
         """Open links to workers that are in the table, and close the others."""
-        views = self._table.workers()
+        views = self._membership.workers()
         present = {
             view.info.incarnation: view.info
             for view in views
@@ -323,7 +325,7 @@ class DecodeLinks:
         del self._tasks[info.incarnation]
         self._num_failures[info.incarnation] = self._num_failures.get(info.incarnation, 0) + 1
         if is_lost:
-            self._table.lose(info.worker_id, info.incarnation)
+            self._membership.lose(info)
         self._on_change()
 
     def _retry_delay_s(self, incarnation: str) -> float:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 from mesh.domain.errors import LayoutMismatch
 from mesh.domain.worker import PROTOCOL_VERSION, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
@@ -26,35 +25,9 @@ def capacity_tokens(info: WorkerInfo) -> int:
     return info.layout.max_tokens_in(info.num_blocks, info.max_batch_tokens, info.max_model_len)
 
 
-class WorkerTable(Protocol):
-    """The workers that a router can use. Implementation: Membership, fed over gRPC or by RedisRegistry."""
-
-    def workers(self) -> list[WorkerView]:
-        """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
-        ...
-
-    def find(self, worker_id: str) -> WorkerView | None:
-        """Return the worker, or None if it is unknown."""
-        ...
-
-    def lose(self, worker_id: str, incarnation: str) -> None:
-        """Mark an unreachable worker LOST, unless it has left in order. A later heartbeat of the same incarnation
-        brings it back."""
-        ...
-
-    def on_change(self, callback: Callable[[WorkerView], None]) -> None:
-        """Call `callback` on the event loop's thread with each worker of which more than the load has changed, or that
-        was dropped."""
-        ...
-
-    def on_report(self, callback: Callable[[WorkerView], None]) -> None:
-        """Call `callback` on the event loop's thread with each worker that reports its load or prefix cache, and whose
-        state is as before. A thousand workers report two thousand times a second."""
-        ...
-
-
 class Membership:
-    """The WorkerTable of a router. Used by one event loop; `clock` returns monotonic seconds.
+    """The workers that a router can use, fed over gRPC or by RedisRegistry. Reports about a former run of a worker are
+    ignored. Used by one event loop; `clock` returns monotonic seconds.
 
     `require_fits` is called with each worker that joins, and raises LayoutMismatch if this router cannot use it.
     """
@@ -71,6 +44,7 @@ class Membership:
         self._report_callbacks: list[Callable[[WorkerView], None]] = []
 
     def workers(self) -> list[WorkerView]:
+        """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
         if not self._is_in_order:
             in_order = sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))
             self._views = {view.info.worker_id: view for view in in_order}
@@ -81,9 +55,13 @@ class Membership:
         return self._views.get(worker_id)
 
     def on_change(self, callback: Callable[[WorkerView], None]) -> None:
+        """Call `callback` with each worker of which more than the load has changed, or that was dropped."""
         self._callbacks.append(callback)
 
     def on_report(self, callback: Callable[[WorkerView], None]) -> None:
+        """Call `callback` with each worker that reports its load or prefix cache, and whose state is as before. A
+        thousand workers report two thousand times a second.
+        """
         self._report_callbacks.append(callback)
 
     def join(self, info: WorkerInfo) -> None:
@@ -93,7 +71,7 @@ class Membership:
         """
         self._require_fits(info)
         self._require_compatible(info)
-        member = self._current(info.worker_id, info.incarnation)
+        member = self._current(info)
         load = WorkerLoad(free_blocks=info.num_blocks) if member is None else member.load
         state = WorkerState.READY if member is None else member.state
         view = self._views[info.worker_id] = WorkerView(info, load, state, self._clock(), set())
@@ -120,55 +98,55 @@ class Membership:
                 )
             _require_same_adapters(peer, info)
 
-    def heartbeat(self, worker_id: str, incarnation: str, load: WorkerLoad, state: WorkerState) -> None:
-        """Update a worker. Heartbeats of other than its current incarnation are ignored.
-
-        Raises LayoutMismatch for a worker that was gone and is incompatible with those that have joined since.
+    def heartbeat(self, info: WorkerInfo, load: WorkerLoad, state: WorkerState) -> None:
+        """Update the load and the state of a worker. Raises LayoutMismatch for one that was gone and is incompatible
+        with those that have joined since.
         """
-        view = self._current(worker_id, incarnation)
+        view = self._current(info)
         if view is not None:
             if view.state.is_gone:
                 self._require_compatible(view.info)
-            now = self._views[worker_id] = replace(view, load=load, state=state, last_seen_s=self._clock())
+            now = self._views[info.worker_id] = replace(view, load=load, state=state, last_seen_s=self._clock())
             if state is view.state:
                 self._reported(now)
             else:
                 self._changed(now)
 
-    def apply_cache_events(
-        self, worker_id: str, incarnation: str, first_number: int, events: Iterable[CacheEvent]
-    ) -> bool:
+    def apply_cache_events(self, info: WorkerInfo, first_number: int, events: Iterable[CacheEvent]) -> bool:
         """Apply changes of a worker's prefix cache. False if events are missing: the caller must request a snapshot."""
-        view = self._current(worker_id, incarnation)
+        view = self._current(info)
         if view is None:
             return True
-        if first_number != self._next_event[worker_id]:
+        if first_number != self._next_event[info.worker_id]:
             return False
         assert isinstance(view.cached, set)
         for event in events:
-            self._next_event[worker_id] += 1
+            self._next_event[info.worker_id] += 1
             if event.evicted:
                 view.cached.discard(event.block_hash)
             else:
                 view.cached.add(event.block_hash)
         return True
 
-    def replace_cache(self, worker_id: str, incarnation: str, next_number: int, hashes: Iterable[bytes]) -> None:
+    def replace_cache(self, info: WorkerInfo, next_number: int, hashes: Iterable[bytes]) -> None:
         """Replace a worker's cached hashes by a snapshot; `next_number` is the number of its next event."""
-        view = self._current(worker_id, incarnation)
+        view = self._current(info)
         if view is not None:
-            self._views[worker_id] = replace(view, cached=set(hashes))
-            self._next_event[worker_id] = next_number
-            self._reported(self._views[worker_id])
+            now = self._views[info.worker_id] = replace(view, cached=set(hashes))
+            self._next_event[info.worker_id] = next_number
+            self._reported(now)
 
-    def lose(self, worker_id: str, incarnation: str) -> None:
-        view = self._current(worker_id, incarnation)
+    def lose(self, info: WorkerInfo) -> None:
+        """Mark an unreachable worker LOST, unless it has left in order. A later heartbeat of the same run
+        brings it back.
+        """
+        view = self._current(info)
         if view is not None and not view.state.is_gone:
             self._set_gone(view, WorkerState.LOST)
 
-    def leave(self, worker_id: str, incarnation: str, state: WorkerState) -> None:
+    def leave(self, info: WorkerInfo, state: WorkerState) -> None:
         """Mark a worker that has said farewell. `state`: STOPPED or SWITCHING."""
-        view = self._current(worker_id, incarnation)
+        view = self._current(info)
         if view is not None:
             self._set_gone(replace(view, last_seen_s=self._clock()), state)
 
@@ -185,16 +163,17 @@ class Membership:
         for view in list(self._views.values()):
             silence = now - view.last_seen_s
             if silence > silent_s:
-                self.lose(view.info.worker_id, view.info.incarnation)
+                self.lose(view.info)
             if silence > _MAX_SWITCH_S and view.state is WorkerState.SWITCHING:
                 self._set_gone(view, WorkerState.LOST)
             if silence > forget_s:
                 del self._next_event[view.info.worker_id]
                 self._changed(self._views.pop(view.info.worker_id))
 
-    def _current(self, worker_id: str, incarnation: str) -> WorkerView | None:
-        view = self._views.get(worker_id)
-        return view if view is not None and view.info.incarnation == incarnation else None
+    def _current(self, info: WorkerInfo) -> WorkerView | None:
+        """The worker, if this is its current run."""
+        view = self._views.get(info.worker_id)
+        return view if view is not None and view.info.incarnation == info.incarnation else None
 
     def _changed(self, view: WorkerView) -> None:
         for callback in self._callbacks:

@@ -10,7 +10,7 @@ from router.admission.placement import InFlight, MeshSnapshot
 from router.served_model import ServedModel
 from router.workers.decode_link import Links
 from router.workers.health import Trust, WorkerHealth
-from router.workers.membership import WorkerTable, WorkerView
+from router.workers.membership import Membership, WorkerView
 
 _MAX_SHOWN_CHARS = 128
 _MAX_SHOWN_NAMES = 20
@@ -34,7 +34,7 @@ class MeshView:
         self,
         model: ServedModel,
         *,
-        table: WorkerTable,
+        membership: Membership,
         links: Links,
         in_flight: InFlightTable,
         health: WorkerHealth,
@@ -42,7 +42,7 @@ class MeshView:
         prefill_overflow: int = 0,
     ) -> None:
         self._model = model
-        self._table = table
+        self._membership = membership
         self._links = links
         self._in_flight = in_flight
         self._health = health
@@ -100,7 +100,7 @@ class MeshView:
 
     def views(self) -> list[WorkerView]:
         """All known workers of the model with their load, lost ones included."""
-        return [view for view in self._table.workers() if view.info.model == self._model.name]
+        return [view for view in self._membership.workers() if view.info.model == self._model.name]
 
     def serving(self) -> frozenset[str]:
         """Incarnations of workers that get clients' requests."""

@@ -27,7 +27,7 @@ from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
 from router.workers.connections import Caller, Channels, responses_of
-from router.workers.membership import WorkerTable
+from router.workers.membership import Membership
 
 log = structlog.get_logger(__name__)
 
@@ -79,8 +79,8 @@ class PrefillCaller(Protocol):
 class PrefillClient:
     """Calls prefill workers; a call fails after `timeout_s`."""
 
-    def __init__(self, table: WorkerTable, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
-        self._table = table
+    def __init__(self, membership: Membership, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
+        self._membership = membership
         self._channels = channels
         self._caller = caller
         self._timeout_s = timeout_s
@@ -113,7 +113,7 @@ class PrefillClient:
         if _is_too_large(error):  # on any worker: another attempt would compute the prompt in vain
             return AttemptsFailed(f"a message about the prompt is too large: {error}")
         if _is_unreachable(error):
-            self._table.lose(worker.worker_id, worker.incarnation)
+            self._membership.lose(worker)
             return error
         is_internal = isinstance(error, WorkerLost)
         if isinstance(error, Replayable | InvalidRequest | ModelFailed) and not is_internal:

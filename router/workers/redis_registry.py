@@ -8,7 +8,7 @@ While Redis, or the network to it, is unavailable the Membership stays as it is,
 (DirectChecks). The same check keeps a worker that alone has lost its connection to Redis. Workers register again when
 Redis returns, so nothing in Redis has to survive.
 
-SharedRegistry is the Coordination of routers that share workers and permits: it runs all this and the shared limiters.
+RedisCoordination, the Coordination of routers that share workers and permits, runs all this and the shared limiters.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from redis.exceptions import ResponseError
 
 from mesh import wire
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
-from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerLoad, WorkerState
+from mesh.domain.worker import HEARTBEAT_INTERVAL_S, WorkerInfo, WorkerLoad, WorkerState
 from mesh.logs import LogLimit
 from mesh.process import run_for_life
 from mesh.redis_connection import (
@@ -51,7 +51,7 @@ from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
 from router.workers.connections import Caller
-from router.workers.coordination import FORGET_S, SILENT_S, TwinWatch, worker_left
+from router.workers.coordination import FORGET_S, SILENT_S, TwinWatch, apply_report, worker_joined, worker_left
 from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
@@ -185,27 +185,17 @@ class RedisRegistry:
 
     def _apply(self, received: WorkerMessage) -> None:
         info, message = received.info, received.message
-        if message.HasField("snapshot"):
-            snapshot = message.snapshot
-            self._membership.replace_cache(
-                info.worker_id, info.incarnation, snapshot.next_number, snapshot.block_hashes
-            )
+        if message.HasField("heartbeat"):
+            state = wire.state_from_proto(message.heartbeat.state)
+            if state.is_gone:
+                worker_left(self._membership, info, state)
+                return
+            if not self._has_joined(info):
+                return
+        elif not message.HasField("snapshot"):
             return
-        if not message.HasField("heartbeat"):
-            return
-        state = wire.state_from_proto(message.heartbeat.state)
-        if state.is_gone:
-            worker_left(self._membership, info, state)
-        elif self._has_joined(info):
-            load = wire.load_from_proto(message.heartbeat.load)
-            self._membership.heartbeat(info.worker_id, info.incarnation, load, state)
-            cache_events = message.heartbeat.cache_events
-            events = [CacheEvent(event.block_hash, event.evicted) for event in cache_events.events]
-            is_followed = self._membership.apply_cache_events(
-                info.worker_id, info.incarnation, cache_events.first_number, events
-            )
-            if not is_followed:
-                self._outbox[info.worker_id] = b""
+        if not apply_report(self._membership, info, message):
+            self._outbox[info.worker_id] = b""
 
     def _has_joined(self, info: WorkerInfo) -> bool:
         """Add a worker that is new, has restarted or was gone. False if it is incompatible."""
@@ -213,7 +203,7 @@ class RedisRegistry:
         if member is not None and member.info.incarnation == info.incarnation and not member.state.is_gone:
             return True
         try:
-            self._membership.join(info)
+            worker_joined(self._membership, info)
         except LayoutMismatch as mismatch:
             if self._misfits.get(info.worker_id) != info.incarnation:
                 self._misfits[info.worker_id] = info.incarnation
@@ -222,7 +212,6 @@ class RedisRegistry:
             self._outbox[info.worker_id] = self._seal.seal_refusal(info.incarnation, str(mismatch))
             return False
         self._misfits.pop(info.worker_id, None)
-        log.info("worker joined", worker=info.worker_id, role=info.role.value, address=info.address, pid=info.pid)
         return True
 
     async def _watch_silence(self) -> None:
@@ -242,7 +231,7 @@ class RedisRegistry:
             self._membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)
 
 
-class SharedRegistry:
+class RedisCoordination:
     """A Coordination through Redis: routers share the workers and the cap on permits. Raises ConfigurationError."""
 
     address = ""
@@ -321,7 +310,7 @@ class DirectChecks:
                     raise
                 return
         if load is None:
-            self._membership.lose(view.info.worker_id, view.info.incarnation)
+            self._membership.lose(view.info)
             return
         now = self._membership.find(view.info.worker_id)
         if now is None or now.last_seen_s != view.last_seen_s:
@@ -332,7 +321,7 @@ class DirectChecks:
         )
         state = WorkerState.READY if serving else state_if_not_serving
         with suppress(LayoutMismatch):  # it stays lost, and is told when Redis is back
-            self._membership.heartbeat(view.info.worker_id, view.info.incarnation, load, state)
+            self._membership.heartbeat(view.info, load, state)
 
     async def _load(self, channel: grpc.aio.Channel, view: WorkerView) -> WorkerLoad | None:
         """Return the load; None if another run of a worker has taken over the address."""

@@ -253,6 +253,8 @@ def _memory(capacity: Capacity, precision: Precision, context_tokens: int) -> Pl
         "weights_bytes": alternative.weights_bytes,
         "kv_bytes_per_token": alternative.kv_bytes_per_token,
         "kv_tokens": alternative.kv_tokens,
+        "num_blocks": alternative.num_blocks,
+        "state_blocks": alternative.state_blocks,
         "users": alternative.users(context_tokens),
     }
 

@@ -24,9 +24,7 @@ from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees, KVLayout, Span
-from tandem_cli.capacity.roofline import QUANTIZED, Precision
-
-_BLOCK_SIZE = 16
+from tandem_cli.capacity.roofline import BLOCK_SIZE, QUANTIZED, Precision
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +59,8 @@ def rank_memory(
     for rank in range(degrees.num_ranks):
         share = rank_share(config, rank, degrees)
         kv_layers = config.num_kv_layers_before(share.layers.end) - config.num_kv_layers_before(share.layers.first)
-        kv_bytes = config.kv_planes * kv_layers * share.heads.count * config.head_dim * precision.kv_bytes
+        row_bytes = config.head_dim * precision.kv_bytes + precision.kv_scale_bytes
+        kv_bytes = config.kv_planes * kv_layers * share.heads.count * row_bytes
         cores = None if num_cores is None else _cores(rank, degrees.num_ranks, num_cores)
         weights_bytes = _weights_bytes(share_specs(specs, config, share, cut), config, share, precision, cut)
         of_adapters = adapter_bytes / degrees.tensor * share.layers.count / config.num_layers
@@ -112,7 +111,7 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
 
 def _cut(config: ModelConfig, precision: Precision, degrees: Degrees) -> Cut:
     """How the ranks of this machine cut matrices. Raises ConfigurationError if they cannot."""
-    layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, _BLOCK_SIZE, precision.kv)
+    layout = KVLayout("", config.num_layers, config.num_kv_heads, config.head_dim, BLOCK_SIZE, precision.kv)
     encoding = precision.weights if precision.weights in MATRIX_ENCODINGS else None
     reason = f"{precision.other} beside {encoding}" if encoding is not None and precision.other != "float32" else None
     reason = reason or why_not_compiled(config, layout, degrees.num_ranks)

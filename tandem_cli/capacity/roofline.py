@@ -13,14 +13,16 @@ high on paper, are not used.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
+from math import ceil, prod
 
 from engine.models.kv_groups import group_windows, num_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.settings import QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.kv import SCALE_BYTES
 
+BLOCK_SIZE = 16  # tokens of a KV block: the default of workers
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
@@ -98,17 +100,17 @@ class ModelSize:
         untouched = (1 - self.experts_per_token / self.num_experts) ** num_rows
         return self.step_params - self.expert_params * untouched
 
-    def kv_bytes_per_token(self, kv_dtype_bytes: float) -> float:
-        """2 (keys, values; 1 if both are one) x layers x KV heads x head_dim x bytes. "Efficient Memory Management for
-        LLM Serving with PagedAttention" (Kwon et al. 2023), section 3."""
-        return self.kv_planes * self.num_kv_layers * self.num_kv_heads * self.head_dim * kv_dtype_bytes
+    def kv_bytes_per_token(self, kv_dtype_bytes: float, scale_bytes: float = 0) -> float:
+        """2 (keys, values; 1 if both are one) x layers x KV heads x (head_dim x bytes + the scale of a row). "Efficient
+        Memory Management for LLM Serving with PagedAttention" (Kwon et al. 2023), section 3."""
+        num_rows = self.kv_planes * self.num_kv_layers * self.num_kv_heads
+        return num_rows * (self.head_dim * kv_dtype_bytes + scale_bytes)
 
-    def kv_bytes_of(self, num_tokens: float, kv_dtype_bytes: float) -> float:
-        """Memory of the KV of a sequence with so many tokens, without what has left the windows of its layers."""
+    def held_tokens(self, num_tokens: float) -> float:
+        """Tokens of a sequence whose KV is held, on average over all layers: some have left the windows of theirs."""
         if not self.kv_windows:
-            return num_tokens * self.kv_bytes_per_token(kv_dtype_bytes)
-        held = sum(min(num_tokens, window or num_tokens) for window in self.kv_windows)
-        return self.kv_planes * held * self.num_kv_heads * self.head_dim * kv_dtype_bytes
+            return num_tokens
+        return sum(min(num_tokens, window or num_tokens) for window in self.kv_windows) / self.num_kv_layers
 
     def attention_flops(self, num_queries: float, context_tokens: float) -> float:
         """Scores and weighted sum, all layers: 2 x 2 x layers x heads x head_dim x queries x context."""
@@ -172,6 +174,11 @@ class Precision:
         return WEIGHT_BYTES[self.kv]
 
     @property
+    def kv_scale_bytes(self) -> int:
+        """Bytes beside a row of KV, one head of one token."""
+        return SCALE_BYTES if self.kv == "int8" else 0
+
+    @property
     def attention(self) -> str:
         """The type that attention multiplies: that of KV, but KV in fp8 is widened."""
         return self.other if self.kv == "fp8" else self.kv
@@ -212,12 +219,22 @@ class Capacity:
     @property
     def kv_bytes_per_token(self) -> float:
         """Memory of one token's keys and values in all layers."""
-        return self.model.kv_bytes_per_token(self.precision.kv_bytes)
+        return self.model.kv_bytes_per_token(self.precision.kv_bytes, self.precision.kv_scale_bytes)
+
+    @property
+    def state_blocks(self) -> int:
+        """KV blocks of a sequence's recurrent state (engine/models/recurrent/rows.py, but for odd rows)."""
+        return ceil(self.model.state_bytes / (BLOCK_SIZE * self.kv_bytes_per_token))
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of KV blocks that fit beside weights and adapters."""
+        return max(0, int(self._bytes_for_kv // (BLOCK_SIZE * self.kv_bytes_per_token)))
 
     @property
     def kv_tokens(self) -> int:
-        """Number of tokens whose KV fits beside weights and adapters; 0 if these alone do not fit."""
-        return max(0, int(self._bytes_for_kv // self.kv_bytes_per_token))
+        """Tokens of one sequence whose KV fits beside weights and adapters; 0 if these, or its state, do not fit."""
+        return max(0, int(self._bytes_for_kv // self.kv_bytes_per_token) - self.state_blocks * BLOCK_SIZE)
 
     def fits(self, num_sequences: int, tokens: int) -> bool:
         """True if the weights and the KV of `num_sequences` sequences of `tokens` tokens fit into memory."""
@@ -233,7 +250,8 @@ class Capacity:
 
     def sequence_bytes(self, tokens: float) -> float:
         """Memory of a sequence of so many tokens: its KV, and its recurrent states."""
-        return self.model.kv_bytes_of(tokens, self.precision.kv_bytes) + self.model.state_bytes
+        held_tokens = self.model.held_tokens(tokens) + self.state_blocks * BLOCK_SIZE
+        return held_tokens * self.kv_bytes_per_token
 
     @property
     def critical_batch(self) -> float:
@@ -284,8 +302,8 @@ class Capacity:
         return linear_s + self._attention_s(self.model.attention_flops(batch, context_tokens), kv_bytes)
 
     def _moved_bytes(self, context_tokens: float) -> float:
-        """Bytes of one sequence that a step reads or writes: a recurrent state is read and written."""
-        return self.sequence_bytes(context_tokens) + self.model.state_bytes
+        """Of one sequence, by a step: a recurrent state is read and written."""
+        return context_tokens * self.kv_bytes_per_token + 2 * self.model.state_bytes
 
     def decode_tokens_per_s(self, batch: int, context_tokens: float) -> float:
         """Tokens per second of all sequences together."""

@@ -90,6 +90,7 @@ class ModelledEngine:
             profile.max_model_len,
             prefix_caching=False,
             max_step_stretch=max_step_stretch,
+            state_blocks=profile.state_blocks,
         )
         self.scheduler = Scheduler(config, self.pool)
         self._times = profile.times

@@ -43,15 +43,6 @@ def ratio(seconds: dict[str, list[float]]) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Limits that routers do not tell: tokens of a prefill and of a decode step, tokens of a block."""
-
-    prefill_tokens: int = 512
-    decode_tokens: int = 256
-    block_size: int = 16
-
-
-@dataclass(frozen=True, slots=True)
 class _Prompt:
     """A prompt, or medians of several of one length: seconds of prefill, until the first token, and from there until
     the KV had arrived.
@@ -80,10 +71,9 @@ class _Stretches:
 class MeshMeter:
     """Measures one mesh, in which every worker of a role must be like the others. It needs a prefill worker."""
 
-    def __init__(self, client: tandem.AsyncClient, model: tandem.Model, limits: StepLimits) -> None:
+    def __init__(self, client: tandem.AsyncClient, model: tandem.Model) -> None:
         self._client = client
         self._model = model
-        self._limits = limits
         self._rng = random.Random(0)
 
     async def profile(self) -> MeshProfile:
@@ -95,8 +85,10 @@ class MeshMeter:
         decodes = [worker for worker in workers if worker.role == "decode" and worker.serving]
         if not prefills or not decodes:
             raise ConfigurationError("a profile needs a mesh with a prefill and a decode worker that serve")
+        if not prefills[0].block_size:
+            raise RunFailed("this router tells no sizes of blocks: it is older than this command")
         max_tokens = self._model.max_total_tokens
-        pass_tokens = min(self._limits.prefill_tokens, max_tokens - 2)
+        pass_tokens = min(prefills[0].max_batch_tokens, max_tokens - 2)
         lengths = sorted({max(1, int(share * pass_tokens)) for share in _PROMPT_SHARES})
         await self._prompt(lengths[0])  # compiles kernels, opens connections
         prompts = {length: await self._prompt(length) for length in lengths}
@@ -105,7 +97,7 @@ class MeshMeter:
         whole = prompts[pass_tokens]
         pairs = (long_tokens - pass_tokens) * pass_tokens
         context_s = (long_prompt.prefill_s - whole.prefill_s * long_tokens / pass_tokens) / max(1, pairs)
-        decode_s, decode_context_s = await self._decode_steps(len(decodes), decodes[0].max_num_seqs)
+        decode_s, decode_context_s = await self._decode_steps(len(decodes), decodes[0].max_num_seqs, pass_tokens)
         times = StepTimes(
             prompt_s=tuple((length, prompt.prefill_s) for length, prompt in prompts.items()),
             decode_s=decode_s,
@@ -117,22 +109,23 @@ class MeshMeter:
         of_all = list(prompts.values())
         return MeshProfile(
             f"measured: {self._model.name}, {len(prefills)} + {len(decodes)} workers on {decodes[0].device}",
-            self._worker(times, prefills[0], self._limits.prefill_tokens, stretches.prefill),
-            self._worker(times, decodes[0], self._limits.decode_tokens, stretches.decode),
+            self._worker(times, prefills[0], stretches.prefill),
+            self._worker(times, decodes[0], stretches.decode),
             overhead_s=statistics.median(prompt.overhead_s for prompt in of_all),
             transfer_s=statistics.median(prompt.transfer_s for prompt in of_all),
             overhead_stretch=round(stretches.overhead, 3),
         )
 
-    def _worker(self, times: StepTimes, worker: tandem.Worker, step_tokens: int, stretch: float) -> WorkerProfile:
+    def _worker(self, times: StepTimes, worker: tandem.Worker, stretch: float) -> WorkerProfile:
         return WorkerProfile(
             times,
             worker.num_blocks,
-            step_tokens,
+            worker.max_batch_tokens,
             worker.max_num_seqs,
             self._model.max_total_tokens,
-            self._limits.block_size,
+            worker.block_size,
             round(stretch, 3),
+            worker.state_blocks,
         )
 
     async def _stretches(self, num_tokens: int, num_prefills: int, num_answers: int) -> _Stretches:
@@ -207,9 +200,9 @@ class MeshMeter:
         phases = timing.phases_ms
         return _Prompt(phases["prefill"] / 1000, first_s, phases["transfer"] / 1000)
 
-    async def _decode_steps(self, num_workers: int, max_num_seqs: int) -> tuple[Table, float]:
+    async def _decode_steps(self, num_workers: int, max_num_seqs: int, pass_tokens: int) -> tuple[Table, float]:
         """Seconds of a decode step by its sequences, without context, and for each token of context."""
-        pass_tokens = min(self._limits.prefill_tokens, self._model.max_total_tokens // 2)
+        pass_tokens = min(pass_tokens, self._model.max_total_tokens // 2)
         short, long_ = max(1, pass_tokens // 16), pass_tokens
         steps = {}
         for batch in [batch for batch in _BATCHES if batch <= max_num_seqs]:

@@ -88,7 +88,7 @@ class SimulatedMesh:
         self.router = ModelRouter(
             settings,
             LocalLimiter(settings.max_concurrent_requests),
-            table=self._table,
+            membership=self._table,
             links=self._links,
             prefill_client=self._prefills,
             journal=self.journal,
@@ -159,7 +159,7 @@ class SimulatedMesh:
     def report(self, worker: ModelledWorker) -> None:
         """Send the router a heartbeat of a worker."""
         state = WorkerState.DRAINING if worker.is_draining else WorkerState.READY
-        self._table.heartbeat(worker.info.worker_id, worker.info.incarnation, worker.load, state)
+        self._table.heartbeat(worker.info, worker.load, state)
 
     async def all_proven(self) -> None:
         """Return when canaries have proven all workers."""
@@ -183,7 +183,7 @@ class SimulatedMesh:
                 break
         self._prefills.workers.pop(info.incarnation, None)
         self._links.workers.pop(info.incarnation, None)
-        self._table.lose(info.worker_id, info.incarnation)
+        self._table.lose(info)
         worker.lose()
         left = self._left[info.role]
         left.busy_s += worker.engine.busy_s

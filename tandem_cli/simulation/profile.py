@@ -14,9 +14,8 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.capacity.roofline import Capacity
+from tandem_cli.capacity.roofline import BLOCK_SIZE, Capacity
 
-_BLOCK_SIZE = 16
 _PREFILL_PASS_TOKENS, _PREFILL_SEQS = 512, 64
 _DECODE_STEP_TOKENS, _DECODE_SEQS = 256, 64
 _CONTEXT_TOKENS = 1000
@@ -74,7 +73,8 @@ class WorkerProfile:
 
     `times` are those of an engine whose neighbours rest. While all engines of the other role compute, a step takes
     `stretch` times as long: they share cores, caches and memory, and lend each other cores that are idle. Prompts that
-    decode workers compute take what prefill workers' `stretch` says.
+    decode workers compute take what prefill workers' `stretch` says. A sequence holds `state_blocks` blocks beside
+    those of its tokens.
     """
 
     times: StepTimes
@@ -82,8 +82,9 @@ class WorkerProfile:
     max_batch_tokens: int
     max_num_seqs: int
     max_model_len: int
-    block_size: int = _BLOCK_SIZE
+    block_size: int = BLOCK_SIZE
     stretch: float = 1.0
+    state_blocks: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.stretch < math.inf:
@@ -141,13 +142,14 @@ def best_case(capacity: Capacity, about: str, max_model_len: int, link_gbit_per_
         prompt_context_s=pair_s,
         decode_context_s=context_s / _CONTEXT_TOKENS,
     )
-    num_blocks = capacity.kv_tokens // _BLOCK_SIZE
-    if not num_blocks:
+    num_blocks, states = capacity.num_blocks, capacity.state_blocks
+    if num_blocks <= states:
         raise ConfigurationError("the weights do not fit into the memory of the device")
     return MeshProfile(
         about,
-        WorkerProfile(times, num_blocks, _PREFILL_PASS_TOKENS, _PREFILL_SEQS, max_model_len),
-        WorkerProfile(times, num_blocks, _DECODE_STEP_TOKENS, _DECODE_SEQS, max_model_len),
+        WorkerProfile(times, num_blocks, _PREFILL_PASS_TOKENS, _PREFILL_SEQS, max_model_len, state_blocks=states),
+        WorkerProfile(times, num_blocks, _DECODE_STEP_TOKENS, _DECODE_SEQS, max_model_len, state_blocks=states),
+        transfer_s=capacity.transfer_s(0, link_gbit_per_s * 1e9 / 8),
         transfer_token_s=8 * kv_bytes / (link_gbit_per_s * 1e9),
     )
 

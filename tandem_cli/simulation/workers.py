@@ -280,7 +280,7 @@ def worker_info(
 ) -> WorkerInfo:
     """The identity of a modelled worker."""
     of_role = _of_role(profile, role)
-    layout = KVLayout("modelled", 1, 1, 1, of_role.block_size, "float32")
+    layout = KVLayout("modelled", 1, 1, 1, of_role.block_size, "float32", of_role.state_blocks)
     return WorkerInfo(
         worker_id,
         incarnation=incarnation,

@@ -307,7 +307,7 @@ _DELTA_EXPERTS = _DELTA | {
 
 _FALCON_H1 = {
     "num_hidden_layers": 2,
-    "mamba_d_ssm": 96,
+    "mamba_d_ssm": 128,
     "mamba_n_heads": 4,
     "mamba_n_groups": 2,
     "mamba_d_state": 16,
@@ -374,7 +374,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
         "nemotron_h",
         hybrid_override_pattern="-M*EM",
         mamba_num_heads=8,
-        mamba_head_dim=24,
+        mamba_head_dim=16,
         n_groups=2,
         ssm_state_size=16,
         head_dim=32,
@@ -391,7 +391,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     "falcon-h1-norm": lambda: llama_like("falcon_h1", mamba_rms_norm=True, **_FALCON_H1),
     "falcon-h1-34b": lambda: llama_like("falcon_h1", mamba_rms_norm=True, mamba_norm_before_gate=False, **_FALCON_H1),
     "bamba": lambda: llama_like(
-        "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=8, mamba_d_state=16, mlp_bias=True
+        "bamba", attn_layer_indices=[1], mamba_expand=1, mamba_n_heads=4, mamba_d_state=16, mlp_bias=True
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),

@@ -124,7 +124,7 @@ class Products:
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
         """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
         operand = self.operand(len(x))
-        put_rows(x, self.weights, index, operand, Range(0, len(x)))
+        put_rows(x, x.shape[1], self.weights, index, operand, Range(0, len(x)))
         begin_products(operand)
         for part in range(num_parts):
             if self.shapes[index].gated:
@@ -203,7 +203,7 @@ def test_rows_are_put_and_normed(kind: str, width: int) -> None:
     weight, eps = rng.uniform(0.5, 1.5, width).astype(np.float32), np.float32(1e-5)
     normed = x / np.sqrt((x.astype(np.float64) ** 2).mean(1, keepdims=True) + eps) * weight
     for put, expected in ((put_rows, x), (norm_rows, normed)):
-        arguments = (x, weights, 0) if put is put_rows else (x, Norm(weight[None], eps), weights, 0)
+        arguments = (x, width, weights, 0) if put is put_rows else (x, Norm(weight[None], eps), weights, 0)
         for part in (Range(0, 2), Range(2, 5)):
             put(*arguments, operand, part)
         q = operand.a[: 5 * depth].reshape(5, depth)[:, :width]
@@ -239,8 +239,8 @@ def test_rows_are_put_in_the_order_of_the_matrix(kind: str) -> None:
     assert len(order) == 96
     x, weight = (rng.normal(size=size).astype(np.float32) for size in ((5, 96), (96,)))
     plain, ordered = products.operand(5), products.operand(5)
-    put_rows(np.ascontiguousarray(x[:, order]), packer.weights, 0, plain, Range(0, 5))
-    put_rows(x, packer.weights, 1, ordered, Range(0, 5))
+    put_rows(np.ascontiguousarray(x[:, order]), x.shape[1], packer.weights, 0, plain, Range(0, 5))
+    put_rows(x, x.shape[1], packer.weights, 1, ordered, Range(0, 5))
     assert np.array_equal(plain.a, ordered.a)
     assert np.array_equal(plain.factors, ordered.factors)
     eps = np.float32(1e-5)
@@ -255,7 +255,7 @@ def test_blocks_hold_scales_sums_and_bytes() -> None:
     products = Products.of("int4-64", [MatrixShape(16, 176)])
     operand, x = products.operand(3), np.random.default_rng(0).normal(size=(3, 176)).astype(np.float32)
     x[0] = 0.0
-    put_rows(x, products.weights, 0, operand, Range(0, 3))
+    put_rows(x, x.shape[1], products.weights, 0, operand, Range(0, 3))
     blocks = operand.a[: 3 * 3 * 72].reshape(3, 3, 72)
     for group in range(3):
         block, part = blocks[:, group], x[:, 64 * group : 64 * group + 64]
@@ -286,7 +286,7 @@ def test_scales_of_fp16_are_kept(scale: float) -> None:
     for group in range(2):
         x[:] = 0.0
         x[0, 32 * group] = 127.0
-        put_rows(x, packer.weights, 0, operand, Range(0, 1))
+        put_rows(x, x.shape[1], packer.weights, 0, operand, Range(0, 1))
         out = np.empty((1, 16), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         assert np.array_equal(out[0], 127 * scales[:, group].numpy())
@@ -305,7 +305,7 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         wide = np.empty(wide_size(packer.weights), np.float32)
         operand = Operand(np.zeros((rows + TILE_ROWS) * 16, kind), np.ones(rows, np.float32), sums, NO_AMX, wide)
-        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
+        put_rows(np.eye(rows, 16, dtype=np.float32), 16, packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**12), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         expected = numbers.reshape(2**12, 16)[:, :rows].float()
@@ -328,7 +328,7 @@ def test_every_number_of_fp8_is_widened_exactly() -> None:
             NO_AMX,
             np.empty(wide_size(packer.weights), np.float32),
         )
-        put_rows(np.eye(rows, 16, dtype=np.float32), packer.weights, 0, operand, Range(0, rows))
+        put_rows(np.eye(rows, 16, dtype=np.float32), 16, packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**8), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
         assert np.array_equal(out, (numbers.float() * scales).repeat(rows, 1).numpy())

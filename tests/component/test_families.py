@@ -213,6 +213,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
         ("NemotronHForCausalLM", {"hybrid_override_pattern": "M-M-"}, "without any layer of attention"),
         ("BambaForCausalLM", {"mamba_n_heads": 3}, "3 heads of 42 in 1 groups do not fit a Mamba 2 layer of 128"),
         ("BambaForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of Mamba 2"),
+        ("NemotronHForCausalLM", {"hybrid_override_pattern": "M*-M", "mamba_hidden_act": "relu"}, "'relu' as activ"),
+        ("Qwen3_5ForCausalLM", {"hidden_act": "gelu"}, "'gelu' as activation of delta nets"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(read: Any, architecture: str, change: Any, words: str) -> None:

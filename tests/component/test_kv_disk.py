@@ -42,7 +42,8 @@ def engine_with_disk(runner: ModelRunner, folder: Path) -> tuple[Engine, DiskCac
     layout = runner.kv_cache.layout
     disk = DiskCache(BlockFiles(folder, repr(layout), layout.block_bytes, 1 << 30), runner.kv_cache)
     limits = {"max_batch_tokens": 64, "max_num_seqs": 2, "max_model_len": 160}
-    config = SchedulerConfig(layout.block_size, **limits, windows=layout.windows)
+    facts = {"state_blocks": layout.state_blocks, "windows": layout.windows}
+    config = SchedulerConfig(layout.block_size, **limits, **facts)
     return Engine(Scheduler(config, BlockPool(runner.kv_cache.num_blocks, disk.evicted), disk), runner), disk
 
 
@@ -57,17 +58,18 @@ def answer(engine: Engine, disk: DiskCache, name: str) -> tuple[SequenceState, l
 
 
 @pytest.mark.parametrize(
-    ("family", "arm", "changes", "num_blocks"),
+    ("family", "arm", "num_blocks", "changes"),
     [
-        ("llama", "compiled", {}, 10),
-        ("llama", "compiled", {"quantize": "int8"}, 10),
-        ("llama", "torch", {"kv_dtype": "fp8", "block_size": 16}, 10),
-        ("gemma2", "compiled", {}, 30),
+        ("llama", "compiled", 10, {}),
+        ("llama", "compiled", 10, {"quantize": "int8"}),
+        ("llama", "torch", 10, {"kv_dtype": "fp8", "block_size": 16}),
+        ("qwen3.5", "compiled", 24, {}),
+        ("gemma2", "compiled", 30, {}),
     ],
-    ids=["fp32", "int8", "fp8", "windows"],
+    ids=["fp32", "int8", "fp8", "recurrent", "windows"],
 )
 def test_answers_are_equal_to_the_bit(
-    checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str, changes: dict[str, object], num_blocks: int
+    checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str, num_blocks: int, changes: dict[str, object]
 ) -> None:
     runner = load_arm(checkpoint(family), arm, num_blocks=num_blocks, **changes)
     engine, disk = engine_with_disk(runner, tmp_path)

@@ -49,6 +49,11 @@ def test_every_other_family(checkpoint: Checkpoint, family: str) -> None:
     check_parity(checkpoint(family), load_model_runner(settings(checkpoint(family))))
 
 
+@pytest.mark.parametrize("family", MIXED_FAMILIES)
+def test_layers_of_several_sizes_in_the_eager_decoder(checkpoint: Checkpoint, family: str) -> None:
+    check_parity(checkpoint(family), load_arm(checkpoint(family), "cpu"))
+
+
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hidden_layers": 4}
 _WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW}
 
@@ -94,7 +99,7 @@ def test_tiles_of_long_chunks(checkpoint: Checkpoint, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "lfm2"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "bloom", "lfm2", "gemma4"])
 def test_half_precision_on_cpu(checkpoint: Checkpoint, family: str, dtype: str) -> None:
     tolerance = half_tolerance(family, dtype)
     check_half_precision(checkpoint(family), settings(checkpoint(family), dtype=dtype), tolerance)
@@ -132,7 +137,9 @@ def check_replay(driver: Driver) -> None:
     assert replayed.token_ids == whole.token_ids[5:]
 
 
-_REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "qwen3.5-moe"]
+_OF_STATES = ["lfm2", "qwen3.5-moe", "nemotron-h", "falcon-h1"]
+_REPLAYED = ["bloom", "falcon-40b", "gemma2", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "llama4"]
+_REPLAYED += [*_OF_STATES, *MIXED_FAMILIES]
 
 
 @pytest.mark.parametrize("quantize", ["none", "int8"])
@@ -187,7 +194,9 @@ def test_many_threads_of_the_eager_decoder(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.usefixtures("three_threads")
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma3", "gptj", "qwen2-moe", "gpt-oss", "lfm2", "falcon-h1", *MIXED_FAMILIES]
+)
 def test_many_threads_of_the_compiled_decoder_change_nothing(checkpoint: Checkpoint, family: str) -> None:
     many = run_mixed(load_arm(checkpoint(family), "compiled"))
     torch.set_num_threads(1)

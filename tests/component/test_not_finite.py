@@ -110,9 +110,11 @@ def test_a_generated_token_that_breaks(checkpoint: Checkpoint, way: str) -> None
     failure(outputs[1])
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, way: str) -> None:
-    runner = load(checkpoint("llama"), way)
+@pytest.mark.parametrize(
+    ("family", "way"), [*(("llama", way) for way in WAYS), ("gemma4", "compiled"), ("gemma4", "cpu-int8")]
+)
+def test_a_wrong_draft_that_breaks_changes_nothing(checkpoint: Checkpoint, family: str, way: str) -> None:
+    runner = load(checkpoint(family), way)
     asked = [make_request(f"r{i}", prompt, max_new_tokens=12) for i, prompt in enumerate(good_prompts())]
     plain, _ = answer(runner, None, asked)
     bad = FakeDrafter(lambda sequence, most: ([BAD_TOKEN] * most) if sequence.request.request_id == "r1" else [])

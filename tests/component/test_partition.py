@@ -51,6 +51,7 @@ def runner_of(model_dir: Path, degrees: Degrees, quantize: str) -> Iterator[Mode
         ("llama-biases", "int8", ALONE),
         ("llama-tied", "int8", Degrees(2, 2)),
         ("qwen3", "none", Degrees(2)),
+        ("gemma4", "none", ALONE),
     ],
 )
 def test_equals_the_checkpoint(

@@ -89,7 +89,7 @@ def with_forks(request: SequenceSpec) -> list[SequenceState]:
 
 
 _WAYS: dict[str, dict[str, object]] = {"compiled": {}, "cpu": {"enforce_eager": True}, "torch": {"attention": "torch"}}
-_OF_MAMBA = [("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
+_OF_MAMBA = [("nemotron-h", "compiled"), ("nemotron-h", "cpu"), ("granite-4", "torch"), ("falcon-h1-norm", "torch")]
 
 
 @pytest.mark.parametrize(

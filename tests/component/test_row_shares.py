@@ -82,7 +82,8 @@ def check_threads(shares: list[int], model_dir: Path, *digests: str, **settings:
         assert set(shares) >= {1, num_threads}
 
 
-_FAMILIES = ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", "phi3-longrope", "olmo3", "ministral3", "qwen3.5"]
+_OTHER_FAMILIES = ["phi3-longrope", "olmo3", "ministral3", "qwen3.5", "falcon-h1", "gemma4"]
+_FAMILIES = ["llama", "gemma2", "gpt-neox", "gpt2", "bloom", "qwen3", *_OTHER_FAMILIES]
 
 
 @pytest.mark.parametrize("family", _FAMILIES)
@@ -130,7 +131,7 @@ def batch(*sequences: tuple[int, int]) -> Batch:
     starts = np.array([0, *np.cumsum(rows)], np.int32)
     none = np.empty((0, 0, 0), np.float32)
     segments = np.arange(len(rows), dtype=np.int64).reshape(-1, 1)
-    return Batch(np.arange(starts[-1]), segments, contexts, contexts, starts, none, none)
+    return Batch(np.arange(starts[-1])[:, None], segments, contexts, contexts, starts, none, none)
 
 
 def bounds(

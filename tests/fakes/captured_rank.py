@@ -1,6 +1,7 @@
 """`python -m rank_worker` on CPU with a stand-in for CUDA graphs: a rank process that captures and replays its steps.
 
-Each replay adds a byte to the file that the variable TANDEM_TEST_REPLAYS names.
+Each replay adds a byte to the file that the variable TANDEM_TEST_REPLAYS names, before its sums: without them the
+leader does not end the step.
 """
 
 import os
@@ -29,15 +30,15 @@ def stand_ins(capture: Callable[[Any], TapeCapture]) -> Mapping[tuple[Any, str],
 
 
 class _Noted:
-    """A graph whose replays are written down."""
+    """A graph whose replays are written down, each as it begins."""
 
     def __init__(self, graph: TapeGraph) -> None:
         self._graph = graph
 
     def replay(self) -> None:
-        self._graph.replay()
         with Path(os.environ[REPLAYS]).open("ab") as file:
             file.write(b"r")
+        self._graph.replay()
 
 
 class _NotedCapture(TapeCapture):

@@ -11,6 +11,19 @@ from mesh.domain.request import SequenceSpec, mint_id
 from mesh.rpc.channel import open_channel
 from mesh.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from tests.service.worker_rig import INCARNATION, MESH_KEY, WorkerRig
+from tests.waiting import LIMIT_S
+
+
+class Inbox(asyncio.Queue[decode_pb2.AttachResponse]):
+    """What the decode worker has said about one request."""
+
+    async def get(self) -> decode_pb2.AttachResponse:
+        """The next message. TimeoutError if none comes."""
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                return await super().get()
+        except TimeoutError:
+            raise TimeoutError(f"the decode worker has said nothing more within {LIMIT_S:g} s") from None
 
 
 class FakeRouter:
@@ -24,7 +37,7 @@ class FakeRouter:
         self.prefill_stub = prefill
         self.incarnation = INCARNATION
         self.writing = asyncio.Lock()  # gRPC takes one write at a time
-        self.inbox: dict[str, asyncio.Queue[decode_pb2.AttachResponse]] = {}
+        self.inbox: dict[str, Inbox] = {}
 
     async def read_forever(self) -> None:
         while (message := await self.attach.read()) is not grpc.aio.EOF:
@@ -36,8 +49,8 @@ class FakeRouter:
             else:
                 self.box(getattr(message, kind).request_id).put_nowait(message)
 
-    def box(self, request_id: str) -> "asyncio.Queue[decode_pb2.AttachResponse]":
-        return self.inbox.setdefault(request_id, asyncio.Queue())
+    def box(self, request_id: str) -> Inbox:
+        return self.inbox.setdefault(request_id, Inbox())
 
     async def start(self, request: SequenceSpec, transfer_id: str = "") -> None:
         start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)

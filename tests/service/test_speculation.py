@@ -11,7 +11,7 @@ from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import VOCAB, fake_continuation
 from tests.service.fake_router import FakeRouter, fake_router
-from tests.service.worker_rig import EngineRig, until, worker_rig
+from tests.service.worker_rig import EngineRig, worker_rig
 
 
 def guessing(mistakes: float = 0.3, **changes: int) -> EngineRig:
@@ -73,11 +73,9 @@ async def test_replay_abort_and_drain_between_guesses() -> None:
 
 async def test_guesses_take_no_blocks_from_others_and_preemption_still_works() -> None:
     async with worker_rig(decode=guessing(num_blocks=8)) as rig, fake_router(rig) as router:
-        rig.decode.runner.gate.clear()
+        rig.begin_together(2)
         await router.start(make_request("old", range(1, 8), max_new_tokens=24))
         await router.start(make_request("young", range(30, 41), max_new_tokens=20))
-        await until(lambda: rig.decode_service.num_sequences == 2)
-        rig.decode.runner.gate.set()
         failed = None
         while failed is None:
             message = await router.box("young").get()

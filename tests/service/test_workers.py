@@ -148,12 +148,9 @@ async def test_only_sequences_that_never_fit_are_too_large(transfer_id: str) -> 
 
 async def test_preemption_is_reported_for_replay() -> None:
     async with worker_rig(decode=EngineRig.make(num_blocks=8)) as rig, fake_router(rig) as router:
-        rig.decode.runner.gate.clear()
+        rig.begin_together(2)
         await router.start(make_request("old", range(1, 8), max_new_tokens=24))
         await router.start(make_request("young", range(30, 41), max_new_tokens=20))
-        await until(lambda: rig.decode_service.num_sequences == 2)
-        await asyncio.sleep(0)  # both commands are with the engine now
-        rig.decode.runner.gate.set()
         failed = None
         while failed is None:
             message = await router.box("young").get()

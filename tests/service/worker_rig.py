@@ -1,6 +1,7 @@
 """A prefill and a decode worker around fake runners, with real gRPC between them, in one process."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -93,6 +94,16 @@ class WorkerRig:
     tls: TlsIdentity | None
     prefill_metrics: PrefillMetrics
     decode_metrics: DecodeMetrics
+
+    def begin_together(self, num_seqs: int) -> None:
+        """Let the decode engine compute nothing until so many sequences wait for it. Call it before they start."""
+
+        def hold(scheduler: Scheduler) -> None:
+            if scheduler.load().num_waiting < num_seqs:
+                time.sleep(0.001)  # meanwhile the event loop brings them
+                self.decode_engine.post(hold)
+
+        self.decode_engine.post(hold)
 
     async def wait_whole(self, within_s: float = LIMIT_S) -> None:
         """Return once every block of both pools is free again; raise TimeoutError if that takes too long."""

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.shapes import write_shape
 from engine.models.read_config import load_config, load_decoder_config
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
@@ -87,6 +88,22 @@ def test_latents_are_keys_and_values_at_once(tmp_path: Path) -> None:
     assert layout.block_bytes == layout.block_size * 3 * (512 + 64) * 2
     (memory,) = rank_memory(found, replace(HALF, kv="float16"), Degrees(), None)
     assert memory.kv_bytes_per_token == 3 * (512 + 64) * 2
+
+
+@pytest.mark.parametrize("kv", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("shape", ["lfm2-350m", "qwen3.5-0.8b", "granite4-h-350m"])
+def test_a_sequence_holds_the_blocks_of_its_state(tmp_path: Path, shape: str, kv: str) -> None:
+    """As many as a worker reserves; what a plan calls 1,000 users is no more than the blocks hold."""
+    config = load_decoder_config(write_shape(shape, tmp_path))
+    layout = kv_layout(config, RunnerSettings(tmp_path / shape, load_format="dummy", kv_dtype=kv))
+    rates = DeviceRates(1e11, 1, 1, 1)
+    capacity = Capacity(model_size(config), Precision("float32", "float32", kv), rates)
+    assert capacity.state_blocks == layout.state_blocks > 0
+    assert 16 * capacity.kv_bytes_per_token == layout.block_bytes
+    assert capacity.kv_tokens // 16 == capacity.num_blocks - layout.state_blocks
+    assert capacity.users(1024) == capacity.num_blocks // layout.num_blocks_for(1024)
+    (memory,) = rank_memory(config, capacity.precision, Degrees(), None)
+    assert memory.kv_bytes_per_token == capacity.kv_bytes_per_token
 
 
 def test_parameters_are_those_of_the_checkpoint() -> None:

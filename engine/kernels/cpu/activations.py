@@ -5,6 +5,7 @@ Arguments are addresses, and bounds are not checked. The activation is a compile
 
 import math
 
+import numpy as np
 from numba import types
 
 from engine.kernels.cpu.arguments import (
@@ -139,18 +140,25 @@ def activate_xielu(
 
 @emitted
 def gate_panels(
-    typing: TypingContext, gate_up: NumbaType, num_panels: NumbaType, out: NumbaType, activation: NumbaType
+    typing: TypingContext,
+    gate_up: NumbaType,
+    num_panels: NumbaType,
+    out: NumbaType,
+    before: NumbaType,
+    behind: NumbaType,
+    activation: NumbaType,
 ) -> Intrinsic:
-    """activation(gate) * up of one row; SILU to the bit as tiles.GATE computes it. gate_up: panels of 16 gates and 16
-    ups alternate.
+    """behind * activation(before * gate) * up of one row; with factors 1, SILU is to the bit as tiles.GATE computes it.
+    gate_up: panels of 16 gates and 16 ups alternate.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        gate_up_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        gate_up_at, out_at, before, behind = (*map(emit.pointer, args[:3:2]), *map(emit.splat, args[3:5]))
         with emit.loop(args[1], []) as loop:
             at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
             gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
+            gate, up = builder.fmul(gate, before), builder.fmul(up, behind)
             if activation.literal_value == SILU:
                 value = gated_silu(emit, gate, up)
             elif activation.literal_value == CLAMPED_SWIGLU:
@@ -160,7 +168,7 @@ def gate_panels(
             emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, _INTP, activation), generate
+    return types.void(_INTP, _INTP, _INTP, types.float32, types.float32, activation), generate
 
 
 @jit
@@ -184,8 +192,12 @@ def activate_rows(x: Floats, activation: int, parameters: Floats, part: Range) -
 
 
 @jit
-def gate_rows(gate_up: Floats, out: Floats, activation: int, part: Range) -> None:
-    """activation(gate) * up of the rows in the range: from gate_up [rows, 2 * width] to out [rows, width]."""
+def gate_rows(
+    gate_up: Floats, out: Floats, activation: int, before: np.float32, behind: np.float32, part: Range
+) -> None:
+    """behind * activation(before * gate) * up of the rows in the range: from gate_up [rows, 2 * width] to out
+    [rows, width].
+    """
     num_panels = out.shape[1] // LANES
     for r in range(part.first, part.end):
         at, target = (
@@ -193,14 +205,14 @@ def gate_rows(gate_up: Floats, out: Floats, activation: int, part: Range) -> Non
             address(out) + r * out.shape[1] * FLOAT_BYTES,
         )
         if activation == GELU:
-            gate_panels(at, num_panels, target, GELU)
+            gate_panels(at, num_panels, target, before, behind, GELU)
         elif activation == GELU_TANH:
-            gate_panels(at, num_panels, target, GELU_TANH)
+            gate_panels(at, num_panels, target, before, behind, GELU_TANH)
         elif activation == RELU:
-            gate_panels(at, num_panels, target, RELU)
+            gate_panels(at, num_panels, target, before, behind, RELU)
         elif activation == CLAMPED_SWIGLU:
-            gate_panels(at, num_panels, target, CLAMPED_SWIGLU)
+            gate_panels(at, num_panels, target, before, behind, CLAMPED_SWIGLU)
         elif activation == RELU2:
-            gate_panels(at, num_panels, target, RELU2)
+            gate_panels(at, num_panels, target, before, behind, RELU2)
         else:
-            gate_panels(at, num_panels, target, SILU)
+            gate_panels(at, num_panels, target, before, behind, SILU)

@@ -29,6 +29,11 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+CONV, DELTA, SCAN = range(3)
+"""Kinds of recurrent layers: see engine.models.recurrent.config.RecurrentConfig."""
+CONVOLVE, MIX, GATE_ROWS = range(3)
+STAGES = {CONV: (MIX,), DELTA: (MIX,), SCAN: (CONVOLVE, MIX, GATE_ROWS)}
+"""The stages of a layer of each kind. All threads end one before the next begins."""
 HIDDEN = -1e30
 """The score of keys that a query does not see. Finite, because compiled code takes for granted that numbers are."""
 
@@ -36,6 +41,14 @@ HIDDEN = -1e30
 class Part(NamedTuple):
     """The part of the work that one thread does: number `number` of `num_parts` equal parts."""
 
+    number: int
+    num_parts: int
+
+
+class MixPart(NamedTuple):
+    """The part of a stage of a recurrent layer that one thread computes."""
+
+    stage: int
     number: int
     num_parts: int
 
@@ -72,6 +85,17 @@ class Weights(NamedTuple):
 
 NO_WINDOW = int(np.iinfo(np.int32).max)
 """A sliding window that no context reaches."""
+
+
+class Window(NamedTuple):
+    """A query at position p sees the tokens from `p // step * step + 1 - size` on. A sliding window has steps of 1, a
+    chunk of `step` tokens the size 1.
+    """
+
+    size: int
+    step: int = 1
+
+
 Cache: TypeAlias = Array
 """A KV cache as a flat array of its dtype; fp16 as uint16."""
 
@@ -94,14 +118,16 @@ NO_FACTORS: Floats = np.empty((0, 0), np.float32)
 
 
 class Batch(NamedTuple):
-    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1])."""
+    """A step's tokens, flattened. A sequence's tokens are rows [query_starts[seq], query_starts[seq + 1]). Layers of a
+    group find a token in the same slot.
+    """
 
-    slots: Int64s  # [num_tokens, num_groups]
-    segments: Int64s  # [num_seqs, num_groups * max_blocks * block_size / KEYS]: first slot of each KEYS tokens
+    slots: Int64s  # [num_tokens, groups]
+    segments: Int64s  # [num_seqs, groups * max_blocks * block_size / KEYS]: first slot of each KEYS tokens
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
-    cos: Floats  # [kinds of layers, num_tokens, head_dim]; no kind without rotary positions
+    cos: Floats  # [kinds of layers, num_tokens, largest head_dim]; no kind without rotary positions
     sin: Floats  # like cos; the first half is negated
     query_factors: Floats = NO_FACTORS  # [kinds of layers, num_tokens], of rotated queries; no kind without
 
@@ -195,11 +221,12 @@ class AttentionMemory(NamedTuple):
 
 
 class LayerPlace(NamedTuple):
-    """A layer of the model, and where its KV is: a layer of the cache, in the blocks of a group (KVGroups)."""
+    """A layer of the model, and the place of the KV that it reads."""
 
     layer: int
-    number: int
-    group: int
+    number: int  # of the layer of the cache
+    group: int  # see Batch
+    is_own: bool  # the layer writes this KV; False: an earlier one does
 
 
 class LayerKV(NamedTuple):
@@ -208,7 +235,7 @@ class LayerKV(NamedTuple):
     keys: Address
     values: Address
     element: Element
-    window: int  # tokens that a query sees, its own included
+    window: Window
 
 
 _NOT_WIDE: Floats = np.empty(0, np.float32)
@@ -233,6 +260,7 @@ class Routing(NamedTuple):
     router_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     choice_biases: Floats  # [num_layers, num_experts]; [num_layers, 0] without
     shared_gates: Floats  # [num_layers, 1, hidden]; [num_layers, 0, hidden]: the shared expert's weight is 1
+    expert_factors: Floats  # [num_layers, num_experts], of the weights of chosen experts; [num_layers, 0] without
     num_experts: int
     top_k: int
     normalised: bool
@@ -258,54 +286,6 @@ class RoutedRows(NamedTuple):
     results: Floats  # [copies, hidden]
 
 
-class States(NamedTuple):
-    """The states of a recurrent layer: flat numbers, in rows of the cache."""
-
-    rows: Floats  # [rows of the cache, width]
-    tables: Int64s  # [num_seqs, blocks of a state]
-    block: Int64s  # [rows of a state]: the block of a row, a column of `tables`
-    first: Int64s  # [rows of a state]: its number in `rows`, were that block 0
-    in_piece: int  # rows from there to the same one of the next block
-    is_kept: Bools  # [num_seqs]: the token changes the state
-
-
-class Convolution(NamedTuple):
-    """See CausalConv. Its state, [kernel - 1, channels], is at the beginning of the layer's."""
-
-    taps: Floats  # [kernel, channels]
-    bias: Floats  # [channels]
-
-
-class Delta(NamedTuple):
-    """See GatedDelta. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
-
-    conv: Convolution
-    rate: Floats  # [num_heads]
-    rate_bias: Floats  # [num_heads]
-    norm: Floats  # [value_dim]
-    eps: np.float32
-    num_key_heads: int
-    key_dim: int
-
-
-class Scan(NamedTuple):
-    """See SelectiveScan. The matrices [num_heads, key_dim, value_dim] lie behind the state of the convolution."""
-
-    conv: Convolution
-    rate: Floats  # [num_heads]
-    step_bias: Floats  # [num_heads]
-    skip: Floats  # [num_heads]
-    norm: Floats  # [num_heads * value_dim], or empty
-    factors: Floats  # [projected]
-    eps: np.float32
-    least_step: np.float32
-    most_step: np.float32
-    num_key_heads: int
-    key_dim: int
-    value_dim: int
-    gate_first: bool  # the result is gated before it is normed
-
-
 class StatePlaces(NamedTuple):
     """Where recurrent states lie: flat numbers of each layer, in rows of the cache. All widths are multiples of 16."""
 
@@ -326,26 +306,49 @@ class StateSteps(NamedTuple):
 
 
 class RecurrentWeights(NamedTuple):
-    """The parameters of recurrent layers, which are short convolutions or, with rates, gated delta nets."""
+    """The parameters of recurrent layers; [num_layers, 0] where their kind does without."""
 
     taps: Floats  # [num_layers, kernel, channels]
     biases: Floats  # [num_layers, channels]
-    rates: Floats  # [num_layers, num_heads]; else [num_layers, 0]
-    rate_biases: Floats  # like rates
-    norms: Floats  # [num_layers, value_dim]; else [num_layers, 0]
+    rates: Floats  # [num_layers, num_heads], of DELTA and SCAN
+    rate_biases: Floats  # like rates; of SCAN the biases of steps
+    skips: Floats  # [num_layers, num_heads], of SCAN
+    norms: Floats  # [num_layers, value_dim] of DELTA; of SCAN [num_layers, num_heads * value_dim], if it has norms
+
+
+class ScanFacts(NamedTuple):
+    """See engine.models.recurrent.config.ScanConfig."""
+
+    gate_factor: np.float32
+    step_factor: np.float32
+    least_step: np.float32
+    most_step: np.float32
+    gate_first: bool
 
 
 class Recurrent(NamedTuple):
     """The recurrent layers of a model. The convolution's state, [kernel - 1, channels], is at the beginning of a
-    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of a delta net.
+    layer's; behind it are the matrices [num_heads, key_dim, value_dim] of DELTA and SCAN.
     """
 
     taps: Floats  # see RecurrentWeights
     biases: Floats
     rates: Floats
     rate_biases: Floats
+    skips: Floats
     norms: Floats
     eps: np.float32  # of the norm of results
-    num_key_heads: int  # 0: short convolutions
+    kind: int
+    num_key_heads: int
     key_dim: int
+    value_dim: int
+    scan: ScanFacts
     places: StatePlaces
+
+
+class LayerInputs(NamedTuple):
+    """What layers add for the token itself, see layer_inputs.py. Its projection is the last matrix."""
+
+    width: int  # of a layer's input; 0: there are none
+    norm: Floats  # [1, width], of projections
+    eps: np.float32

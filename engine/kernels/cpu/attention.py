@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Attending, AttentionMemory, Batch, Cache, LayerKV, LayerPlace, Part, Range
-from engine.kernels.cpu.chunk import Chunk, attend_chunk
+from engine.kernels.cpu.arguments import (
+    Attending,
+    AttentionMemory,
+    Batch,
+    Cache,
+    LayerKV,
+    LayerPlace,
+    Part,
+    Range,
+    Window,
+)
+from engine.kernels.cpu.chunk import Chunk, attend_chunk, first_visible
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode import DecodeQuery, attend_decode, join_splits, segments_of, splits_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, SLOT_BYTES
@@ -29,7 +39,7 @@ class _SequenceRows(NamedTuple):
 
 
 @jit
-def attend(attending: Attending, cache: Cache, place: LayerPlace, window: int, part: Part) -> None:
+def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window, part: Part) -> None:
     """Compute one thread's part of a layer's attention, for all sequences of the batch.
 
     If `has_splits`, all threads then call `join`.
@@ -55,7 +65,7 @@ def attend(attending: Attending, cache: Cache, place: LayerPlace, window: int, p
 
 
 @jit
-def has_splits(batch: Batch, window: int) -> bool:
+def has_splits(batch: Batch, window: Window) -> bool:
     """True if a generated token's context has several splits."""
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
@@ -66,7 +76,7 @@ def has_splits(batch: Batch, window: int) -> bool:
 
 
 @jit
-def join(attending: Attending, place: LayerPlace, window: int, part: Part) -> None:
+def join(attending: Attending, place: LayerPlace, window: Window, part: Part) -> None:
     """Compute one thread's part of what follows `attend`: join the splits of contexts that have several."""
     batch, memory, result = attending.batch, memory_of(attending, place), 0
     for seq in range(len(batch.context_lens)):
@@ -121,9 +131,9 @@ def _rows(batch: Batch, seq: int) -> _SequenceRows:
 
 
 @jit
-def _query(seq: int, row: int, rows: _SequenceRows, window: int, result: int) -> DecodeQuery:
+def _query(seq: int, row: int, rows: _SequenceRows, window: Window, result: int) -> DecodeQuery:
     end = rows.position + row - rows.first + 1
-    return DecodeQuery(seq, row, Range(max(0, end - window), end), result)
+    return DecodeQuery(seq, row, Range(first_visible(end - 1, window), end), result)
 
 
 @jit
@@ -139,7 +149,7 @@ def _num_results(query: DecodeQuery) -> int:
 
 
 @jit
-def _decode_work(batch: Batch, window: int) -> int:
+def _decode_work(batch: Batch, window: Window) -> int:
     """Segments that the generated tokens of the batch read."""
     total = 0
     for seq in range(len(batch.context_lens)):

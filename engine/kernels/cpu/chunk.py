@@ -14,7 +14,17 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.amx import BF16_QUERY_ROWS, multiply_bf16_tile
-from engine.kernels.cpu.arguments import HIDDEN, Address, AttentionMemory, HeadShape, LayerKV, Matrix, Part, Range
+from engine.kernels.cpu.arguments import (
+    HIDDEN,
+    Address,
+    AttentionMemory,
+    HeadShape,
+    LayerKV,
+    Matrix,
+    Part,
+    Range,
+    Window,
+)
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.kv_segments import head_of, read_keys, read_values
 from engine.kernels.cpu.machine import (
@@ -68,12 +78,18 @@ class _Tile(NamedTuple):
 
 
 @jit
+def first_visible(position: int, window: Window) -> int:
+    """Position of the first token that the query at `position` sees."""
+    return max(0, position // window.step * window.step + 1 - window.size)
+
+
+@jit
 def attend_chunk(chunk: Chunk, shape: HeadShape, memory: AttentionMemory, kv: LayerKV, part: Part) -> None:
     """Compute one thread's part of a chunk: every part.num_parts-th tile of queries of a head."""
     group, block = shape.num_heads // shape.num_kv_heads, _keys_at_once(shape.head_dim)
     num_tiles = (chunk.num_rows + _tile_rows(memory) - 1) // _tile_rows(memory)
     num_items = group * num_tiles
-    first, end = max(0, chunk.position + 1 - kv.window) // block * block, chunk.position + chunk.num_rows
+    first, end = first_visible(chunk.position, kv.window) // block * block, chunk.position + chunk.num_rows
     for kv_head in range(shape.num_kv_heads):
         first_item = (part.number - kv_head * num_items) % part.num_parts
         if first_item >= num_items:
@@ -150,9 +166,9 @@ def padded_keys(num_keys: int) -> int:
 
 
 @jit
-def _add_keys(tile: _Tile, keys: Range, window: int, shape: HeadShape, memory: AttentionMemory) -> None:
+def _add_keys(tile: _Tile, keys: Range, window: Window, shape: HeadShape, memory: AttentionMemory) -> None:
     """Let the queries of a tile attend to a block of keys, which is packed."""
-    begin = (max(keys.first, tile.position + 1 - window) - keys.first) // KEY_TILE * KEY_TILE
+    begin = (max(keys.first, first_visible(tile.position, window)) - keys.first) // KEY_TILE * KEY_TILE
     # Keys after the tile's last query are hidden from the whole tile.
     end = padded_keys(min(keys.end, tile.position + tile.num_rows) - keys.first)
     width = end - begin
@@ -161,7 +177,8 @@ def _add_keys(tile: _Tile, keys: Range, window: int, shape: HeadShape, memory: A
     _score(tile, Range(begin, end), shape, memory)
     for i in range(tile.num_rows):
         last = tile.position + i + 1 - keys.first - begin
-        visible = Range(min(width, max(0, last - window)), min(width, max(0, last)))
+        first = first_visible(tile.position + i, window) - keys.first - begin
+        visible = Range(min(width, max(0, first)), min(width, max(0, last)))
         at, num_vectors = memory.scores + i * _score_bytes(shape), width // LANES
         scale = adjust_scores(at, num_vectors, shape.scale, tile.head, 1 - last, shape, memory)
         _weigh(i, tile.state + i * FLOAT_BYTES, num_vectors, visible, scale, shape, memory)

@@ -10,7 +10,7 @@ from engine.kernels.cpu.arguments import Floats, Range, Recurrent, StateSteps
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, VECTOR_BYTES
 from engine.kernels.cpu.recurrent_vectors import Change, HeadMatrix, Seen, advance, dot_rows, gate_row
-from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix
+from engine.kernels.cpu.states import MixedRows, State, Tokens, convolve_tokens, copy_matrix, softplus
 from engine.kernels.cpu.vectors import address, read_float, scale_row, weigh_row, write_float
 
 _ONE = np.float32(1.0)
@@ -21,10 +21,16 @@ _LENGTH_EPS = np.float32(1e-6)
 
 @jit
 def mix_heads(
-    recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, key_head: int, rows: MixedRows
+    recurrent: Recurrent,
+    layer: int,
+    steps: StateSteps,
+    tokens: Tokens,
+    key_head: int,
+    matrix: Floats,
+    rows: MixedRows,
 ) -> None:
     """The value heads of a gated delta net that share a key head. Rows are [queries, keys, values, gate of the result,
-    strengths, decays].
+    strengths, decays]. matrix: scratch.
     """
     key_dim, num_vectors = recurrent.key_dim, recurrent.key_dim // LANES
     query_at, key_at = key_head * key_dim, (recurrent.num_key_heads + key_head) * key_dim
@@ -39,7 +45,6 @@ def mix_heads(
             scale_row(vector, num_vectors, factor, vector)
         products[token - tokens.first] = dot_rows(query, key, num_vectors)
     copies = recurrent.rates.shape[1] // recurrent.num_key_heads
-    matrix = np.empty(key_dim * recurrent.norms.shape[1], np.float32)
     for head in range(key_head * copies, (key_head + 1) * copies):
         _mix_head(recurrent, layer, steps, tokens, head, products, matrix, rows)
 
@@ -56,7 +61,7 @@ def _mix_head(
     rows: MixedRows,
 ) -> None:
     """One value head, whose query and key are computed. matrix: scratch."""
-    num_heads, width, key_width = recurrent.rates.shape[1], recurrent.norms.shape[1], len(matrix)
+    num_heads, width, key_width = recurrent.rates.shape[1], recurrent.value_dim, len(matrix)
     values_at = 2 * recurrent.num_key_heads * recurrent.key_dim + head * width
     convolve_tokens(recurrent, layer, steps, tokens, Range(values_at, values_at + width), rows)
     numbers_at = recurrent.taps.shape[2] + num_heads * width + head
@@ -65,7 +70,7 @@ def _mix_head(
         decay = strength + num_heads * FLOAT_BYTES
         write_float(strength, _ONE / (_ONE + np.exp(min(-read_float(strength), _MAX_EXPONENT))))
         rate = recurrent.rates[layer, head]
-        write_float(decay, np.exp(rate * _softplus(read_float(decay) + recurrent.rate_biases[layer, head])))
+        write_float(decay, np.exp(rate * softplus(read_float(decay) + recurrent.rate_biases[layer, head])))
     state_at = (recurrent.taps.shape[1] - 1) * recurrent.taps.shape[2] + head * key_width
     if tokens.is_first:
         matrix[:] = _NOTHING
@@ -87,7 +92,7 @@ def _advance_columns(
     recurrent: Recurrent, tokens: Tokens, head: int, products: Floats, matrix: Floats, rows: MixedRows
 ) -> None:
     """Let all tokens pass over the columns of a head's matrix."""
-    num_vectors = recurrent.norms.shape[1] // LANES
+    num_vectors = recurrent.value_dim // LANES
     first = 0
     while first < num_vectors:
         if first + 2 <= num_vectors:
@@ -135,7 +140,7 @@ def _advance_some(
 @jit
 def _seen(recurrent: Recurrent, head: int, product: np.float32, rows: MixedRows, token: int, vector: int) -> Seen:
     """A token as a head's columns see it, from vector number `vector` on."""
-    num_heads, key_dim, width = recurrent.rates.shape[1], recurrent.key_dim, recurrent.norms.shape[1]
+    num_heads, key_dim, width = recurrent.rates.shape[1], recurrent.key_dim, recurrent.value_dim
     row, key_head = rows.projected + token * rows.step, head // (num_heads // recurrent.num_key_heads)
     numbers = row + (recurrent.taps.shape[2] + num_heads * width + head) * FLOAT_BYTES
     column = head * width + vector * LANES
@@ -148,9 +153,3 @@ def _seen(recurrent: Recurrent, head: int, product: np.float32, rows: MixedRows,
         row + (2 * recurrent.num_key_heads * key_dim + column) * FLOAT_BYTES,
         rows.out + token * rows.out_step + column * FLOAT_BYTES,
     )
-
-
-@jit
-def _softplus(x: np.float32) -> np.float32:
-    """log(1 + e^x)."""
-    return max(x, _NOTHING) + np.log1p(np.exp(-abs(x)))

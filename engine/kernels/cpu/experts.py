@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from engine.kernels.cpu.activations import gate_rows
+from engine.kernels.cpu.activations import activate_rows, gate_rows
 from engine.kernels.cpu.arguments import (
     SILU,
     Floats,
@@ -35,12 +35,15 @@ _ONE = np.float32(1.0)
 class Experts(NamedTuple):
     """The experts of a model. Without experts, `layers` is 0 everywhere and the arrays are empty."""
 
-    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP
+    layers: Int64s  # [num_layers]: 1 if the layer has experts instead of the MLP, or beside it
     routing: Routing
     num_experts: int
     width: int  # inner width of an expert
     shared_width: int  # 0: there is no shared expert
-    activation: int  # of gates: a number of arguments.py
+    gated: bool
+    activation: int  # a number of arguments.py
+    scales_inputs: bool  # copies are weighted before they are multiplied, not the results
+    are_beside: bool  # layers have experts and the MLP
 
 
 class Copies(NamedTuple):
@@ -97,14 +100,17 @@ def put_copies(
             matrix = first + 2 * e
             at = copy * weights.matrices[matrix, 2]
             row = routed.normed[copies.rows[copy]]
-            operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, at)
+            factor = put_row_at(row, weights, matrix, operand.a, at)
+            operand.factors[copy] = factor * copies.weights[copy] if experts.scales_inputs else factor
 
 
 @jit
 def multiply_up(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Part
 ) -> None:
-    """Compute the inner rows of all copies, or their gates and ups: one thread's part of the columns."""
+    """Compute the inner rows of all copies, before their activation, or their gates and ups: one thread's part of the
+    columns.
+    """
     for e in range(len(copies.starts) - 1):
         begin, end = copies.starts[e], copies.starts[e + 1]
         if begin == end:
@@ -113,9 +119,9 @@ def multiply_up(
         at = _place(copies, begin, experts.width, experts.shared_width)
         matrix, count = first + 2 * e, end - begin
         own = _from(operand, begin * weights.matrices[matrix, 2], begin)
-        if experts.activation == SILU:
+        if not experts.gated or experts.activation == SILU:
             out = routed.inner[at : at + count * width].reshape(count, width)
-            product(own, weights, matrix, Target(out, GATE), part)
+            product(own, weights, matrix, Target(out, GATE if experts.gated else STORE), part)
         else:
             out = routed.gate_up[2 * at : 2 * (at + count * width)].reshape(count, 2 * width)
             product(own, weights, matrix, Target(out, STORE), part)
@@ -125,17 +131,19 @@ def multiply_up(
 def put_inner(
     experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
 ) -> None:
-    """Write the inner rows of the copies in the range, which may have to be gated first, to the operand of their
-    experts' second products.
+    """Write the inner rows of the copies in the range, which may have to be gated or activated first, to the operand of
+    their experts' second products.
     """
     for e in range(len(copies.starts) - 1):
         matrix, width = first + 2 * e + 1, experts.width if e < experts.num_experts else experts.shared_width
         for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
             at = _place(copies, copy, experts.width, experts.shared_width)
             row, place = routed.inner[at : at + width], _place_of_inner(copies, copy, weights, first, experts)
-            if experts.activation != SILU:
+            if not experts.gated:
+                activate_rows(row.reshape(1, width), experts.activation, row, Range(0, 1))
+            elif experts.activation != SILU:
                 gate_up = routed.gate_up[2 * at : 2 * (at + width)].reshape(1, 2 * width)
-                gate_rows(gate_up, row.reshape(1, width), experts.activation, Range(0, 1))
+                gate_rows(gate_up, row.reshape(1, width), experts.activation, _ONE, _ONE, Range(0, 1))
             operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, place)
 
 
@@ -165,11 +173,12 @@ def _from(operand: Operand, element: int, row: int) -> Operand:
 
 
 @jit
-def add_results(routed: RoutedRows, copies: Copies, out: Floats, part: Range) -> None:
-    """Add the weighted results to the rows of `out` in the range."""
+def add_results(experts: Experts, routed: RoutedRows, copies: Copies, out: Floats, part: Range) -> None:
+    """Add the results, weighted unless their inputs were, to the rows of `out` in the range."""
     width = out.shape[1]
     for copy in range(len(copies.rows)):
         row = copies.rows[copy]
         if part.first <= row < part.end:
             result = address(routed.results) + copy * width * FLOAT_BYTES
-            mix_rows(result, width // LANES, copies.weights[copy], _ONE, address(out) + row * width * FLOAT_BYTES)
+            weight = _ONE if experts.scales_inputs else copies.weights[copy]
+            mix_rows(result, width // LANES, weight, _ONE, address(out) + row * width * FLOAT_BYTES)

@@ -16,6 +16,7 @@ class HeadNorms(NamedTuple):
     """
 
     weight: Floats  # [2, head_dim], of queries and of keys, or [num_heads + num_kv_heads, ..]; [0, ..] without norms
+    values: bool  # values are normed, too: weight is [3, head_dim] or wider
     eps: np.float32
     centred: bool  # layer norms
     rotated: bool  # rotated heads are normed
@@ -43,13 +44,13 @@ def sum_squares(qkv: Floats, shape: HeadShape, out: Floats, part: Range) -> None
 
 @jit
 def norm_heads(heads: Floats, norms: HeadNorms, shape: HeadShape, row: int) -> None:
-    """Norm queries and keys of one row in place: flat [num_heads + num_kv_heads, head_dim]."""
+    """Norm the heads of one row in place: queries, or queries and keys, or both and values: flat [heads, head_dim]."""
     dim, num_heads = shape.head_dim, shape.num_heads
-    together, have_own = len(norms.squares) > 0, len(norms.weight) > 2
+    together, have_own = len(norms.squares) > 0, len(norms.weight) > 2 and not norms.values
     query_factor = key_factor = np.float32(1.0)
     if together:
         query_factor, key_factor = _common_factors(norms.squares[row], shape, norms.eps)
-    for number in range(num_heads + shape.num_kv_heads):
+    for number in range(len(heads) // dim):
         head = heads[number * dim : (number + 1) * dim]
         if norms.centred:
             _centre(head)
@@ -57,7 +58,8 @@ def norm_heads(heads: Floats, norms: HeadNorms, shape: HeadShape, row: int) -> N
             factor = query_factor if number < num_heads else key_factor
         else:
             factor = np.float32(1.0) / np.sqrt(_squares_of(head) / np.float32(dim) + norms.eps)
-        weight = norms.weight[number if have_own else int(number >= num_heads)]
+        kind = int(number >= num_heads) + int(number >= num_heads + shape.num_kv_heads)
+        weight = norms.weight[number if have_own else kind]
         for i in range(dim):
             head[i] *= factor * weight[i]
 

@@ -1,8 +1,8 @@
 """The tokens of a step in a recurrent layer, between its projections, as engine/models/recurrent computes it in torch.
 
-States are updated where they lie, in rows of the KV cache. A unit of work is a sequence's channels, or its value heads
-that share a key head. It takes the sequence's tokens one after the other, and reads and writes numbers of its own, so
-results depend neither on chunks, nor on other sequences, nor on the number of threads.
+States are updated where they lie, in rows of the KV cache. A unit of work is some channels of a sequence, or a value
+head, or those that share a key head. It takes the sequence's tokens one after the other, and reads and writes numbers
+of its own, so results depend neither on chunks, nor on other sequences, nor on the number of threads.
 """
 
 from functools import cache
@@ -12,7 +12,20 @@ import numba
 import numpy as np
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Floats, Part, Range, Recurrent, StatePlaces, StateSteps
+from engine.kernels.cpu.arguments import (
+    CONV,
+    CONVOLVE,
+    DELTA,
+    GATE_ROWS,
+    Address,
+    Floats,
+    MixPart,
+    Range,
+    Recurrent,
+    ScanFacts,
+    StatePlaces,
+    StateSteps,
+)
 from engine.kernels.cpu.compiler import (
     Builder,
     CodeContext,
@@ -24,38 +37,64 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
     entry,
+    jit,
 )
 from engine.kernels.cpu.delta_heads import mix_heads
-from engine.kernels.cpu.machine import FLOAT_BYTES
+from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
+from engine.kernels.cpu.scan_heads import convolve_channels, gate_and_norm, scan_head
 from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
 from engine.kernels.cpu.vectors import address
 
 _numba: Any = numba  # it does not annotate its functions
-_CONV_CHANNELS = 128
+_CONV_CHANNELS = 256
 """Channels of a unit of short convolutions."""
 
 
 @entry
-def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: Part) -> None:
-    """Compute one thread's part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out:
-    [num_tokens, result_width].
+def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: Floats, part: MixPart) -> None:
+    """Compute a part of a recurrent layer. rows: [num_tokens, projected], which are overwritten; out: [num_tokens,
+    result_width].
     """
-    channels = recurrent.taps.shape[2]
-    num_units = recurrent.num_key_heads if recurrent.num_key_heads else -(-channels // _CONV_CHANNELS)
-    work = num_units * len(rows)
-    first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
     at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
+    stage = part.stage
+    if stage == GATE_ROWS:
+        own = Range(len(rows) * part.number // part.num_parts, len(rows) * (part.number + 1) // part.num_parts)
+        gate_and_norm(recurrent, layer, own, at)
+        return
+    num_units = _num_units(recurrent, stage)
+    work, matrix = num_units * len(rows), _aligned(recurrent.key_dim * recurrent.value_dim)
+    first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
     for seq in range(len(steps.tables)):
         tokens = tokens_of(steps, seq)
         for unit in range(num_units):
             place = num_units * tokens.first + unit * (tokens.end - tokens.first)
             if place < first or place >= end:
                 continue
-            if recurrent.num_key_heads:
-                mix_heads(recurrent, layer, steps, tokens, unit, at)
-            else:
-                own = Range(unit * _CONV_CHANNELS, min(channels, (unit + 1) * _CONV_CHANNELS))
+            own = Range(unit * _CONV_CHANNELS, min(recurrent.taps.shape[2], (unit + 1) * _CONV_CHANNELS))
+            if stage == CONVOLVE:
+                convolve_channels(recurrent, layer, steps, tokens, own, at)
+            elif recurrent.kind == CONV:
                 mix_channels(recurrent, layer, steps, tokens, own, at)
+            elif recurrent.kind == DELTA:
+                mix_heads(recurrent, layer, steps, tokens, unit, matrix, at)
+            else:
+                scan_head(recurrent, layer, steps, tokens, unit, matrix, at)
+
+
+@jit
+def _aligned(size: int) -> Floats:
+    """Numbers that begin at a cache line: vectors that lie across two take three times as long."""
+    numbers = np.empty(size + LANES, np.float32)
+    first = -address(numbers) % CACHE_LINE_BYTES // FLOAT_BYTES
+    return numbers[first : first + size]
+
+
+@jit
+def _num_units(recurrent: Recurrent, stage: int) -> int:
+    """Units of each sequence: blocks of channels, key heads or heads."""
+    if stage == CONVOLVE or recurrent.kind == CONV:
+        return -(-recurrent.taps.shape[2] // _CONV_CHANNELS)
+    return recurrent.num_key_heads if recurrent.kind == DELTA else recurrent.rates.shape[1]
 
 
 @emitted
@@ -99,11 +138,21 @@ def mix_address() -> Address:
 def _mix_types() -> tuple[Any, ...]:
     """The types of the arguments of `mix`."""
     floats, empty = np.empty((0, 0), np.float32), np.empty(0, np.int64)
-    places = StatePlaces(floats, empty, empty, in_piece=0, of_layer=0)
-    taps = np.empty((0, 0, 0), np.float32)
+    number, counts = np.float32(0.0), np.empty(0, np.int32)
     recurrent = Recurrent(
-        taps, floats, floats, floats, floats, np.float32(0.0), num_key_heads=0, key_dim=0, places=places
+        np.empty((0, 0, 0), np.float32),
+        floats,
+        floats,
+        floats,
+        floats,
+        floats,
+        eps=number,
+        kind=CONV,
+        num_key_heads=0,
+        key_dim=0,
+        value_dim=0,
+        scan=ScanFacts(number, number, number, number, gate_first=False),
+        places=StatePlaces(floats, empty, empty, in_piece=0, of_layer=0),
     )
-    counts = np.empty(0, np.int32)
     steps = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), counts, counts)
-    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, Part(0, 1)))
+    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, MixPart(0, 0, 1)))

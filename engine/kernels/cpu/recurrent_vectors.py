@@ -67,6 +67,19 @@ class Seen(NamedTuple):
     result: Address  # [columns]
 
 
+class Scanned(NamedTuple):
+    """A token of Mamba 2 that changes some columns and then sees them: each is multiplied by the decay, then
+    key * step * values is added. What it sees is added to its result.
+    """
+
+    decay: np.float32
+    step: np.float32
+    key: Address  # [rows]
+    query: Address  # [rows]
+    values: Address  # [columns]
+    result: Address  # [columns]
+
+
 @emitted
 def copy_vectors(
     typing: TypingContext,
@@ -210,3 +223,38 @@ def advance(
         return context.get_dummy_value()
 
     return types.void(matrix, change, seen, num_vectors), generate
+
+
+@emitted
+def scan_columns(
+    typing: TypingContext, matrix: NumbaType, row_step: NumbaType, token: NumbaType, num_vectors: NumbaType
+) -> Intrinsic:
+    """Let a token pass over `num_vectors` columns of vectors of a HeadMatrix, whose rows are `row_step` bytes apart.
+    `num_vectors` is a compile-time constant.
+    """
+    count = num_vectors.literal_value
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        emit = Emitter(context, builder)
+        address, num_rows, step = emit.members(args[0], 3)
+        columns = [emit.at(emit.pointer(address), builder.mul(step, INT64(i))) for i in range(count)]
+        decay, token_step, key, query, values, result = emit.members(args[2], 6)
+        decay, token_step = emit.splat(decay), emit.splat(token_step)
+        key_at, query_at, values_at, result_at = (emit.pointer(at) for at in (key, query, values, result))
+        places = [emit.at(result_at, i * VECTOR_BYTES) for i in range(count)]
+        values = [emit.load(emit.at(values_at, i * VECTOR_BYTES), FLOATS) for i in range(count)]
+        changes = [builder.fmul(value, token_step) for value in values]
+        with emit.loop(num_rows, [emit.load(place, FLOATS) for place in places]) as row:
+            offset = builder.mul(row.index, INT64(FLOAT_BYTES))
+            by_key, by_query = (emit.splat(emit.load(emit.at(at, offset), FLOAT)) for at in (key_at, query_at))
+            offset = builder.mul(row.index, args[1])
+            for i in range(count):
+                number_at = emit.at(columns[i], offset)
+                number = emit.multiply_add(by_key, changes[i], builder.fmul(emit.load(number_at, FLOATS), decay))
+                emit.store(number, number_at)
+                row.next.append(emit.multiply_add(number, by_query, row.carried[i]))
+        for place, total in zip(places, row.next, strict=True):
+            emit.store(total, place)
+        return context.get_dummy_value()
+
+    return types.void(matrix, _INTP, token, num_vectors), generate

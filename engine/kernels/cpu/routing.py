@@ -4,11 +4,11 @@ import numpy as np
 
 from engine.kernels.cpu.arguments import SIGMOID, SPARSE_MIXER, Floats, Int64s, Matrix, Range, RoutedRows, Routing
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, PANEL
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
 from engine.kernels.cpu.matmul import multiply_panel
-from engine.kernels.cpu.rows import Norm, norm_row
+from engine.kernels.cpu.rows import Norm, put_normed
 from engine.kernels.cpu.tiles import TileProduct
-from engine.kernels.cpu.vectors import address, scale_row
+from engine.kernels.cpu.vectors import address
 
 _ONE = np.float32(1.0)
 _NO_SHARE = np.float32(1e-20)
@@ -22,9 +22,7 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
     width, num_scores = x.shape[1], routed.scores.shape[1]
     if part.first >= part.end:
         return
-    for r in range(part.first, part.end):
-        at, divisor = address(routed.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, routed.normed[r])
-        scale_row(at, width // LANES, _ONE / divisor, at)
+    put_normed(x, norm, routed.normed, part)
     rows = Matrix(address(routed.normed) + part.first * width * FLOAT_BYTES, width * FLOAT_BYTES)
     out = address(routed.scores) + part.first * num_scores * FLOAT_BYTES
     for panel in range(num_scores // PANEL):
@@ -40,6 +38,9 @@ def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm
             _mix_sparsely(routing, routed.scores[r], ranked, routed.chosen[r], routed.weights[r])
         else:
             _choose(routing, layer, routed.scores[r], ranked, routed.chosen[r], routed.weights[r])
+        if routing.expert_factors.shape[1]:
+            for i in range(routing.top_k):
+                routed.weights[r, i] *= routing.expert_factors[layer, routed.chosen[r, i]]
         routed.weights[r, routing.top_k] = _shared_weight(routing, layer, routed.normed[r])
 
 

@@ -95,11 +95,11 @@ select_by_dtype(put_row, _ROWS, _copy_row)
 
 
 @jit
-def put_rows(x: Floats, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
-    """Write the rows of x [rows, width] in the range to the operand of a product with a matrix."""
+def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
+    """Write the first `width` numbers of the rows of x in the range to the operand of a product with a matrix."""
     depth = weights.matrices[matrix, 2]
     for r in range(part.first, part.end):
-        operand.factors[r] = put_row_at(x[r], weights, matrix, operand.a, r * depth)
+        operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand.a, r * depth)
 
 
 @jit
@@ -146,13 +146,22 @@ def norm_row(x: Floats, norm: Norm, out: Floats) -> np.float32:
 
 
 @jit
-def add_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
-    """out += norm(x), for the rows in the range."""
+def put_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
+    """out = norm(x), for the rows in the range; `out` may be x."""
+    width = x.shape[1]
+    for r in range(part.first, part.end):
+        at, divisor = address(out) + r * width * FLOAT_BYTES, norm_row(x[r], norm, out[r])
+        scale_row(at, width // LANES, np.float32(1.0) / divisor, at)
+
+
+@jit
+def add_normed(x: Floats, norm: Norm, scale: np.float32, out: Floats, part: Range) -> None:
+    """out = (out + norm(x)) * scale, for the rows in the range."""
     width = x.shape[1]
     normed = np.empty(width, np.float32)
     for r in range(part.first, part.end):
-        factor = np.float32(1.0) / norm_row(x[r], norm, normed)
-        mix_rows(address(normed), width // LANES, factor, np.float32(1.0), address(out) + r * width * FLOAT_BYTES)
+        factor = scale / norm_row(x[r], norm, normed)
+        mix_rows(address(normed), width // LANES, factor, scale, address(out) + r * width * FLOAT_BYTES)
 
 
 @jit
@@ -184,27 +193,30 @@ def rotate_and_store(
 ) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
-    qkv: flat [rows, step of queries], of which the first num_heads + 2 * num_kv_heads heads are used. rope: the kind of
-    the layer's rotary positions in `Batch`.
+    qkv: flat [rows, step of queries], of which the first num_heads + 2 * num_kv_heads heads are used, or num_heads if
+    the layer reads the KV of another. rope: the kind of the layer's rotary positions in `Batch`.
     """
     shape, batch = attending.shape, attending.batch
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = attending.queries.step
     layer_at = address(cache) + shape.num_planes * place.number * shape.num_slots * num_kv_heads * shape.row_bytes
+    num_rotated = (num_heads + (num_kv_heads if place.is_own else 0)) * dim
+    num_normed = num_rotated + (num_kv_heads * dim if place.is_own and norms.values else 0)
     for r in range(part.first, part.end):
-        heads = qkv[r * row_step : r * row_step + (num_heads + num_kv_heads) * dim]
+        heads = qkv[r * row_step : r * row_step + num_rotated]
         if len(norms.weight) and not norms.rotated:
-            norm_heads(heads, norms, shape, r)
+            norm_heads(qkv[r * row_step : r * row_step + num_normed], norms, shape, r)
         if len(batch.cos):
-            rotate(heads, batch.cos[rope, r], batch.sin[rope, r])
+            rotate(heads, batch.cos[rope, r, :dim], batch.sin[rope, r, :dim])
         if len(norms.weight) and norms.rotated:
             norm_heads(heads, norms, shape, r)
         if len(batch.query_factors):
             for i in range(num_heads * dim):
                 heads[i] *= batch.query_factors[rope, r]
-        keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
-        values = keys + num_kv_heads * dim * FLOAT_BYTES
-        write_heads(keys, values, TokenSlot(layer_at, batch.slots[r, place.group]), cache[0], shape)
+        if place.is_own:
+            keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
+            values = keys + num_kv_heads * dim * FLOAT_BYTES
+            write_heads(keys, values, TokenSlot(layer_at, batch.slots[r, place.group]), cache[0], shape)
 
 
 @jit

@@ -71,7 +71,7 @@ def copy_matrix(
     recurrent: Recurrent, state: State, steps: StateSteps, first: int, matrix: Floats, writes: bool
 ) -> None:
     """Copy a head's matrix, which begins at number `first` of the state, to columns of vectors, or from there."""
-    places, width, done = recurrent.places, recurrent.norms.shape[1], 0
+    places, width, done = recurrent.places, recurrent.value_dim, 0
     row_width, step = places.rows.shape[1], recurrent.key_dim * VECTOR_BYTES
     while done < len(matrix):
         row, column = done // width, done % width
@@ -92,6 +92,14 @@ def _number_at(places: StatePlaces, state: State, steps: StateSteps, number: int
     row = state.layer * places.of_layer + number // width
     found = steps.tables[state.seq, places.block[row]] * places.in_piece + places.first[row]
     return address(places.rows) + (found * width + number % width) * FLOAT_BYTES
+
+
+@jit
+def numbers_from(places: StatePlaces, state: State, steps: StateSteps, number: int) -> tuple[Address, int]:
+    """The address of a number of a state, and how many numbers follow without a gap, itself included."""
+    width = places.rows.shape[1]
+    in_piece = places.first[state.layer * places.of_layer + number // width] % places.in_piece
+    return _number_at(places, state, steps, number), (places.in_piece - in_piece) * width - number % width
 
 
 @jit
@@ -159,3 +167,9 @@ def _keep(recurrent: Recurrent, layer: int, steps: StateSteps, tokens: Tokens, o
     for tap in range(num_past):
         state, at = State(layer, tokens.seq), address(past) + tap * width * FLOAT_BYTES
         copy_row(recurrent.places, state, steps, tap * channels + own.first, width, at, True)
+
+
+@jit
+def softplus(x: np.float32) -> np.float32:
+    """log(1 + e^x)."""
+    return max(x, np.float32(0.0)) + np.log1p(np.exp(-abs(x)))

@@ -5,8 +5,6 @@ some of the columns of every matrix. All of them share the activations, so that 
 the same order: the results do not depend on the number of ranks, to the bit.
 """
 
-from typing import NamedTuple
-
 import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows, gate_rows
@@ -21,9 +19,13 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import (
+    CONVOLVE,
+    GATE_ROWS,
+    MIX,
+    SCAN,
     SILU,
     Floats,
-    LayerPlace,
+    MixPart,
     Operand,
     Part,
     Range,
@@ -46,6 +48,7 @@ from engine.kernels.cpu.latent import (
     put_queries,
     rotate_and_store_latents,
 )
+from engine.kernels.cpu.layer_inputs import add_layer_input, compute_layer_inputs
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
@@ -58,27 +61,30 @@ from engine.kernels.cpu.phases import (
     QKV,
     QUANTISE,
     STORE_KV,
-    end_phase,
+    finish_own_phase,
+    finish_phase,
+    rows_of,
     start_phases,
 )
 from engine.kernels.cpu.recurrence import call_mix
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
-from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_rows, rotate_and_store
-from engine.kernels.cpu.step_arguments import Kind, ModelConstants, Work
+from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows, rotate_and_store
+from engine.kernels.cpu.step_arguments import (
+    Kind,
+    ModelConstants,
+    Work,
+    attending_of,
+    matrices_of,
+    place_of,
+    window_of,
+)
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 from engine.kernels.cpu.vectors import address
 
-_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM = range(4)
-
-
-class _Matrices(NamedTuple):
-    """Numbers of a layer's matrices in `Weights`."""
-
-    qkv: int
-    output: int
-    gate_up: int
-    down: int
+_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _, *_BESIDE = range(9)
+_MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
+_ONE = np.float32(1.0)
 
 
 @entry
@@ -87,26 +93,31 @@ def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> 
     operand, adapted = work.operand, work.adapted
     begin_products(operand)
     start_phases(team.phase_cycles)
+    if layers.first == 0 and model.inputs.width:
+        compute_layer_inputs(model, work, team)
     for layer in range(layers.first, layers.end):
         if model.are_recurrent[layer]:
             _compute_recurrence(model, work, team, layer)
-        elif model.latent.rank:
+        if model.latent.rank:
             _compute_latent_attention(model, work, team, layer)
-        else:
+        elif model.have_attention[layer]:
             _compute_attention(model, work, team, layer)
         if model.kind.parallel:
             _compute_inner(model, work, team, layer)
             _add_attention(model, work, team, layer)
             _add_mlp(model, work, team, layer)
-        elif model.experts.layers[layer]:
-            _add_attention(model, work, team, layer)
-            _add_experts(model, work, team, layer)
         else:
             _add_attention(model, work, team, layer)
-            _compute_inner(model, work, team, layer)
-            _add_mlp(model, work, team, layer)
+            if model.have_mlp[layer]:
+                if model.experts.layers[layer]:
+                    _add_experts(model, work, team, layer)
+                if model.experts.are_beside or not model.experts.layers[layer]:
+                    _compute_inner(model, work, team, layer)
+                    _add_mlp(model, work, team, layer)
+        if model.inputs.width:
+            add_layer_input(model, work, team, layer, matrices_of(model, layer))
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
-        _finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
+        finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
 
 
@@ -115,111 +126,126 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
-    acts, operand, attending, cache, adapted, _ = work
+    acts, operand, _, cache, adapted, _ = work
+    attending, place = attending_of(model, work, layer), place_of(model, layer)
     weights, part = model.weights, Part(team.thread, team.num_threads)
-    place = LayerPlace(layer, model.numbers[layer], model.groups[layer])
-    rows = _rows_of(len(acts.residual), team.number, team.num_all)
-    own_rows = _rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window, kind = _matrices(model, layer).qkv, model.windows[layer], model.kind
-    _put_inputs(model, work, rows, layer, QKV_SITE)
-    _finish_phase(team, NORM)
+    rows = rows_of(len(acts.residual), team.number, team.num_all)
+    own_rows = rows_of(len(acts.residual), team.thread, team.num_threads)
+    qkv, window, kind = matrices_of(model, layer).qkv, window_of(model, layer), model.kind
+    _put_inputs(model, work, rows, layer, QKV_SITE, qkv)
+    finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
-    _finish_own_phase(team, QKV)
+    finish_own_phase(team, QKV)
     expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
     if kind.clip_qkv > 0:
         clip_rows(acts.qkv, kind.clip_qkv, own_rows)
     if len(acts.squares):
         sum_squares(acts.qkv, attending.shape, acts.own_squares, own_rows)
         if team.num_all > team.num_threads:
-            _finish_phase(team, QKV)
-    head_norms = HeadNorms(model.head_norms[layer], model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
-    rotate_and_store(acts.queries.rows, head_norms, attending, cache, place, model.ropes[layer], own_rows)
-    _finish_own_phase(team, STORE_KV)
+            finish_phase(team, QKV)
+    of_heads = model.head_norms[layer][: model.num_head_norms[layer]]
+    norms = HeadNorms(of_heads, kind.norms_values, model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
+    rotate_and_store(acts.queries.rows, norms, attending, cache, place, model.ropes[layer], own_rows)
+    finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
     wait_for_earlier_rows(team.share, layer)
     attend(attending, cache, place, window, part)
     if has_splits(attending.batch, window):
-        _finish_own_phase(team, ATTENTION)
+        finish_own_phase(team, ATTENTION)
         join(attending, place, window, part)
-    _finish_phase(team, ATTENTION)
+    finish_phase(team, ATTENTION)
 
 
 @jit
 def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """`_compute_attention` of a recurrent layer. There is one rank, which has no adapters."""
-    acts, part = work.acts, Part(team.thread, team.num_threads)
-    rows = _rows_of(len(acts.residual), team.number, team.num_all)
-    _put_inputs(model, work, rows, layer, QKV_SITE)
-    _finish_phase(team, NORM)
-    product(work.operand, model.weights, _matrices(model, layer).qkv, Target(acts.projected, STORE), part)
-    _finish_phase(team, QKV)
+    """`_compute_attention` of a recurrence. There is one rank, which has no adapters. In a layer with both, attention
+    lets later rows go on.
+    """
+    acts, part, is_scan = work.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
+    rows, matrix = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
+    _put_inputs(model, work, rows, layer, QKV_SITE, matrix)
+    finish_phase(team, NORM)
+    product(work.operand, model.weights, matrix, Target(acts.projected, STORE), part)
+    finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
-    call_mix(model.mix_at, model.recurrent, model.numbers[layer], work.states, acts.projected, acts.recurred, part)
-    _finish_phase(team, ATTENTION)
-    publish_rows(team.share, team.thread, layer)
+    if is_scan:
+        _mix(model, work, layer, CONVOLVE, part)
+        finish_phase(team, ATTENTION)
+    _mix(model, work, layer, MIX, part)
+    finish_phase(team, ATTENTION)
+    if is_scan:
+        _mix(model, work, layer, GATE_ROWS, part)
+    if not model.have_attention[layer]:
+        publish_rows(team.share, team.thread, layer)
+
+
+@jit
+def _mix(model: ModelConstants, work: Work, layer: int, stage: int, part: Part) -> None:
+    acts, number, own = work.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
+    call_mix(model.mix_at, model.recurrent, number, work.states, acts.projected, acts.recurred, own)
 
 
 @jit
 def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """`_compute_attention` over latents. There is one rank, which has no adapters."""
     latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
-    operand, qkv, window = work.operand, _matrices(model, layer).qkv, model.windows[layer]
-    part, rows = Part(team.thread, team.num_threads), _rows_of(len(work.acts.residual), team.thread, team.num_threads)
-    place = LayerPlace(layer, layer, model.groups[layer])
+    operand, qkv, window = work.operand, matrices_of(model, layer).qkv, window_of(model, layer)
+    part, rows = Part(team.thread, team.num_threads), rows_of(len(work.acts.residual), team.thread, team.num_threads)
     norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
-    _finish_phase(team, NORM)
+    finish_phase(team, NORM)
     product(operand, weights, qkv, Target(buffers.projected.reshape(-1, buffers.step), STORE), part)
-    _finish_phase(team, QKV)
+    finish_phase(team, QKV)
     if latent.query_rank:
         put_queries(latent, layer, buffers, weights, qkv - 1, operand, rows)
-        _finish_phase(team, QUANTISE)
+        finish_phase(team, QUANTISE)
         product(operand, weights, qkv - 1, Target(buffers.queries.reshape(-1, buffers.query_step), STORE), part)
-        _finish_phase(team, QKV)
+        finish_phase(team, QKV)
     rotate_and_store_latents(latent, layer, buffers, attending, work.cache, model.ropes[layer], rows)
     project_queries(latent, layer, buffers, attending, part)
-    _finish_phase(team, STORE_KV)
-    attend(attending, work.cache, place, window, part)
+    finish_phase(team, STORE_KV)
+    attend(attending, work.cache, place_of(model, layer), window, part)
     if has_splits(attending.batch, window):
-        _finish_phase(team, ATTENTION)
-        join(attending, place, window, part)
-    _finish_phase(team, ATTENTION)
+        finish_phase(team, ATTENTION)
+        join(attending, place_of(model, layer), window, part)
+    finish_phase(team, ATTENTION)
     project_results(latent, layer, buffers, attending, part)
-    _finish_phase(team, ATTENTION)
+    finish_phase(team, ATTENTION)
 
 
 @jit
-def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
-    """Write rows of the residual, normed in most models, to the operand of the product at the start of attention or of
-    the MLP.
+def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int, matrix: int) -> None:
+    """Write rows of the residual, normed in most models, to the operand of the product with a matrix at the start of
+    attention, a recurrence or the MLP.
     """
     residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
-    matrices, is_attention = _matrices(model, layer), site == QKV_SITE
-    matrix = matrices.qkv if is_attention else matrices.gate_up
     if model.kind.norms_inputs:
-        norm = Norm(model.norms[layer, _INPUT_NORM if is_attention else _POST_NORM], model.eps)
+        norm = Norm(model.norms[layer, _INPUT_NORM if site == QKV_SITE else _POST_NORM], model.eps)
         norm_rows(residual, norm, weights, matrix, operand, rows)
         norm_and_shrink(adapted, layer, site, residual, norm, rows)
     else:
-        put_rows(residual, weights, matrix, operand, rows)
+        put_rows(residual, residual.shape[1], weights, matrix, operand, rows)
         shrink(adapted, layer, site, residual, rows)
 
 
 @jit
 def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """Add attention's result to the residual."""
+    """Add the results of attention and of a recurrence to the residual."""
     acts, operand, _, _, adapted, _ = work
-    rows, output = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).output
-    if model.are_recurrent[layer]:
-        put_rows(acts.recurred, model.weights, output, operand, rows)
-    else:
+    rows, matrices = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer)
+    if model.have_attention[layer]:
         if model.kind.gates_attention:
             _gate_results(acts.mixed, acts.qkv, rows)
-        put_rows(acts.mixed, model.weights, output, operand, rows)
-    shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
-    _finish_phase(team, QUANTISE)
-    _add_product(model, work, team, output)
-    _finish_phase(team, OUTPUT)
-    _end_branch(model, work, rows, layer, OUTPUT_SITE)
+        put_rows(acts.mixed, model.widths[layer, 0], model.weights, matrices.output, operand, rows)
+        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
+        finish_phase(team, QUANTISE)
+        _add_product(model, work, team, matrices.output)
+        finish_phase(team, OUTPUT)
+        _end_branch(model, work, rows, layer, OUTPUT_SITE)
+    if model.are_recurrent[layer]:
+        put_rows(acts.recurred, acts.recurred.shape[1], model.weights, matrices.recurrent_out, operand, rows)
+        finish_phase(team, QUANTISE)
+        _add_product(model, work, team, matrices.recurrent_out)
+        finish_phase(team, OUTPUT)
 
 
 @jit
@@ -236,62 +262,71 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
     """Compute the inner rows of the MLP."""
     acts, operand, _, _, adapted, _ = work
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
-    rows, gate_up = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
+    rows, gate_up = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
     is_gated_at_once = _is_gated_at_once(kind, work, layer)
-    _put_inputs(model, work, rows, layer, GATE_UP_SITE)
-    _finish_phase(team, NORM)
-    if is_gated_at_once:
-        product(operand, weights, gate_up, Target(acts.own_inner, GATE), part)
+    _put_inputs(model, work, rows, layer, GATE_UP_SITE, gate_up)
+    finish_phase(team, NORM)
+    if is_gated_at_once or not kind.gated:
+        product(operand, weights, gate_up, Target(acts.own_inner, GATE if is_gated_at_once else STORE), part)
     else:
-        product(operand, weights, gate_up, Target(acts.own_gate_up if kind.gated else acts.own_inner, STORE), part)
-    _finish_phase(team, GATE_UP)
+        product(operand, weights, gate_up, Target(acts.own_gate_up, STORE), part)
+    finish_phase(team, GATE_UP)
     if not kind.gated:
         expand(adapted, layer, GATE_UP_SITE, acts.inner, rows)
         activate_rows(acts.inner, kind.activation, model.activation[layer], rows)
     elif not is_gated_at_once:
         expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
-        gate_rows(acts.gate_up, acts.inner, kind.activation, rows)
+        gate_rows(acts.gate_up, acts.inner, kind.activation, kind.gate_factor, kind.inner_factor, rows)
 
 
 @jit
 def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
     acts, operand, _, _, adapted, _ = work
-    rows, down = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).down
-    put_rows(acts.inner, model.weights, down, operand, rows)
+    rows, down = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
+    put_rows(acts.inner, model.widths[layer, 1], model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
-    _finish_phase(team, QUANTISE)
+    finish_phase(team, QUANTISE)
     _add_product(model, work, team, down)
-    _finish_phase(team, DOWN)
+    finish_phase(team, DOWN)
     _end_branch(model, work, rows, layer, DOWN_SITE)
 
 
 @jit
 def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """Add the results of the layer's experts to the residual."""
+    """Add the results of the layer's experts to the residual or, beside an MLP, keep their norm in `routed.normed`."""
     acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
     weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows, first = _rows_of(len(acts.residual), team.number, team.num_all), _matrices(model, layer).gate_up
-    norm = Norm(model.norms[layer, _POST_NORM], model.eps)
+    rows, first = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
+    norm = Norm(model.norms[layer, _ROUTER_NORM if experts.are_beside else _POST_NORM], model.eps)
     route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
-    _finish_phase(team, NORM)
+    if experts.are_beside:
+        first += 2
+        put_normed(acts.residual, Norm(model.norms[layer, _EXPERTS_NORM], model.eps), routed.normed, rows)
+    finish_phase(team, NORM)
     copies = copies_of(experts, routed)
-    own_copies = _rows_of(len(copies.rows), team.number, team.num_all)
+    own_copies = rows_of(len(copies.rows), team.number, team.num_all)
     put_copies(experts, routed, copies, weights, first, operand, own_copies)
-    _finish_phase(team, QUANTISE)
+    finish_phase(team, QUANTISE)
     multiply_up(experts, routed, copies, weights, first, operand, part)
-    _finish_phase(team, GATE_UP)
+    finish_phase(team, GATE_UP)
     put_inner(experts, routed, copies, weights, first, operand, own_copies)
-    _finish_phase(team, QUANTISE)
+    finish_phase(team, QUANTISE)
     multiply_down(experts, routed, copies, weights, first, operand, part)
-    _finish_phase(team, DOWN)
-    add_results(routed, copies, acts.residual, rows)
+    finish_phase(team, DOWN)
+    if experts.are_beside:
+        routed.normed[rows.first : rows.end] = 0
+        add_results(experts, routed, copies, routed.normed, rows)
+        put_normed(routed.normed, Norm(model.norms[layer, _EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
+    else:
+        add_results(experts, routed, copies, acts.residual, rows)
 
 
 @jit
 def _is_gated_at_once(kind: Kind, work: Work, layer: int) -> bool:
     """True if the product of gate and up itself ends with silu(gate) * up."""
-    return kind.gated and kind.activation == SILU and not changes_site(work.adapted, layer, GATE_UP_SITE)
+    is_plain = kind.gated and kind.activation == SILU and kind.gate_factor == 1 and kind.inner_factor == 1
+    return is_plain and not changes_site(work.adapted, layer, GATE_UP_SITE)
 
 
 @jit
@@ -310,36 +345,15 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
     acts, adapted = work.acts, work.adapted
     if model.kind.sandwich:
         expand(adapted, layer, site, acts.branch, rows)
-        number = _ATTENTION_OUT_NORM if site == OUTPUT_SITE else _MLP_OUT_NORM
-        add_normed(acts.branch, Norm(model.norms[layer, number], model.eps), acts.residual, rows)
+        is_attention = site == OUTPUT_SITE
+        if not is_attention and model.experts.are_beside:
+            put_normed(acts.branch, Norm(model.norms[layer, _MLP_NORM], model.eps), acts.branch, rows)
+            acts.branch[rows.first : rows.end] += acts.routed.normed[rows.first : rows.end]
+        norm = Norm(model.norms[layer, _ATTENTION_OUT_NORM if is_attention else _MLP_OUT_NORM], model.eps)
+        scale = _ONE if is_attention or model.inputs.width else model.scalars[layer]
+        add_normed(acts.branch, norm, scale, acts.residual, rows)
     else:
         expand(adapted, layer, site, acts.residual, rows)
-
-
-@jit
-def _matrices(model: ModelConstants, layer: int) -> _Matrices:
-    first = model.firsts[layer]
-    return _Matrices(first, first + 1, first + 2, first + 3)
-
-
-@jit
-def _rows_of(num_rows: int, number: int, num_parts: int) -> Range:
-    """The rows of thread `number` in phases that share out rows."""
-    return Range(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
-
-
-@jit
-def _finish_phase(team: Team, phase: int) -> None:
-    """Wait for the threads of all ranks, then count the phase's cycles, waiting included."""
-    wait(team.all_counter, team.num_all)
-    end_phase(team.phase_cycles, phase)
-
-
-@jit
-def _finish_own_phase(team: Team, phase: int) -> None:
-    """Wait for the rank's threads only, then count the phase's cycles, waiting included."""
-    wait(team.counter, team.num_threads)
-    end_phase(team.phase_cycles, phase)
 
 
 @entry
@@ -351,8 +365,8 @@ def output_rows(model: ModelConstants, hidden: Floats, logits: Floats, operand: 
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights, 0, operand, _rows_of(len(hidden), team.number, team.num_all))
+    norm_rows(hidden, norm, weights, 0, operand, rows_of(len(hidden), team.number, team.num_all))
     wait(team.all_counter, team.num_all)
     product(operand, weights, 0, Target(logits, STORE), Part(team.thread, team.num_threads))
-    _finish_phase(team, LOGITS)
+    finish_phase(team, LOGITS)
     end_products(operand)

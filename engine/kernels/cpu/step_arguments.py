@@ -1,4 +1,6 @@
-"""Types of the arguments of `step.py`: the constants of a model, and what one thread works with in a step."""
+"""Types of the arguments of `step.py`: the constants of a model, what one thread works with in a step, and what a layer
+has of both for itself.
+"""
 
 from typing import NamedTuple
 
@@ -11,13 +13,17 @@ from engine.kernels.cpu.arguments import (
     Floats,
     HeadShape,
     Int64s,
+    LayerInputs,
+    LayerPlace,
     Operand,
     Queries,
     Recurrent,
     RoutedRows,
     StateSteps,
     Weights,
+    Window,
 )
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
 
@@ -30,8 +36,11 @@ class Kind(NamedTuple):
     sandwich: bool  # the outputs of attention and MLP are normed before they are added
     gated: bool
     activation: int  # SILU, GELU, GELU_TANH, RELU, RELU2 or XIELU
+    gate_factor: np.float32  # of gates, before the activation
+    inner_factor: np.float32  # of what it gives
     centred_heads: bool  # see HeadNorms
     norms_rotated: bool
+    norms_values: bool  # see HeadNorms
     clip_qkv: np.float32  # see clip_rows; 0: no limit
     gates_attention: bool  # behind the values of a token are gates of attention's result
 
@@ -39,32 +48,43 @@ class Kind(NamedTuple):
 class ModelConstants(NamedTuple):
     """The weights and constants of a model, the same in every step.
 
-    Layers of attention and recurrent ones have numbers of their own: of the layer of KV, or of states.
+    A layer has attention, a recurrence, an MLP or experts, or several of these.
     """
 
-    weights: Weights  # of each layer: qkv, output, gate and up (or up alone), down; with experts, these of each expert
-    firsts: Int64s  # [num_layers]: number of qkv, the layer's first matrix but for the second projection of queries
-    numbers: Int64s  # [num_layers]
-    groups: Int64s  # [num_layers]: of KV, see KVGroups
-    are_recurrent: Int64s  # [num_layers]: 1 of recurrent layers, in which qkv projects what they mix
+    weights: Weights  # of each layer: of its input and its recurrence two each; qkv, output; gate and up (or up alone),
+    # down; with experts, these of each expert
+    firsts: Int64s  # [num_layers, 3]: numbers of qkv, of the recurrence's first matrix, of gate and up
+    numbers: Int64s  # [num_layers]: of the layer among those with KV
+    groups: Int64s  # [num_layers]; see LayerPlace
+    own_kv: Int64s  # [num_layers]: 0 of layers that read the KV of an earlier one
+    heads: Int64s  # [num_layers, 4]: num_kv_heads, head_dim, row_bytes and num_slots of HeadShape
+    widths: Int64s  # [num_layers, 2]: of attention's result, the heads of all ranks, and of the MLP
+    state_numbers: Int64s  # [num_layers]: of the layer among recurrent ones
+    have_attention: Int64s  # [num_layers]: 1 or 0, as the next two
+    are_recurrent: Int64s
+    have_mlp: Int64s
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4, 1 or 2, hidden]; see Norm
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see Norm
     final_norm: Floats  # [1 or 2, hidden]
-    head_norms: Floats  # [num_layers, 0 or more, head_dim]; see HeadNorms
+    head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
+    scalars: Floats  # [num_layers]: factors of the residual
     activation: Floats  # [num_layers, 4]: what `activate_xielu` needs; [num_layers, 0] of other activations
-    windows: Int64s  # [num_layers]
+    num_head_norms: Int64s  # [num_layers]: rows of head_norms; 0 of layers whose heads are not normed
+    windows: Int64s  # [num_layers, 2]; see Window
     ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
-    shape: HeadShape
+    shape: HeadShape  # of layers that do not say otherwise in `heads`; of several sizes the widest
     kind: Kind
     experts: Experts
     latent: Latent
+    inputs: LayerInputs
     recurrent: Recurrent
     mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
 
 
 class Activations(NamedTuple):
-    """Intermediate results of a layer. All threads of all ranks share them, except qkv.
+    """Intermediate results of a layer, as wide as those of the widest layer. All threads of all ranks share them,
+    except qkv.
 
     Products write to `own_residual`, `own_branch`, `own_inner` and `own_gate_up`. These have the shape of the arrays
     without `own`, and begin at the first column that the rank computes.
@@ -87,6 +107,9 @@ class Activations(NamedTuple):
     latent: LatentRows
     projected: Floats  # [num_tokens, width]: what recurrent layers mix
     recurred: Floats  # [num_tokens, width]: what they have mixed
+    inputs: Floats  # [num_tokens, num_layers * width]: what layers add for the token itself; else [.., 0]
+    token_inputs: Floats  # like inputs: what the table has of them
+    input_gates: Floats  # [num_tokens, width]
 
 
 class Work(NamedTuple):
@@ -98,3 +121,50 @@ class Work(NamedTuple):
     cache: Cache
     adapted: StepAdapters
     states: StateSteps
+
+
+class Matrices(NamedTuple):
+    """Numbers of a layer's matrices in `Weights`."""
+
+    qkv: int
+    output: int
+    recurrent_in: int
+    recurrent_out: int
+    gate_up: int
+    down: int
+    input_gate: int  # of a layer's own input; see layer_inputs.py
+    input_projection: int
+
+
+@jit
+def matrices_of(model: ModelConstants, layer: int) -> Matrices:
+    qkv, recurrent, gate_up = model.firsts[layer]
+    return Matrices(qkv, qkv + 1, recurrent, recurrent + 1, gate_up, gate_up + 1, qkv - 2, qkv - 1)
+
+
+@jit
+def window_of(model: ModelConstants, layer: int) -> Window:
+    return Window(model.windows[layer, 0], model.windows[layer, 1])
+
+
+@jit
+def place_of(model: ModelConstants, layer: int) -> LayerPlace:
+    return LayerPlace(layer, model.numbers[layer], model.groups[layer], model.own_kv[layer] == 1)
+
+
+@jit
+def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
+    """The arguments of attention with the layer's heads."""
+    given, shape, heads = work.attending, model.shape, model.heads[layer]
+    own = HeadShape(
+        shape.num_heads,
+        heads[0],
+        heads[1],
+        heads[2],
+        shape.block_size,
+        heads[3],
+        shape.num_planes,
+        shape.scale,
+        shape.softcap,
+    )
+    return Attending(given.queries, own, given.batch, given.scratch, given.splits, given.slopes, given.sinks)

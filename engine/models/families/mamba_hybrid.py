@@ -132,7 +132,8 @@ def nemotron_h(plain: ModelConfig, raw: RawConfig) -> ModelConfig:
     sizes = {"mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, **raw}
     width = integer(sizes, "mamba_num_heads", default=128) * integer(sizes, "mamba_head_dim")
     layers, bias = tuple(kind == "linear_attention" for kind in kinds), flag(raw, "use_bias", default=False)
-    recurrent = replace(_mamba(plain, sizes, layers, width=width), bias=bias)
+    of_mamba = replace(plain, activation=text(raw, "mamba_hidden_act", default="silu"))
+    recurrent = replace(_mamba(of_mamba, sizes, layers, width=width), bias=bias)
     return replace(
         plain,
         tensors=_NEMOTRON_H,

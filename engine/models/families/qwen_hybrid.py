@@ -48,6 +48,8 @@ def _hybrid(plain: ModelConfig, raw: RawConfig, *, is_fused: bool = False) -> Mo
         integer(raw, "linear_num_value_heads", default=32),
         integer(raw, "linear_value_head_dim", default=128),
     )
+    if plain.activation != "silu":
+        raise ConfigurationError(f"config.json: {plain.activation!r} as activation of delta nets is not supported")
     if heads % key_heads:
         raise ConfigurationError(
             f"linear_num_value_heads ({heads}) must be a multiple of linear_num_key_heads ({key_heads})"

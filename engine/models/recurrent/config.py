@@ -17,7 +17,7 @@ class ScanConfig:
     """
 
     norm: str = "gated"
-    factors: tuple[float, ...] = ()
+    factors: tuple[float, ...] = (1.0,) * 5
     out_factor: float = 1.0
     step_limits: tuple[float, float] = (0.0, inf)
 

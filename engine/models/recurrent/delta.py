@@ -8,14 +8,14 @@ Chunks of prompts do so for many tokens at once: the changes of S within a chunk
 of the paper), whose matrix depends on keys only.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.arguments import Delta
+from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 from engine.models.recurrent.short_conv import CausalConv
 
 _CHUNK = 64
@@ -34,17 +34,9 @@ class GatedDelta:
         self._rate_bias = parameters.take(f"{prefix}decay_bias").to(torch.float32)
         self._norm = parameters.take(f"{prefix}recurrent_norm").to(torch.float32)
 
-    def for_kernels(self) -> Delta:
-        facts = self._facts
-        return Delta(
-            self._conv.for_kernels(),
-            rate=self._rate.numpy(),
-            rate_bias=self._rate_bias.numpy(),
-            norm=self._norm.numpy(),
-            eps=np.float32(self._eps),
-            num_key_heads=facts.num_key_heads,
-            key_dim=facts.key_dim,
-        )
+    def for_kernels(self) -> RecurrentWeights:
+        rate, rate_bias, norm = (values.numpy()[None] for values in (self._rate, self._rate_bias, self._norm))
+        return RecurrentWeights(*self._conv.for_kernels(), rate, rate_bias, NO_NUMBERS, norm)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         facts = self._facts

@@ -1,38 +1,29 @@
-"""Recurrent layers for the compiled loop: parameters, places of states, and the sequences of a step."""
+"""Recurrent layers as the kernels of CPUs take them: their parameters and facts, beside the places of states."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from engine.attention.backend import ForwardMetadata
-from engine.kernels.cpu.arguments import Floats, Recurrent, RecurrentWeights, StatePlaces, StateSteps
-from engine.models.encodings import Parameters
-from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.delta import GatedDelta
-from engine.models.recurrent.short_conv import ShortConv
-
-_NO_NUMBERS, _NO_PLACES = np.empty((0, 0), np.float32), np.empty(0, np.int64)
-_NO_WEIGHTS = RecurrentWeights(_NO_NUMBERS.reshape(0, 0, 0), _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS)
-NO_RECURRENCE = Recurrent(
-    *_NO_WEIGHTS,
-    eps=np.float32(0.0),
-    num_key_heads=0,
-    key_dim=0,
-    places=StatePlaces(_NO_NUMBERS, _NO_PLACES, _NO_PLACES, in_piece=0, of_layer=0),
+from engine.kernels.cpu.arguments import (
+    CONV,
+    DELTA,
+    SCAN,
+    Floats,
+    Recurrent,
+    RecurrentWeights,
+    ScanFacts,
+    StatePlaces,
 )
-"""Of a model without recurrent layers."""
-_NO_COUNTS = np.empty(0, np.int32)
-_NO_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
+from engine.models.recurrent.config import RecurrentConfig
 
-
-def take_weights(parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> RecurrentWeights:
-    """Take the parameters of a recurrent layer between its projections."""
-    if facts.kind == "conv":
-        conv, nothing = ShortConv(parameters, prefix, facts).for_kernels(), np.empty((1, 0), np.float32)
-        return RecurrentWeights(conv.taps[None], conv.bias[None], nothing, nothing, nothing)
-    delta = GatedDelta(parameters, prefix, facts, norm_eps).for_kernels()
-    of_head = (values[None] for values in (delta.rate, delta.rate_bias, delta.norm))
-    return RecurrentWeights(delta.conv.taps[None], delta.conv.bias[None], *of_head)
+_KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN}
+"""By the names of RecurrentConfig.kind."""
+NO_NUMBERS: Floats = np.empty((1, 0), np.float32)
+"""A parameter that a layer does not have."""
+_NOTHING, _NO_PLACES = np.empty((0, 0), np.float32), np.empty(0, np.int64)
+_NO_WEIGHTS = RecurrentWeights(_NOTHING.reshape(0, 0, 0), *[_NOTHING] * 5)
+_LARGEST = float(np.finfo(np.float32).max)
+"""Compiled code takes for granted that numbers are finite."""
 
 
 def stacked(layers: Sequence[RecurrentWeights]) -> RecurrentWeights:
@@ -47,19 +38,30 @@ def recurrent_layers(
     weights: RecurrentWeights, facts: RecurrentConfig, norm_eps: float, places: StatePlaces
 ) -> Recurrent:
     """The layers that have these parameters and states."""
+    gate_factor, *_, step_factor = facts.scan.factors
+    least, most = facts.scan.step_limits
     return Recurrent(
         *weights,
         eps=np.float32(norm_eps),
+        kind=_KINDS[facts.kind],
         num_key_heads=facts.num_key_heads,
         key_dim=facts.key_dim,
+        value_dim=facts.value_dim,
+        scan=ScanFacts(
+            gate_factor=np.float32(gate_factor),
+            step_factor=np.float32(step_factor),
+            least_step=np.float32(min(least, _LARGEST)),
+            most_step=np.float32(min(most, _LARGEST)),
+            gate_first=facts.scan.norm == "gated",
+        ),
         places=places,
     )
 
 
-def state_steps(metadata: ForwardMetadata) -> StateSteps:
-    """The sequences of a pass; none, if the model has no recurrent layers."""
-    if metadata.states is None:
-        return _NO_STEPS
-    tables, is_repeated = metadata.states
-    starts, context_lens = metadata.query_starts.numpy(), metadata.context_lens.numpy()
-    return StateSteps(tables.numpy().astype(np.int64), np.array(is_repeated, np.bool_), starts, context_lens)
+NO_RECURRENCE = recurrent_layers(
+    _NO_WEIGHTS,
+    RecurrentConfig("conv", layers=(), kernel=0, channels=0),
+    0.0,
+    StatePlaces(_NOTHING, _NO_PLACES, _NO_PLACES, in_piece=0, of_layer=0),
+)
+"""Of a model without recurrent layers."""

@@ -1,73 +1,49 @@
 """RecurrentMixer: what a recurrent layer does between its two projections, for the sequences of a pass.
 
-Single tokens are computed together, a step each. A chunk of a prompt is computed at once. Both give the same numbers up
-to rounding, and those of a sequence depend on no other.
+The kernel of the compiled loop computes it where it can. Elsewhere torch does: single tokens together, a step each, and
+a chunk of a prompt at once. Both give the same numbers up to rounding, and those of a sequence depend on no other.
 """
 
 from collections.abc import Callable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Chunk, ForwardMetadata
-from engine.kernels.cpu.arguments import Convolution, Delta, Floats, Part, Scan, States
-from engine.kernels.cpu.recurrent import step_conv, step_delta, step_scan
+from engine.kernels.cpu.arguments import STAGES, MixPart, RecurrentWeights
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.config import RecurrentConfig
-from engine.models.recurrent.delta import GatedDelta
-from engine.models.recurrent.scan import SelectiveScan
-from engine.models.recurrent.short_conv import ShortConv
-from engine.models.recurrent.state import LayerStates
+from engine.models.recurrent.for_kernels import recurrent_layers
+from engine.models.recurrent.kinds import Recurrence, take_recurrence
+from engine.models.recurrent.state import LayerStates, Mixing
 
 if TYPE_CHECKING:
     from engine.models.linear import LinearLayer, Rows
 
-_Kernel = Callable[[Any, States, Floats, Floats, Part], None]
-"""step_conv, step_delta, step_scan: computes one thread's part of a step."""
 _SHARED_NUMBERS = 2**16
 """Numbers of states from which on several threads are faster than one."""
-
-
-class Recurrence(Protocol):
-    """Plug point: ShortConv, GatedDelta, SelectiveScan. Rows are what the layer's first projection gives for a token;
-    results and states are fp32.
-    """
-
-    def for_kernels(self) -> Convolution | Delta | Scan:
-        """The parameters as the kernels of CPUs take them, which compute what `step` does."""
-        ...
-
-    def step(self, rows: Tensor, states: Tensor) -> Tensor:
-        """One token of each sequence: rows [num_seqs, projected], states [num_seqs, state_numbers], which are updated
-        in place -> [num_seqs, result_width].
-        """
-        ...
-
-    def scan(self, rows: Tensor, state: Tensor) -> Tensor:
-        """Tokens of one sequence, one after the other: rows [num_tokens, projected], state [state_numbers], which is
-        updated in place -> [num_tokens, result_width].
-        """
-        ...
 
 
 class RecurrentMixer:
     """One layer's recurrence over the states of sequences."""
 
-    def __init__(self, recurrence: Recurrence, kernel: _Kernel, facts: RecurrentConfig) -> None:
+    def __init__(self, recurrence: Recurrence, facts: RecurrentConfig, norm_eps: float) -> None:
         self._recurrence = recurrence
-        self._kernel = kernel
-        self._projected, self._width = facts.projected, facts.result_width
-        self._state_numbers = facts.state_numbers
+        self._facts = facts
+        self._norm_eps = norm_eps
 
     def __call__(self, rows: Tensor, states: LayerStates, metadata: ForwardMetadata) -> Tensor:
         """[num_tokens, projected] -> [num_tokens, result_width]; updates the states. A sequence at its first token
         begins with a state of zeros, whatever its blocks hold.
         """
         assert metadata.states is not None
-        out = torch.empty((len(rows), self._width), dtype=torch.float32, device=rows.device)
+        out = torch.empty((len(rows), self._facts.result_width), dtype=torch.float32, device=rows.device)
+        if states.mixing is not None:
+            self._run_kernel(rows, out, states, states.mixing)
+            return out
         repeated = metadata.states.is_repeated
         if num_steps := metadata.num_decodes:
             is_first = metadata.context_lens[:num_steps] == 1
@@ -80,13 +56,7 @@ class RecurrentMixer:
     def whole(self, rows: Tensor, lengths: Sequence[int]) -> Tensor:
         """Whole sequences of these lengths, one behind the other, from states of zeros that are not kept."""
         parts = torch.split(rows, list(lengths))
-        return torch.cat([self._recurrence.scan(part, torch.zeros(self._state_numbers)) for part in parts])
-
-    def compile(self, states: LayerStates) -> None:
-        """Compile the kernel, so that the first request need not wait. Changes no state."""
-        if states.threads is not None:
-            rows = torch.zeros((1, self._projected))
-            self._run_kernel(rows, torch.empty((1, self._width)), states.of(0, 1), [False])
+        return torch.cat([self._recurrence.scan(part, torch.zeros(self._facts.state_numbers)) for part in parts])
 
     def _compute_chunk(
         self, chunk: Chunk, rows: Tensor, out: Tensor, states: LayerStates, *, is_repeated: bool
@@ -106,11 +76,6 @@ class RecurrentMixer:
         """One token of each sequence. Where `is_first`, the state before it is of zeros; unless it `is_kept`, the state
         after it is not written.
         """
-        if states.threads is not None:
-            if is_first is not None and is_first.any():
-                states.clear(is_first)
-            self._run_kernel(rows, out, states, is_kept)
-            return
         current = states.read()
         if is_first is not None:
             current.masked_fill_(is_first[:, None], 0.0)
@@ -123,18 +88,21 @@ class RecurrentMixer:
                 states.of(row, row + 1).write(current[row : row + 1])
 
     @cached_property
-    def _kernel_of_layer(self) -> Callable[[States, Floats, Floats, Part], None]:
-        return partial(self._kernel, self._recurrence.for_kernels())
+    def _weights(self) -> RecurrentWeights:
+        return self._recurrence.for_kernels()
 
-    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, is_kept: Sequence[bool]) -> None:
-        assert states.threads is not None
-        kernel, where = self._kernel_of_layer, states.in_place(is_kept)
-        inputs, results = rows.to(torch.float32).contiguous().numpy(), out.numpy()
-        if len(rows) * states.numbers < _SHARED_NUMBERS:
-            kernel(where, inputs, results, Part(0, 1))
-        else:
-            count = states.threads.count
-            states.threads.run(lambda thread: kernel(where, inputs, results, Part(thread, count)))
+    def _run_kernel(self, rows: Tensor, out: Tensor, states: LayerStates, mixing: Mixing) -> None:
+        layer = recurrent_layers(self._weights, self._facts, self._norm_eps, states.places)
+        inputs, results, threads = rows.to(torch.float32).contiguous().numpy(), out.numpy(), mixing.threads
+
+        def run_part(stage: int, num_parts: int, number: int) -> None:
+            mixing.mix(layer, 0, states.steps, inputs, results, MixPart(stage, number, num_parts))
+
+        for stage in STAGES[layer.kind]:
+            if len(rows) * states.numbers < _SHARED_NUMBERS:
+                run_part(stage, 1, 0)
+            else:
+                threads.run(partial(run_part, stage, threads.count))
 
 
 def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: int) -> RecurrentMixer | None:
@@ -142,11 +110,7 @@ def take_mixer(parameters: Parameters, prefix: str, config: ModelConfig, layer: 
     facts = config.recurrent
     if facts is None or not facts.layers[layer]:
         return None
-    if facts.kind == "conv":
-        return RecurrentMixer(ShortConv(parameters, prefix, facts), step_conv, facts)
-    if facts.kind == "scan":
-        return RecurrentMixer(SelectiveScan(parameters, prefix, facts, config.norm_eps), step_scan, facts)
-    return RecurrentMixer(GatedDelta(parameters, prefix, facts, config.norm_eps), step_delta, facts)
+    return RecurrentMixer(take_recurrence(parameters, prefix, facts, config.norm_eps), facts, config.norm_eps)
 
 
 Recur = Callable[[RecurrentMixer, Tensor], Tensor]

@@ -9,14 +9,14 @@ Chunks of prompts do so for many tokens at once (section 6 of the paper): within
 tokens, as attention has them, and through S for those before it.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.kernels.cpu.arguments import Scan
+from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 from engine.models.recurrent.short_conv import CausalConv
 
 _CHUNK = 64
@@ -29,35 +29,20 @@ class SelectiveScan:
     def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig, norm_eps: float) -> None:
         self._facts = facts
         self._eps = norm_eps
-        self._conv = CausalConv(parameters, prefix, facts)
+        self._gate_factor, *of_channels, self._step_factor = facts.scan.factors
+        widths = (facts.value_width, facts.key_width, facts.key_width)
+        factors = [torch.full((width,), factor) for width, factor in zip(widths, of_channels, strict=True)]
+        self._conv = CausalConv(parameters, prefix, facts, torch.cat(factors))
         self._rate = -parameters.take(f"{prefix}decay_log").to(torch.float32).exp()
         self._step_bias = parameters.take(f"{prefix}decay_bias").to(torch.float32)
         self._skip = parameters.take(f"{prefix}skip").to(torch.float32)
         norm = parameters.take_optional(f"{prefix}recurrent_norm")
         self._norm = None if norm is None else norm.to(torch.float32)
-        widths = [facts.value_width, facts.value_width, facts.key_width, facts.key_width, facts.num_heads]
-        self._factors = torch.ones(facts.projected, device=self._rate.device)
-        for part, factor in zip(torch.split(self._factors, widths), facts.scan.factors, strict=False):
-            part.fill_(factor)
 
-    def for_kernels(self) -> Scan:
-        facts = self._facts
-        least, most = facts.scan.step_limits
-        return Scan(
-            self._conv.for_kernels(),
-            rate=self._rate.numpy(),
-            step_bias=self._step_bias.numpy(),
-            skip=self._skip.numpy(),
-            norm=np.empty(0, np.float32) if self._norm is None else self._norm.numpy(),
-            factors=self._factors.numpy(),
-            eps=np.float32(self._eps),
-            least_step=np.float32(least),
-            most_step=np.float32(most),
-            num_key_heads=facts.num_key_heads,
-            key_dim=facts.key_dim,
-            value_dim=facts.value_dim,
-            gate_first=facts.scan.norm == "gated",
-        )
+    def for_kernels(self) -> RecurrentWeights:
+        rate, bias, skip = (values.numpy()[None] for values in (self._rate, self._step_bias, self._skip))
+        norm = NO_NUMBERS if self._norm is None else self._norm.numpy()[None]
+        return RecurrentWeights(*self._conv.for_kernels(), rate, bias, skip, norm)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         conv_states, matrices = self._split(states)
@@ -92,10 +77,9 @@ class SelectiveScan:
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gate, inputs of the convolution, and steps [num_tokens, heads]."""
         facts, rows = self._facts, rows.to(torch.float32)
-        if facts.scan.factors:
-            rows = rows * self._factors
         gate, mixed, steps = torch.split(rows, [facts.value_width, facts.channels, facts.num_heads], 1)
-        return gate, mixed, F.softplus(steps + self._step_bias).clamp(*facts.scan.step_limits)
+        steps = F.softplus(steps * self._step_factor + self._step_bias).clamp(*facts.scan.step_limits)
+        return gate * self._gate_factor, mixed, steps
 
     def _heads(self, mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Values [num_tokens, heads, value_dim]; keys and queries [.., key_heads, key_dim]."""

@@ -3,28 +3,32 @@
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Convolution
+from engine.kernels.cpu.arguments import Floats, RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
+from engine.models.recurrent.for_kernels import NO_NUMBERS
 
 
 class CausalConv:
     """Each channel's last `kernel` inputs, weighted. The state is [kernel - 1, channels], the inputs before the first.
-    The order of the sum is the same for steps and chunks, so they give the same numbers.
+    The order of the sum is the same for steps and chunks, so they give the same numbers. `factors`: of the inputs of
+    each channel, which the state holds without them.
     """
 
-    def __init__(self, parameters: Parameters, prefix: str, facts: RecurrentConfig) -> None:
-        weight = parameters.take(f"{prefix}conv").to(torch.float32)
-        self._weight = weight.reshape(facts.channels, facts.kernel).T.contiguous()
+    def __init__(
+        self, parameters: Parameters, prefix: str, facts: RecurrentConfig, factors: Tensor | None = None
+    ) -> None:
+        weight = parameters.take(f"{prefix}conv").to(torch.float32).reshape(facts.channels, facts.kernel).T
+        self._weight = (weight if factors is None else weight * factors.to(weight.device)).contiguous()
         self._taps = self._weight.unbind(0)
         bias = parameters.take_optional(f"{prefix}conv_bias")
         self._bias = None if bias is None else bias.to(torch.float32)
         self._before = facts.kernel - 1
 
-    def for_kernels(self) -> Convolution:
-        """The parameters as the kernels of CPUs take them."""
+    def for_kernels(self) -> tuple[Floats, Floats]:
+        """The taps and the biases of RecurrentWeights."""
         bias = torch.zeros(self._weight.shape[1]) if self._bias is None else self._bias
-        return Convolution(self._weight.numpy(), bias.numpy())
+        return self._weight.numpy()[None], bias.numpy()[None]
 
     def step(self, inputs: Tensor, states: Tensor) -> Tensor:
         """One token of each sequence: [num_seqs, channels], states [num_seqs, kernel - 1, channels]."""
@@ -53,8 +57,8 @@ class ShortConv:
         self._conv = CausalConv(parameters, prefix, facts)
         self._shape = (facts.kernel - 1, facts.channels)
 
-    def for_kernels(self) -> Convolution:
-        return self._conv.for_kernels()
+    def for_kernels(self) -> RecurrentWeights:
+        return RecurrentWeights(*self._conv.for_kernels(), NO_NUMBERS, NO_NUMBERS, NO_NUMBERS, NO_NUMBERS)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         input_gate, gate, inputs = rows.to(torch.float32).chunk(3, 1)

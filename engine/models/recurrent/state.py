@@ -1,6 +1,6 @@
-"""RecurrentStates: the states of sequences, read from and written to KV blocks as tensors."""
+"""RecurrentStates: the states of sequences in KV blocks, read and written as tensors, or found there by kernels."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -9,18 +9,37 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import StatePlaces, States
+from engine.kernels.cpu.arguments import Floats, MixPart, Recurrent, StatePlaces, StateSteps
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
 
+_NO_COUNTS = np.empty(0, np.int32)
+_NO_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
+
+
+def state_steps(metadata: ForwardMetadata) -> StateSteps:
+    """The sequences of a pass; none, if the model has no recurrent layers."""
+    if metadata.states is None:
+        return _NO_STEPS
+    tables, is_repeated = metadata.states
+    starts, context_lens = metadata.query_starts.numpy(), metadata.context_lens.numpy()
+    return StateSteps(tables.numpy().astype(np.int64), np.array(is_repeated, np.bool_), starts, context_lens)
+
+
+class Mixing(NamedTuple):
+    """How a kernel computes recurrent layers where their states lie: engine/kernels/cpu/recurrence.py, in threads."""
+
+    mix: Callable[[Recurrent, int, StateSteps, Floats, Floats, MixPart], None]
+    threads: KernelThreads
+
 
 class RecurrentStates:
-    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. With `threads`, kernels
-    compute the steps.
+    """The states in one KV cache. `begin` finds those of a pass; one thread calls all methods. Without `mixing`, torch
+    computes the layers.
     """
 
-    def __init__(self, recurrent: RecurrentConfig, cache: KVCache, threads: KernelThreads | None) -> None:
+    def __init__(self, recurrent: RecurrentConfig, cache: KVCache, mixing: Mixing | None = None) -> None:
         rows, device = state_rows(recurrent, cache.layout), cache.tensor.device
         self._numbers, self._of_layer, self._in_piece = recurrent.state_numbers, rows.of_layer, rows.in_piece
         self._rows = cache.tensor.view(torch.uint8).view(-1).view(torch.float32).view(-1, rows.width)
@@ -30,23 +49,27 @@ class RecurrentStates:
         first = piece % rows.num_pieces * (num_blocks * rows.in_piece) + row
         self._rows_of_state = (piece // rows.num_pieces, first)
         self._tables = torch.zeros((1, rows.num_blocks), dtype=torch.int64, device=device)
-        self._threads = threads
+        self._steps = _NO_STEPS
+        self._mixing = mixing
 
     def begin(self, metadata: ForwardMetadata) -> None:
         """Find the states of the sequences of a pass."""
         assert metadata.states is not None
         self._tables = metadata.states.tables.to(torch.int64)
+        if self._mixing is not None:
+            self._steps = state_steps(metadata)
 
     @property
     def places(self) -> StatePlaces:
-        """Where the compiled loop finds the states of all layers."""
+        """Where the kernels find the states of all layers."""
         block, first = (of_state.numpy() for of_state in self._rows_of_state)
         return StatePlaces(self._rows.numpy(), block, first, self._in_piece, self._of_layer)
 
     def of_layer(self, number: int) -> "LayerStates":
         """The states of the recurrent layer with this number among its kind."""
         block, first = (of_state.narrow(0, number * self._of_layer, self._of_layer) for of_state in self._rows_of_state)
-        return LayerStates(self._rows, self._tables, block, first, self._in_piece, self._numbers, self._threads)
+        facts = (self._rows, self._tables, block, first, self._in_piece, self._numbers)
+        return LayerStates(*facts, self._steps, self._mixing)
 
 
 class LayerStates(NamedTuple):
@@ -60,7 +83,8 @@ class LayerStates(NamedTuple):
     first: Tensor
     in_piece: int
     numbers: int
-    threads: KernelThreads | None
+    steps: StateSteps
+    mixing: Mixing | None
 
     def of(self, first: int, end: int) -> "LayerStates":
         """The states of sequences [first, end) of these."""
@@ -78,14 +102,11 @@ class LayerStates(NamedTuple):
             states = torch.nn.functional.pad(states, (0, padded - self.numbers))
         self.rows.index_copy_(0, self._places().flatten(), states.reshape(-1, self.rows.shape[1]))
 
-    def clear(self, chosen: Tensor) -> None:
-        """Make those chosen [num_seqs] states of zeros."""
-        self.rows.index_fill_(0, self._places()[chosen].flatten(), 0.0)
-
-    def in_place(self, is_kept: Sequence[bool]) -> States:
-        """For the kernels, which change them where they lie."""
-        tables, block, first = self.tables.numpy(), self.block.numpy(), self.first.numpy()
-        return States(self.rows.numpy(), tables, block, first, self.in_piece, np.array(is_kept, np.bool_))
+    @property
+    def places(self) -> StatePlaces:
+        """Where the kernels find them, as those of a model with one layer."""
+        block, first = self.block.numpy(), self.first.numpy()
+        return StatePlaces(self.rows.numpy(), block, first, self.in_piece, len(block))
 
     def _places(self) -> Tensor:
         """The rows of each sequence's state: [num_seqs, rows of a state]."""

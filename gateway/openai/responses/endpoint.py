@@ -6,7 +6,7 @@ from uuid import uuid4
 
 from starlette.responses import JSONResponse, Response
 
-from gateway.answers import SSE_NAMED, Streamer, drain
+from gateway.answers import SSE_NAMED, drain, stream_answer
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
 from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
@@ -39,7 +39,7 @@ async def create_response(exchange: Exchange) -> Response:
         renderer = ResponseEvents(body, body.model or exchange.served_name, reading, field_names)
         feed = exchange.feed([arguments])
         if body.stream:
-            return await Streamer(SSE_NAMED, exchange).respond(feed, renderer)
+            return await stream_answer(exchange, feed, renderer, SSE_NAMED)
         await drain(feed, renderer)
         return JSONResponse(renderer.response())
 

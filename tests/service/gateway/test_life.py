@@ -9,7 +9,6 @@ import pytest
 import tandem
 from gateway.app import build_app
 from gateway.backend import build_backend
-from gateway.metrics import Outcome
 from gateway.server import serving
 from gateway.settings import GatewaySettings
 from tests.fakes.sdk_router import STORY, Script, running_router
@@ -22,15 +21,15 @@ MUCH = json.dumps(CHAT | {"logprobs": True, "top_logprobs": 20, "n": 4}).encode(
 
 
 async def test_a_client_that_reads_nothing_is_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     script = Script(story="x" * 4000, tokens_per_message=100, max_total_tokens=10_000)
     async with running_gateway(script, slow_reader_s=0.2, grace_s=1.0) as gateway:
-        monkeypatch.setattr(gateway.backend.metrics, "observe_request", lambda outcome, **_: ended.set_result(outcome))
+        monkeypatch.setattr(gateway.backend.metrics, "observe_generation", lambda failure, _: ended.set_result(failure))
         host, _, port = gateway.url.removeprefix("http://").partition(":")
         _, writer = await asyncio.open_connection(host, int(port), limit=1)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(MUCH)}\r\n\r\n"
         writer.write(head.encode() + MUCH)
-        assert (await ended).failure == "dropped"
+        assert await ended == "dropped"
         writer.transport.abort()
 
 

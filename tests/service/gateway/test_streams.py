@@ -12,7 +12,7 @@ import pytest
 from starlette.responses import StreamingResponse
 
 import tandem
-from gateway.answers import JSON_LINES, SSE, SSE_DONE, Streamer
+from gateway.answers import JSON_LINES, SSE, SSE_DONE, stream_answer
 from gateway.errors import Problem
 from gateway.feed import Feed
 from gateway.lmi.requests import InvocationBody
@@ -39,7 +39,7 @@ def exchange(ping_interval_s: float = 10.0) -> Any:
     """As much of one as a stream needs."""
     progress = SimpleNamespace(failed=lambda problem: None)
     settings = SimpleNamespace(ping_interval_s=ping_interval_s)
-    return SimpleNamespace(settings=settings, request_id="r", arrival=SimpleNamespace(progress=progress))
+    return SimpleNamespace(settings=settings, request_id="r", progress=progress)
 
 
 async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[TokenEvent, None]:
@@ -97,7 +97,7 @@ async def test_every_stream_ends_properly(
         fault = draw.choice([None, *FAULTS])
         error = None if fault is None else fault("broken")
         feed = Feed([partial(events, draw.randint(1, 4), error)])
-        response = await Streamer(framing, exchange()).respond(feed, renderer())
+        response = await stream_answer(exchange(), feed, renderer(), framing)
         assert isinstance(response, StreamingResponse)
         body = b"".join([chunk async for chunk in _chunks(response)])
         await feed.close()
@@ -113,7 +113,7 @@ def _chunks(response: StreamingResponse) -> AsyncIterator[bytes]:
 
 async def test_an_early_error_is_raised_and_a_late_one_is_not() -> None:
     with pytest.raises(tandem.NoWorkers):
-        await Streamer(SSE_DONE, exchange()).respond(Feed([partial(events, 0, tandem.NoWorkers("none"))]), chat())
+        await stream_answer(exchange(), Feed([partial(events, 0, tandem.NoWorkers("none"))]), chat(), SSE_DONE)
 
 
 async def test_tokens_that_are_held_back_are_silence() -> None:
@@ -128,7 +128,7 @@ async def test_tokens_that_are_held_back_are_silence() -> None:
         yield TokenEvent(0, Token(2, "x"), "request", FinishReason.LENGTH, Usage(1, 2))
 
     feed = Feed([held_back])
-    response = await Streamer(SSE_DONE, exchange(ping_interval_s=0.2)).respond(feed, chat())
+    response = await stream_answer(exchange(ping_interval_s=0.2), feed, chat(), SSE_DONE)
     chunks = []
     async for chunk in _chunks(cast(StreamingResponse, response)):
         chunks.append(chunk)

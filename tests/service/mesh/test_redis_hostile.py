@@ -21,7 +21,7 @@ from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.workers.connections import Caller
 from router.workers.membership import Membership
-from router.workers.redis_registry import SharedRegistry
+from router.workers.redis_registry import RedisCoordination
 from tests.evidence import Evidence
 from tests.fakes.certificates import Authority
 from tests.fakes.redis_server import RedisServer, num_leased
@@ -296,7 +296,7 @@ async def test_one_router_acts_at_a_time(redis_server: RedisServer, urls: dict[s
     """With the rights that the documents give a router; none acts while Redis is away."""
     settings = RouterSettings(model="m", registry_url=urls["router"], mesh_key=KEY.secret)
     first, second = (
-        SharedRegistry(settings, Membership(time.monotonic), Caller(name, Credentials(KEY)), no_traffic())
+        RedisCoordination(settings, Membership(time.monotonic), Caller(name, Credentials(KEY)), no_traffic())
         for name in ("a", "b")
     )
     assert await first.may_act("switch-roles@m", 0.3)

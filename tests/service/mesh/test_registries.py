@@ -151,7 +151,7 @@ async def test_cache_events_are_followed_and_a_late_router_gets_a_snapshot(rig: 
 async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig) -> None:
     rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.cached == {b"a"})
-    rig.membership.lose(INFO.worker_id, INFO.incarnation)
+    rig.membership.lose(INFO)
     assert rig.membership.workers()[0].state is WorkerState.LOST
     await rig.watch.until(lambda view: view.state is WorkerState.READY and b"s" in view.cached)
 

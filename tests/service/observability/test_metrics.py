@@ -178,11 +178,9 @@ def watch(metrics: WorkerMetrics, role: WorkerRole, rig: EngineRig, loads: Any, 
 
 async def preempt(rig: WorkerRig, router: Any) -> None:
     """Two sequences, which begin together, grow in 8 blocks until one has to go."""
-    rig.decode.runner.gate.clear()
+    rig.begin_together(2)
     for name in ("x", "y"):
         await router.start(make_sequence(name, range(1, 9), max_new_tokens=20))
-    await until(lambda: rig.decode_service.num_sequences == 2)
-    rig.decode.runner.gate.set()
     failed = [message async for message in until_failed(router)]
     assert failed
 

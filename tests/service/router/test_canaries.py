@@ -204,7 +204,7 @@ async def test_a_dead_workers_streams_trip_it_once_and_move_at_once(make_mesh: A
     first = await mesh.decode("decode-0", max_num_seqs=num_streams, num_blocks=2000)
     second = await mesh.decode("decode-1", max_num_seqs=num_streams, num_blocks=2000, settle=False)
     await mesh.until(lambda: mesh.is_settled(second))
-    mesh.router.membership.heartbeat("decode-1", "decode-1-1", second.load, WorkerState.DRAINING)
+    mesh.router.membership.heartbeat(second.info, second.load, WorkerState.DRAINING)
     first.gate.close()
     prompts = [[60 + n, 61, 62] for n in range(num_streams)]
     requests = asyncio.create_task(generate(mesh, *prompts))
@@ -245,7 +245,7 @@ async def test_replays_without_progress_wait_for_the_budget(make_mesh: Any) -> N
 
 
 async def stall(mesh: Mesh, worker: FakeWorker, state: WorkerState = WorkerState.STALLED) -> None:
-    mesh.router.membership.heartbeat(worker.info.worker_id, worker.info.incarnation, worker.load, state)
+    mesh.router.membership.heartbeat(worker.info, worker.load, state)
 
 
 async def test_sequences_leave_a_stalled_worker_when_others_can_take_them(make_mesh: Any) -> None:
@@ -331,7 +331,7 @@ async def test_a_prefill_worker_that_falls_silent_is_blamed_alone(make_mesh: Any
     prefill.scripts = [hangs() for _ in range(4)]
     requests = asyncio.create_task(generate(mesh, *([*PROMPT, n] for n in range(4))))
     await prefill.calls.wait_len(4)
-    mesh.router.membership.lose(prefill.info.worker_id, prefill.info.incarnation)
+    mesh.router.membership.lose(prefill.info)
     await requests
     assert (mesh.trust(prefill), mesh.trust(decode)) == (Trust.NONE, Trust.FULL)
 

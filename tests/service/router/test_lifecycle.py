@@ -128,7 +128,7 @@ async def test_a_lost_worker_gets_no_request_from_the_same_moment_on(make_mesh: 
     mesh = await make_mesh()
     decode = await mesh.decode()
     assert mesh.model.mesh.has_path
-    mesh.router.membership.lose(decode.info.worker_id, decode.info.incarnation)
+    mesh.router.membership.lose(decode.info)
     assert not mesh.model.mesh.has_path
 
 
@@ -219,7 +219,7 @@ async def test_requests_that_are_still_being_admitted_have_the_grace_too(
     monkeypatch.setattr(encoder, "encode", slow)
     running = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
     await encoding.wait()
-    draining = asyncio.create_task(mesh.router._services.drain(LIMIT_S))
+    draining = asyncio.create_task(mesh.router._directory.drain(LIMIT_S))
     await asyncio.sleep(0)
     with pytest.raises(grpc.aio.AioRpcError, match="stopping"):
         await mesh.generate(token_ids=PROMPT, max_new_tokens=1)
@@ -245,7 +245,7 @@ async def test_a_request_admitted_after_the_grace_is_refused(make_mesh: Any, mon
     late = asyncio.create_task(mesh.generate(token_ids=PROMPT, max_new_tokens=3))
     await encoding.wait()
     before = len(decode.started.items)
-    await mesh.router._services.drain(0.05)
+    await mesh.router._directory.drain(0.05)
     go_on.set()
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await late

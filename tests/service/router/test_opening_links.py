@@ -115,7 +115,7 @@ async def test_workers_that_leave_while_others_are_opened_take_no_turn(rig: Rig)
     rig.join()
     await until(lambda: len(rig.workers.attached) == 2)
     for name in NAMES[:4]:  # two that are being opened, two that wait
-        rig.membership.lose(name, name)
+        rig.membership.lose(rig.infos[name])
     rig.links.reconcile()
     rig.workers.answer(*NAMES[4:])
     await until(lambda: rig.up() == NAMES[4:])

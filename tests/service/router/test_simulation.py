@@ -196,8 +196,8 @@ def test_modelled_decode_workers_take_prompts_as_real_ones_do_by_default() -> No
 
 def test_roles_that_change_serve_a_load_that_changes() -> None:
     """First prompts are long and answers short, 2.4 prefill workers' worth; then the other way, 1.3 decode workers'."""
-    prompts = [Arrival(number / 2, 1200, 5) for number in range(2 * 600)]
-    answers = [Arrival(600 + number, 40, 1000) for number in range(900)]
+    prompts = [Arrival(number / 2, 1200, 5) for number in range(2 * 500)]
+    answers = [Arrival(500 + number, 40, 1000) for number in range(250)]
     settings = RouterSettings(
         model="simulated", max_concurrent_requests=1000, max_queued_requests=1000, prefill_overflow=0, switch_roles=True
     )

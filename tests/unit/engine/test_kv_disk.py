@@ -6,6 +6,7 @@ import shutil
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import KVLayout
+from mesh.domain.kv import KVLayout, state_block_hashes
 from mesh.domain.tokens import SampledToken
 from tests.defects import Repaired
 from tests.fakes.requests import make_request
@@ -340,6 +341,23 @@ def test_a_disk_that_has_become_read_only_costs_damaged_blocks_and_no_requests(
     for _ in range(3):
         assert list(disk.fetch(HASHES[:2]).result()) == [HASHES[0]]
     assert disk.counts.damaged == 3
+    disk.close()
+
+
+def test_a_state_comes_back_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder, cache = files(tmp_path), KVCache(replace(LAYOUT, state_blocks=2), 4, torch.device("cpu"))
+    states = {number: state_block_hashes(HASHES[number], 2) for number in (1, 3)}
+    for name in (*HASHES[:3], *states[1], *states[3]):  # the block at whose end the last state is, memory may have
+        folder.write(name, payload(0))
+    disk = DiskCache(folder, cache)
+    assert list(disk.fetch(HASHES[:4]).result()) == [*states[3], *HASHES[:3]]
+    damaged = folder._path(states[3][1])
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    assert not disk.fetch(HASHES[:4]).result()
+    assert list(disk.fetch(HASHES[:4]).result()) == [*states[1], *HASHES[:2]], "the damaged block has gone"
+    assert not disk.fetch(HASHES[:1]).result()
+    assert disk.counts.damaged == 1
+    asyncio.run(until(lambda: not disk._reads.used, state=lambda: disk._reads))
     disk.close()
 
 

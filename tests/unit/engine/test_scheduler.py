@@ -158,6 +158,7 @@ class SchedulerLife(RuleBasedStateMachine):
             self.finish(place % len(self.in_flight), token_id)
 
     def check_planned(self, batch: ScheduledBatch) -> None:
+        assert batch.items or self.in_flight or self.is_waiting_for_others(), "nothing would ever wake the engine"
         computing = {item.sequence.key for other, _ in self.in_flight for item in other.items}
         assert computing.isdisjoint(item.sequence.key for item in batch.items)
         over = batch.num_tokens > MAX_BATCH_TOKENS
@@ -168,6 +169,12 @@ class SchedulerLife(RuleBasedStateMachine):
         sizes = [item.num_tokens for item in batch.items]
         assert all(size == 1 for size in sizes[: batch.num_decodes])
         assert all(size > 1 for size in sizes[batch.num_decodes :])
+
+    def is_waiting_for_others(self) -> bool:
+        """True if nothing can be computed before a router or another worker does something."""
+        slots, held = self.scheduler._slots.values(), self.scheduler._held
+        is_running = any(sequence.status is SequenceStatus.RUNNING for sequence in slots)
+        return not is_running and (not self.scheduler._waiting or bool(slots) or bool(held))
 
     def finish(self, place: int, token_id: int) -> None:
         batch, _ = self.in_flight.pop(place)

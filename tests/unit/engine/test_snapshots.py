@@ -2,6 +2,9 @@
 taken, and when they go.
 """
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,8 +16,9 @@ from engine.loop import Engine
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
+from mesh.domain.cache_hints import CacheHints
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import block_hashes
+from mesh.domain.kv import block_hashes, state_block_hashes
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FakeKVStore, FakeRunner
 from tests.unit.engine.test_scheduler import BLOCK, SchedulerLife, run_step
@@ -30,11 +34,24 @@ class RecurrentLife(SchedulerLife):
     def __init__(self) -> None:
         super().__init__()
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place) -> the tokens that it depends on
+        self.disk: dict[bytes, Any] = {}
+        self.scheduler.pool._on_evict = self.evict
+        self.scheduler.evicted = Disk(self.restore)
+
+    def evict(self, block: int, block_hash: bytes) -> None:
+        self.disk[block_hash] = [self.memory.get((block, place), ()) for place in range(-STATES, BLOCK)]
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[Any]) -> None:
+        for block, payload in zip(block_ids, payloads, strict=True):
+            self.memory |= {(block, place): tokens for place, tokens in enumerate(payload, -STATES)}
 
     @rule(target=SchedulerLife.live, common=st.integers(8, 20), tail=st.lists(st.integers(1, 2), max_size=8))
     def add_alike(self, common: int, tail: list[int]):
         """Prompts that begin alike, so that snapshots are found."""
-        return self.add([1] * common + tail, max_new=3, hand_over=False, num_forks=0)
+        sequence = self.new_sequence([1] * common + tail, max_new=3)
+        sequence.from_disk.update(from_disk(self.disk, self.scheduler.missing(sequence)))
+        self.scheduler.add(sequence)
+        return sequence
 
     @rule(target=SchedulerLife.live, common=st.integers(8, 20))
     def reserve_alike(self, common: int):
@@ -81,6 +98,28 @@ class RecurrentLife(SchedulerLife):
                 self.memory[target, place] = self.memory.get((source, place), ())
 
 
+class Disk:
+    """As an EvictedBlocks, of which the scheduler calls `restore` only."""
+
+    def __init__(self, restore: Callable[[Sequence[int], Sequence[Any]], None]) -> None:
+        self.restore = restore
+
+    def fetch(self, hashes: Sequence[bytes]) -> Any:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def from_disk(disk: dict[bytes, Any], hashes: list[bytes]) -> dict[bytes, Any]:
+    """What a disk with these blocks gives to a sequence that lacks those with these hashes."""
+    for end in range(len(hashes), 0, -1):
+        state = state_block_hashes(hashes[end - 1], STATES)
+        if all(name in disk for name in state):
+            return {name: disk[name] for name in [*state, *hashes[:end]] if name in disk}
+    return {}
+
+
 RecurrentLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestRecurrentLife = RecurrentLife.TestCase
 
@@ -90,9 +129,10 @@ def new_scheduler(num_blocks: int = 64, state_blocks: int = STATES) -> Scheduler
     return Scheduler(config, BlockPool(num_blocks))
 
 
-def ask(scheduler: Scheduler, tokens: list[int], max_new: int = 1) -> tuple[int, list[int]]:
+def ask(scheduler: Scheduler, tokens: list[int], max_new: int = 1, session: str = "") -> tuple[int, list[int]]:
     """The number of cached tokens, and the ends of the prompt's steps."""
-    sequence = SequenceState(make_request("a", tokens, max_new_tokens=max_new, eos_token_ids=frozenset()))
+    facts: dict[str, Any] = {"eos_token_ids": frozenset(), "cache_hints": CacheHints(session_id=session)}
+    sequence = SequenceState(make_request("a", tokens, max_new_tokens=max_new, **facts))
     scheduler.add(sequence)
     ends = []
     while scheduler.has_work:
@@ -112,6 +152,18 @@ def test_turns_of_a_chat_begin_behind_the_last_one() -> None:
     # The answer, repeated: the last snapshot is behind position 68, and those before it in the answer are gone.
     assert ask(scheduler, [*second, *[1] * 30]) == (68, [70])
     assert ask(scheduler, [*second, *[1] * 11, 2, *range(9)]) == (32, [48, 52, 61])
+
+
+@pytest.mark.parametrize("session", ["", "first"])
+def test_snapshots_of_a_conversations_former_turns_go_first(session: str) -> None:
+    scheduler, first, other = new_scheduler(num_blocks=30), list(range(30, 60)), list(range(100, 130))
+    ask(scheduler, first, session=session)
+    ask(scheduler, other)
+    ask(scheduler, [*first, *range(60, 70)], session=session)
+    ask(scheduler, list(range(200, 224)))  # takes the memory of one snapshot
+    former, others = (block_hashes(tokens, BLOCK, "")[4] for tokens in (first, other))
+    assert bool(scheduler.pool.snapshot(former)) == (not session)
+    assert bool(scheduler.pool.snapshot(others)) == bool(session)
 
 
 def test_a_branch_becomes_a_snapshot_when_it_is_seen() -> None:
@@ -176,6 +228,24 @@ def test_where_no_room_is_for_a_snapshot_beside_a_state_the_prompt_is_computed(n
     scheduler, tokens = new_scheduler(num_blocks), list(range(30))
     ask(scheduler, tokens)
     assert ask(scheduler, tokens)[0] == cached
+
+
+@pytest.mark.parametrize(("num_blocks", "num_tokens"), [(24, 0), (20, 4)])
+def test_an_evicted_snapshot_comes_back_with_the_blocks_before_it(num_blocks: int, num_tokens: int) -> None:
+    disk, filled = dict[bytes, Any](), list[int]()
+    config = SchedulerConfig(BLOCK, 64, 4, max_model_len=200, state_blocks=STATES)
+    pool = BlockPool(num_blocks, lambda block, block_hash: disk.update({block_hash: block}))
+    scheduler = Scheduler(config, pool, Disk(lambda blocks, _: filled.extend(blocks)))
+    first = list(range(30, 60))
+    ask(scheduler, first)
+    ask(scheduler, list(range(100, 160)))
+    sequence = SequenceState(make_request("again", [*first, *range(200, 210)], eos_token_ids=frozenset()))
+    sequence.from_disk.update(from_disk(disk, scheduler.missing(sequence)))
+    scheduler.add(sequence)
+    run_step(scheduler)
+    assert (sequence.num_cached_tokens, len(filled)) == (20, STATES + num_tokens)
+    assert not sequence.from_disk
+    scheduler.check_integrity()
 
 
 def test_several_batches_in_flight_are_refused() -> None:

@@ -7,8 +7,9 @@ import pytest
 
 from checkpoint.grammar import GrammarCompiler
 from gateway.errors import Problem
+from gateway.openai.chat import build_message
 from gateway.openai.parameters import chat_arguments
-from gateway.openai.reading import build_message, make_deltas
+from gateway.openai.reading import Reading
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.tool_choice import CALL_FORMATS, parse_tool_use
 from mesh.domain.request import Structure, StructureKind
@@ -63,8 +64,8 @@ def accepts(compiler: GrammarCompiler, grammar: str | None, text: str) -> bool:
 
 
 def read(name: str, text: str) -> tuple[str | None, list[str]]:
-    deltas = make_deltas(parse_tool_use(chat(), CALL_FORMATS[name]))
-    message = build_message([*deltas.push(text), *deltas.finish(FinishReason.EOS_TOKEN)])
+    reader = Reading(parse_tool_use(chat(), CALL_FORMATS[name]), "none").reader()
+    message = build_message([*reader.push(text), *reader.finish(FinishReason.EOS_TOKEN)])
     return message["content"], [call["function"]["name"] for call in message.get("tool_calls", [])]
 
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from gateway.anthropic.messages import MessageEvents
 from gateway.anthropic.requests import MessagesBody, chat_of
-from gateway.openai.reading import Reading, build_message, make_deltas
+from gateway.openai.chat import build_message
+from gateway.openai.reading import AnswerReader, Reading
 from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.responses.requests import ResponsesBody
@@ -130,9 +131,9 @@ def test_items_of_one_turn_are_one_message() -> None:
 
 
 def read(begins_within: bool, pieces: list[str], name: str = "qwen3") -> tuple[str | None, str | None]:
-    deltas = make_deltas(None, ReasoningReader(REASONING_FORMATS[name], begins_within=begins_within))
-    parts = [delta for piece in pieces for delta in deltas.push(piece)]
-    message = build_message([*parts, *deltas.finish(FinishReason.LENGTH)])
+    reader = AnswerReader(None, ReasoningReader(REASONING_FORMATS[name], begins_within=begins_within))
+    parts = [piece for text in pieces for piece in reader.push(text)]
+    message = build_message([*parts, *reader.finish(FinishReason.LENGTH)])
     return message.get("reasoning_content"), message["content"]
 
 

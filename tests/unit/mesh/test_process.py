@@ -66,7 +66,7 @@ async def serve(settings):
         membership = Membership(time.monotonic)
         membership.expire = broken
         settings = RouterSettings(model="none", registry_port=0)
-        registry = coordination.HostedRegistry(settings, membership, Caller("r", settings.load_credentials()))
+        registry = coordination.LocalCoordination(settings, membership, Caller("r", settings.load_credentials()))
         await registry.start()
     else:
         import socket

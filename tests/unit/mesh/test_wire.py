@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mesh import wire
-from mesh.cache_hints import hints_from_proto
 from mesh.domain.cache_hints import CacheHints, KeepPriority
 from mesh.domain.errors import InvalidRequest, LayoutMismatch
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -101,11 +100,11 @@ def test_cache_hints_round_trip(hints: CacheHints) -> None:
 )
 def test_cache_hints_out_of_range_are_refused(hints: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
-        hints_from_proto(cache_pb2.CacheHints(**hints))
+        wire.hints_from_proto(cache_pb2.CacheHints(**hints))
 
 
 def test_a_keep_priority_of_a_newer_version_is_the_normal_one() -> None:
-    assert hints_from_proto(cache_pb2.CacheHints(keep_priority=99)) == CacheHints()
+    assert wire.hints_from_proto(cache_pb2.CacheHints(keep_priority=99)) == CacheHints()
 
 
 def test_absent_sampling_fields_take_the_documented_defaults() -> None:

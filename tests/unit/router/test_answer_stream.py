@@ -9,7 +9,7 @@ from mesh.domain.errors import NoWorkers, SlowReader
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from router import answer_stream
 from router.admission.limiter import LocalLimiter
-from router.answer_stream import AnswerStream, ChoiceRun
+from router.answer_stream import AnswerStream
 from router.choice import Choice, ChoiceEvents
 from tests.unit.router.test_choice import make_choice, output
 
@@ -23,8 +23,13 @@ class Driver:
         self.limiter = LocalLimiter(8)
         self.choices = [make_choice(index=index) for index in range(len(runs))]
         permits = self.limiter.acquire(len(runs))
-        choice_runs = [ChoiceRun(*fields) for fields in zip(self.choices, permits, runs, strict=True)]
-        self.stream = AnswerStream(choice_runs, slow_reader_s=slow_reader_s, num_best=num_best)
+        self.stream = AnswerStream(
+            self.choices,
+            permits,
+            lambda choice: runs[choice.index](choice),
+            slow_reader_s=slow_reader_s,
+            num_best=num_best,
+        )
 
     async def read(self) -> list[ChoiceEvents]:
         return [events async for events in self.stream.events()]

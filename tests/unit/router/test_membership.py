@@ -54,7 +54,7 @@ def test_silent_worker_is_lost_then_forgotten_and_a_beat_brings_it_back(membersh
     clock.now = 6
     membership.expire(silent_s=5, forget_s=60)
     assert state(membership) is WorkerState.LOST
-    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    membership.heartbeat(INFO, WorkerLoad(), WorkerState.READY)
     assert state(membership) is WorkerState.READY
     clock.now = 100
     membership.expire(silent_s=5, forget_s=60)
@@ -76,8 +76,8 @@ def test_a_worker_that_has_said_farewell_is_not_lost(
     changes: list[WorkerState] = []
     membership.on_change(lambda view: changes.append(view.state))
     clock.now = 2
-    membership.leave("decode-0", "one", farewell)
-    membership.lose("decode-0", "one")
+    membership.leave(INFO, farewell)
+    membership.lose(INFO)
     clock.now = 60
     membership.expire(silent_s=5, forget_s=300)
     assert changes == [farewell]
@@ -90,21 +90,21 @@ def test_a_worker_that_has_said_farewell_is_not_lost(
 
 
 def test_a_lost_worker_must_still_fit_when_it_comes_back(membership: Membership) -> None:
-    membership.lose("decode-0", "one")
+    membership.lose(INFO)
     other = replace(INFO, worker_id="decode-1", incarnation="other", layout=replace(INFO.layout, model_fingerprint="x"))
     membership.join(other)
     with pytest.raises(LayoutMismatch):
-        membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+        membership.heartbeat(INFO, WorkerLoad(), WorkerState.READY)
     assert state(membership) is WorkerState.LOST
-    membership.lose("decode-1", "other")
-    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
+    membership.lose(other)
+    membership.heartbeat(INFO, WorkerLoad(), WorkerState.READY)
     assert state(membership) is WorkerState.READY
 
 
 def test_former_self_is_ignored(membership: Membership) -> None:
     membership.join(replace(INFO, incarnation="two"))
-    membership.lose("decode-0", "one")
-    membership.heartbeat("decode-0", "one", WorkerLoad(num_running=9), WorkerState.DRAINING)
+    membership.lose(INFO)
+    membership.heartbeat(INFO, WorkerLoad(num_running=9), WorkerState.DRAINING)
     view = membership.find("decode-0")
     assert view is not None
     assert (view.info.incarnation, view.state, view.load.num_running) == ("two", WorkerState.READY, 0)
@@ -112,22 +112,22 @@ def test_former_self_is_ignored(membership: Membership) -> None:
 
 def test_cache_is_followed_and_a_gap_asks_for_a_snapshot(membership: Membership) -> None:
     apply = membership.apply_cache_events
-    assert apply("decode-0", "one", 0, [CacheEvent(b"a", False), CacheEvent(b"b", False), CacheEvent(b"a", True)])
+    assert apply(INFO, 0, [CacheEvent(b"a", False), CacheEvent(b"b", False), CacheEvent(b"a", True)])
     view = membership.find("decode-0")
     assert view is not None
     assert view.cached == {b"b"}
-    assert not apply("decode-0", "one", 7, [CacheEvent(b"z", False)])
-    membership.replace_cache("decode-0", "one", 8, [b"x"])
-    assert apply("decode-0", "one", 8, [CacheEvent(b"y", False)])
+    assert not apply(INFO, 7, [CacheEvent(b"z", False)])
+    membership.replace_cache(INFO, 8, [b"x"])
+    assert apply(INFO, 8, [CacheEvent(b"y", False)])
     view = membership.find("decode-0")
     assert view is not None
     assert view.cached == {b"x", b"y"}
 
 
 def test_returning_worker_must_send_a_snapshot(membership: Membership) -> None:
-    membership.lose("decode-0", "one")
-    membership.heartbeat("decode-0", "one", WorkerLoad(), WorkerState.READY)
-    assert not membership.apply_cache_events("decode-0", "one", 0, [])
+    membership.lose(INFO)
+    membership.heartbeat(INFO, WorkerLoad(), WorkerState.READY)
+    assert not membership.apply_cache_events(INFO, 0, [])
 
 
 @pytest.mark.parametrize(
@@ -151,11 +151,11 @@ def test_changes_are_announced_and_reports_apart(membership: Membership) -> None
     reports: list[int] = []
     membership.on_change(lambda _: changes.append(1))
     membership.on_report(lambda view: reports.append(view.load.free_blocks))
-    membership.heartbeat("decode-0", "one", WorkerLoad(free_blocks=7), WorkerState.READY)
-    membership.replace_cache("decode-0", "one", 3, [b"a"])
+    membership.heartbeat(INFO, WorkerLoad(free_blocks=7), WorkerState.READY)
+    membership.replace_cache(INFO, 3, [b"a"])
     assert (len(changes), reports) == (0, [7, 7])
-    membership.heartbeat("decode-0", "one", WorkerLoad(free_blocks=6), WorkerState.DRAINING)
-    membership.lose("decode-0", "one")
+    membership.heartbeat(INFO, WorkerLoad(free_blocks=6), WorkerState.DRAINING)
+    membership.lose(INFO)
     assert (len(changes), reports) == (2, [7, 7])
 
 
@@ -164,14 +164,14 @@ def test_a_worker_that_connects_again_keeps_its_state_until_a_heartbeat(
     membership: Membership, left: WorkerState
 ) -> None:
     load = WorkerLoad(free_blocks=3)
-    membership.heartbeat("decode-0", "one", load, WorkerState.READY if left is WorkerState.LOST else left)
+    membership.heartbeat(INFO, load, WorkerState.READY if left is WorkerState.LOST else left)
     if left is WorkerState.LOST:
-        membership.lose("decode-0", "one")
+        membership.lose(INFO)
     membership.join(INFO)
     view = membership.find("decode-0")
     assert view is not None
     assert (view.state, view.load) == (left, load)
-    membership.heartbeat("decode-0", "one", load, WorkerState.READY)
+    membership.heartbeat(INFO, load, WorkerState.READY)
     assert state(membership) is WorkerState.READY
     membership.join(replace(INFO, incarnation="two"))
     assert state(membership) is WorkerState.READY
@@ -184,7 +184,9 @@ def test_workers_are_in_the_order_of_role_and_name(membership: Membership) -> No
         ("decode-1", WorkerRole.DECODE),
     ):
         membership.join(replace(INFO, worker_id=name, incarnation=name, role=role))
-    membership.heartbeat("decode-2", "decode-2", WorkerLoad(free_blocks=3), WorkerState.READY)
-    membership.lose("decode-0", "one")
+    membership.heartbeat(
+        replace(INFO, worker_id="decode-2", incarnation="decode-2"), WorkerLoad(free_blocks=3), WorkerState.READY
+    )
+    membership.lose(INFO)
     names = [view.info.worker_id for view in membership.workers()]
     assert names == ["decode-0", "decode-1", "decode-2", "prefill-0"]

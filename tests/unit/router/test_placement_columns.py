@@ -98,7 +98,7 @@ class Mesh:
             trust=lambda info: Trust.NONE if info.incarnation in self.unproven else Trust.FULL,
         )
         self.view = MeshView(
-            everything, table=self.membership, links=everything, in_flight=self.in_flight, health=everything
+            everything, membership=self.membership, links=everything, in_flight=self.in_flight, health=everything
         )
         self.membership.on_change(lambda _: self._changed())
         self.membership.on_report(self.view.reported)
@@ -114,11 +114,11 @@ class Mesh:
         """All workers report."""
         for view, free, state in zip(self.membership.workers(), free_blocks, states, strict=True):
             info = view.info
-            self.membership.heartbeat(info.worker_id, info.incarnation, WorkerLoad(free_blocks=free), state)
+            self.membership.heartbeat(info, WorkerLoad(free_blocks=free), state)
 
     def cache(self, number: int, num_tokens: int) -> None:
         info = self._nth(number).info
-        self.membership.replace_cache(info.worker_id, info.incarnation, 0, block_hashes(range(num_tokens), BLOCK, "m"))
+        self.membership.replace_cache(info, 0, block_hashes(range(num_tokens), BLOCK, "m"))
 
     def prove(self, number: int, *, proven: bool) -> None:
         info = self._nth(number).info

@@ -1,7 +1,8 @@
 """Chained requests: where the seams between rounds lie."""
 
+from tandem import GenerateArguments
 from tandem._calls import Deadline
-from tandem._continuation import Bounds, _round, complete_characters
+from tandem._continuation import _round, complete_characters
 from tandem.models import Token
 
 
@@ -25,7 +26,7 @@ def test_special_tokens_have_no_text_and_are_no_part_of_a_character() -> None:
 
 def test_only_the_first_round_has_a_target_for_its_first_token() -> None:
     """A refusal between rounds would throw away what is there already."""
-    bounds = Bounds(8, None, Deadline.after(10))
-    first, second = (_round({"prompt": "x", "ttft_target": 1.0, "priority": "batch"}, [1], n, bounds) for n in (0, 5))
+    arguments = GenerateArguments(prompt="x", ttft_target=1.0, priority="batch")
+    first, second = (_round(arguments, [1], n, None, Deadline.after(10)) for n in (0, 5))
     assert (first["ttft_target"], second["ttft_target"]) == (1.0, None)
     assert first["priority"] == second["priority"] == "batch"

@@ -59,6 +59,19 @@ def test_steps_of_decodes_are_taken_at_once() -> None:
     assert watched.engine.busy_s == pytest.approx(0.6)
 
 
+def test_a_sequence_holds_the_blocks_of_its_state() -> None:
+    """Two sequences of 7 blocks fit without states; of 17 blocks each, the second waits for the first."""
+
+    def work(watched: Watched) -> None:
+        watched.add(sequence("a", 100, 51))
+        watched.add(sequence("b", 100, 51))
+
+    for state_blocks, most in ((0, 2), (10, 1)):
+        watched = run(replace(NO_CONTEXT, num_blocks=33, state_blocks=state_blocks), work, {})
+        assert max(len(tokens) for _, tokens in watched.steps) == most
+        assert sum(sum(tokens.values()) for _, tokens in watched.steps) == 102
+
+
 def test_steps_take_longer_while_neighbours_compute() -> None:
     """The neighbour computes from 0.3 s on, for a second."""
     stretched = replace(NO_CONTEXT, stretch=3.0)

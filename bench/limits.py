@@ -28,8 +28,9 @@ from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from mesh.interrupts import run_program
 from tandem_cli.capacity.measurement import read_bytes_per_s
+from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.ranks import precision_of
-from tandem_cli.capacity.roofline import Capacity, Device, model_size
+from tandem_cli.capacity.roofline import Capacity, Device
 
 WEIGHTS = {
     "none": ("float32", "none"),

@@ -34,7 +34,8 @@ from engine.models.read_config import load_decoder_config
 from engine.settings import DTYPES, QUANTIZATIONS
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
-from tandem_cli.capacity.roofline import WEIGHT_BYTES, ModelSize, model_size
+from tandem_cli.capacity.model_size import ModelSize, model_size
+from tandem_cli.capacity.roofline import WEIGHT_BYTES
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PROMPT = 0

@@ -22,6 +22,7 @@ from engine.settings import OF_CHECKPOINTS, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import DTYPE_BYTES, KV_DTYPE_BYTES, Degrees
 from mesh.logs import quiet_logs
+from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.prediction import (
     PREFILL,
     Load,
@@ -31,7 +32,7 @@ from tandem_cli.capacity.prediction import (
     plan_capacity,
     read_measured,
 )
-from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device, model_size
+from tandem_cli.capacity.roofline import DEVICES, QUANTIZED, Capacity, Device, Precision, find_device
 from tandem_cli.model_folders import find_model
 from tandem_cli.parser import CommandParser, count, positive
 from tandem_cli.plan_tables import show

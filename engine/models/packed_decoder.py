@@ -39,9 +39,7 @@ _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
-    """Take every parameter out of `parameters`, one after the other, and pack it. Raises ValueError unless the
-    encoding is one of PACKED.
-    """
+    """Take all of `parameters`, one after the other, and pack them. Raises ValueError for an encoding not in PACKED."""
     if parameters.encoding not in PACKED:
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")

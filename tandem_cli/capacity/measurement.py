@@ -28,7 +28,8 @@ from engine.models.read_config import load_decoder_config
 from engine.sequence import SequenceState
 from engine.settings import graph_sizes
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
-from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision, model_size
+from tandem_cli.capacity.model_size import model_size
+from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
 from tandem_cli.model_folders import write_without_weights
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
 from worker.role import EngineLimits

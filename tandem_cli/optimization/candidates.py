@@ -11,7 +11,8 @@ from engine.models.model_config import ModelConfig
 from engine.quantizer import SCHEMES
 from engine.settings import DTYPES, QUANTIZATIONS
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.capacity.roofline import WEIGHT_BYTES, Capacity, DeviceRates, Precision, model_size
+from tandem_cli.capacity.model_size import model_size
+from tandem_cli.capacity.roofline import WEIGHT_BYTES, Capacity, DeviceRates, Precision
 
 BASE = "base"
 COMPUTED = tuple(name for name in QUANTIZATIONS if name != "none")

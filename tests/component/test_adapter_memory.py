@@ -81,7 +81,8 @@ def test_ranks(
 
 
 def _without_probe(args: Any, config: Any, precision: Any, num_devices: int) -> Any:
-    from tandem_cli.capacity.roofline import Capacity, Device, model_size
+    from tandem_cli.capacity.model_size import model_size
+    from tandem_cli.capacity.roofline import Capacity, Device
 
     device = Device("here", 1e9, 1e10, {precision.weights: 1e12, precision.kv: 1e12}, "a test")
     return Capacity(model_size(config), precision, device.rates(precision), args.memory_share), device

@@ -16,6 +16,7 @@ from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
+from tandem_cli.capacity.model_size import ModelSize, model_size
 from tandem_cli.capacity.prediction import (
     Load,
     PassTimes,
@@ -30,16 +31,7 @@ from tandem_cli.capacity.prediction import (
     workers_for,
 )
 from tandem_cli.capacity.ranks import rank_memory
-from tandem_cli.capacity.roofline import (
-    DEVICES,
-    WEIGHT_BYTES,
-    Capacity,
-    DeviceRates,
-    ModelSize,
-    Precision,
-    find_device,
-    model_size,
-)
+from tandem_cli.capacity.roofline import DEVICES, WEIGHT_BYTES, Capacity, DeviceRates, Precision, find_device
 from tandem_cli.model_folders import BUNDLED
 from tests.defects import Repaired
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from mesh.domain.errors import ConfigurationError
-from tandem_cli.capacity.roofline import Capacity, DeviceRates, ModelSize, Precision
+from tandem_cli.capacity.model_size import ModelSize
+from tandem_cli.capacity.roofline import Capacity, DeviceRates, Precision
 from tandem_cli.simulation.profile import MeshProfile, StepTimes, at, best_case
 from tests.unit.simulation.profiles import TIMES, profile
 

@@ -119,7 +119,7 @@ class EngineHost:
             layout=self.runner.kv_cache.layout,
             max_batch_tokens=config.max_batch_tokens,
             max_num_seqs=config.max_num_seqs,
-            num_blocks=self.scheduler.pool.num_blocks,
+            num_blocks=self.scheduler.pool.num_blocks - self.runner.kv_cache.layout.num_unused,
             max_model_len=config.max_model_len,
             device=str(self.runner.kv_cache.tensor.device),
             pid=os.getpid(),

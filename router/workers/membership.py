@@ -22,7 +22,8 @@ class WorkerView:
 
 def capacity_tokens(info: WorkerInfo) -> int:
     """Return the length of the longest sequence that the worker can hold."""
-    return info.layout.max_tokens_in(info.num_blocks, info.max_batch_tokens, info.max_model_len)
+    layout = info.layout
+    return layout.max_tokens_in(info.num_blocks + layout.num_unused, info.max_batch_tokens, info.max_model_len)
 
 
 class Membership:

@@ -37,6 +37,7 @@ attend = entry(attention.attend)
 begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
 
 CPU = torch.device("cpu")
+NUM_TOKENS = 7680
 # Computed tokens of each sequence, from and to: decodes first, then chunks that begin or continue a prompt. The longer
 # ones are of several splits, or of several blocks of keys.
 WORK = [
@@ -54,16 +55,11 @@ ONE_PLANE = [AttentionShape(20, 1, 64), AttentionShape(3, 1, 80)]
 """With rows that are keys and values at once."""
 
 
-def blocks_for(block_size: int, work: Sequence[tuple[int, int]] = WORK) -> int:
-    """Of a cache in which such a step leaves some free."""
-    return 8 + sum(-(-end // block_size) for _, end in work)
-
-
 def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated: int = 0) -> ForwardMetadata:
     """`work` as one step, its blocks scattered over the cache. The last `num_generated` tokens of a sequence are
     generated ones, the others its prompt.
     """
-    free = random.Random(0).sample(range(blocks_for(block_size, work)), blocks_for(block_size, work))
+    free = random.Random(0).sample(range(NUM_TOKENS // block_size), NUM_TOKENS // block_size)
     items = []
     for start, end in work:
         sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=max(1, end - num_generated)))
@@ -72,11 +68,11 @@ def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated:
     return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(SharedMemory()).metadata
 
 
-def filled_cache(shape: AttentionShape, dtype: str, block_size: int, work: Sequence[tuple[int, int]] = WORK) -> Tensor:
+def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
     """One layer of random KV, as [planes, num_blocks, block_size, num_kv_heads, elements of a row]."""
     is_one = shape in ONE_PLANE
     layout = KVLayout("m", 1, shape.num_kv_heads, shape.head_dim, block_size, dtype, keys_are_values=is_one)
-    cache = KVCache(layout, blocks_for(block_size, work), CPU).layer(0)
+    cache = KVCache(layout, NUM_TOKENS // block_size, CPU).layer(0)
     if dtype != "int8":
         return cache.copy_(torch.randn(cache.shape))
     numbers, scales = int8_parts(cache, shape.head_dim)
@@ -156,7 +152,7 @@ def test_generated_tokens_are_those_of_torch(
     """Contexts of one split and of several, and of exactly so many; also those that a replay computes in a chunk."""
     torch.manual_seed(0)
     work = [*((n - 1, n) for n in (2, 17, 1023, 1024, 1025, 2048)), (0, 12), (1980, 2060)]
-    cache = filled_cache(shape, dtype, 16, work)
+    cache = filled_cache(shape, dtype, 16)
     require_same((2,), shape, step(16, work, num_generated=40), cache, window, atol)
 
 

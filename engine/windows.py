@@ -57,7 +57,7 @@ class Windows:
         return None
 
     def _firsts(self, num_positions: int, token: int | None) -> list[int]:
-        """Of each group, the first position that the token sees, or the one behind so many positions."""
+        """The first position in each group that the token sees. None: the token behind so many positions."""
         groups = self._groups
         token = num_positions * groups.block_size if token is None else token
         return [groups.first_visible(group, token) for group in range(groups.count)]

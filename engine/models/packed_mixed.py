@@ -1,4 +1,4 @@
-"""What Gemma 4 has besides others, as the compiled loop reads it."""
+"""The parameters that Gemma 4 has besides others, as the compiled loop reads them."""
 
 import numpy as np
 import torch

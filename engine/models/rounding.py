@@ -45,21 +45,14 @@ def round_to_int4(weight: Tensor, group: int = INT4_GROUP) -> tuple[Tensor, Tens
     """Return `weight` [outputs, inputs] rounded to 0 to 15 as uint8, and for each group of inputs a scale in fp32 (a
     number of fp16) and a zero as uint8, [outputs, groups]. The last group may be narrower.
     """
-    num_outputs, num_inputs = weight.shape
-    num_groups = -(-num_inputs // group)
-    rounded = torch.empty(num_outputs, num_inputs, dtype=torch.uint8)
-    scales, zeros = torch.empty(num_outputs, num_groups), torch.empty(num_outputs, num_groups, dtype=torch.uint8)
-    rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
-    with one_thread():
-        for first in range(0, num_outputs, rows_at_once):
-            rows = slice(first, first + rows_at_once)
-            padded = torch.nn.functional.pad(weight[rows].float(), (0, num_groups * group - num_inputs))
-            groups = padded.view(-1, num_groups, group)
-            low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
-            scales[rows] = ((high - low) / _INT4_LEVELS).clamp_(min=_TINY).half().float()
-            zeros[rows] = torch.round(-low / scales[rows].clamp(min=_TINY)).clamp_(0, _INT4_LEVELS)
-            levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)) + zeros[rows, :, None]
-            rounded[rows] = levels.clamp_(0, _INT4_LEVELS).flatten(1)[:, :num_inputs]
+    rounded, scales = _no_groups(weight, group)
+    zeros = torch.empty(scales.shape, dtype=torch.uint8)
+    for rows, groups in _some_groups(weight, group):
+        low, high = groups.amin(2).clamp_(max=0), groups.amax(2).clamp_(min=0)
+        scales[rows] = ((high - low) / _INT4_LEVELS).clamp_(min=_TINY).half().float()
+        zeros[rows] = torch.round(-low / scales[rows].clamp(min=_TINY)).clamp_(0, _INT4_LEVELS)
+        levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)) + zeros[rows, :, None]
+        rounded[rows] = levels.clamp_(0, _INT4_LEVELS).flatten(1)[:, : weight.shape[1]]
     return rounded, scales, zeros
 
 
@@ -67,16 +60,26 @@ def round_to_int8_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor, Te
     """Return `weight` [outputs, inputs] rounded to 1 to 255 as uint8, and for each group of inputs a scale in fp32 (a
     number of fp16) and the zero, 128, as uint8, [outputs, groups]. The last group may be narrower.
     """
+    rounded, scales = _no_groups(weight, group)
+    for rows, groups in _some_groups(weight, group):
+        scales[rows] = (groups.abs().amax(2) / INT8_LEVELS).clamp_(min=_TINY).half().float()
+        levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)).clamp_(-INT8_LEVELS, INT8_LEVELS)
+        rounded[rows] = (levels + EIGHT_BITS_ZERO).flatten(1)[:, : weight.shape[1]]
+    return rounded, scales, torch.full(scales.shape, EIGHT_BITS_ZERO, dtype=torch.uint8)
+
+
+def _no_groups(weight: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Room for rounded numbers, and for a scale of each group."""
     num_outputs, num_inputs = weight.shape
-    num_groups = -(-num_inputs // group)
-    rounded, scales = torch.empty(weight.shape, dtype=torch.uint8), torch.empty(num_outputs, num_groups)
+    return torch.empty(weight.shape, dtype=torch.uint8), torch.empty(num_outputs, -(-num_inputs // group))
+
+
+def _some_groups(weight: Tensor, group: int) -> Iterator[tuple[slice, Tensor]]:
+    """Some rows at a time, and their numbers in fp32 [rows, groups, group], with zeros behind the last input."""
+    num_outputs, num_inputs = weight.shape
     rows_at_once = max(1, _ELEMENTS_AT_ONCE // num_inputs)
     with one_thread():
         for first in range(0, num_outputs, rows_at_once):
             rows = slice(first, first + rows_at_once)
-            padded = torch.nn.functional.pad(weight[rows].float(), (0, num_groups * group - num_inputs))
-            groups = padded.view(-1, num_groups, group)
-            scales[rows] = (groups.abs().amax(2) / INT8_LEVELS).clamp_(min=_TINY).half().float()
-            levels = torch.round(groups / scales[rows, :, None].clamp(min=_TINY)).clamp_(-INT8_LEVELS, INT8_LEVELS)
-            rounded[rows] = (levels + EIGHT_BITS_ZERO).flatten(1)[:, :num_inputs]
-    return rounded, scales, torch.full(scales.shape, EIGHT_BITS_ZERO, dtype=torch.uint8)
+            padded = torch.nn.functional.pad(weight[rows].float(), (0, -num_inputs % group))
+            yield rows, padded.view(len(padded), -1, group)

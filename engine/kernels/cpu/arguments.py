@@ -347,7 +347,7 @@ class Recurrent(NamedTuple):
 
 
 class LayerInputs(NamedTuple):
-    """What layers add for the token itself, see layer_inputs.py. Its projection is the last matrix."""
+    """Inputs of layers, see layer_inputs.py. Their projection is the last matrix of the model."""
 
     width: int  # of a layer's input; 0: there are none
     norm: Floats  # [1, width], of projections

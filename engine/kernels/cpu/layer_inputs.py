@@ -1,5 +1,5 @@
-"""What a layer adds to the residual for the token itself, through a gate that the residual opens (per-layer embeddings,
-Gemma 3n): a row of a table, and a projection of the embedded token.
+"""Inputs of layers (per-layer embeddings, Gemma 3n): a layer adds something for the token itself to the residual,
+through a gate that the residual opens. It is the sum of a row of a table and a projection of the embedded token.
 """
 
 from typing import TYPE_CHECKING

@@ -69,7 +69,7 @@ class Seen(NamedTuple):
 
 class Scanned(NamedTuple):
     """A token of Mamba 2 that changes some columns and then sees them: each is multiplied by the decay, then
-    key * step * values is added. What it sees is added to its result.
+    key * step * values is added. The token then sees the columns, and that is added to its result.
     """
 
     decay: np.float32

@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from checkpoint.model_files import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
+from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
 
@@ -160,15 +161,11 @@ def _sound_schema(source: str) -> str:
 
 def _with_sound_schemas(grammar: str) -> str:
     """The grammar, with the schemas in it made sound."""
-    first, *rest = grammar.split("%json")
-    for text in rest:
-        schema = text.lstrip()
-        try:
-            end = json.JSONDecoder().raw_decode(schema)[1]
-        except (ValueError, RecursionError):  # no schema, or one that the compiler refuses
-            end = 0
-        first += f"%json {_sound_schema(schema[:end])}{schema[end:]}" if end else f"%json{text}"
-    return first
+    text, place = "", 0
+    for schema in schemas_in(grammar):
+        text += grammar[place : schema.start] + _sound_schema(grammar[schema.start : schema.end])
+        place = schema.end
+    return text + grammar[place:]
 
 
 def _changed(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> object:

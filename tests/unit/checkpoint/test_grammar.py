@@ -381,12 +381,15 @@ ws    ::= [ \t\n]*
 
 
 def test_white_space_that_may_be_what_follows(compiler: GrammarCompiler) -> None:
-    """As docs/structured-output.md has it: llama.cpp's own example, and its white space as a rule that recurs."""
+    """llama.cpp's own example, its white space as a rule that recurs, and other spellings."""
     equations = "a=1\n(b_2) *3 =4\n\n"
-    assert not accepts(compiler, lark(ARITHMETIC), equations)
-    recurring = lark(ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?"))
-    assert accepts(compiler, recurring, equations)
-    assert not accepts(compiler, recurring, equations.rstrip("\n"))
+    recurring = ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?")
+    for source in (ARITHMETIC, recurring, ARITHMETIC.replace(r'"\n"', r'"\x0A"') + "# end"):
+        assert accepts(compiler, lark(source), equations)
+        assert not accepts(compiler, lark(source), equations.rstrip("\n"))
+    once = lark('root ::= "a" blanks "\\n"\nblanks ::= [\\n-]+ # some')
+    assert accepts(compiler, once, "a-\n\n")
+    assert not accepts(compiler, once, "a\n")
 
 
 def test_the_notation_of_vllms_users(compiler: GrammarCompiler, repaired: Repaired) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.attention.backend import attention_shape
-from engine.attention.cpu import head_shape
+from engine.attention.cpu import head_shape, kernel_slopes
 from engine.attention.views import parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
     NO_WINDOW,
@@ -19,6 +19,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
+from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.kv_cache import KVCache
@@ -38,12 +39,11 @@ def model_constants(
     packed: PackedDecoder,
     layers: Sequence[int],
     shapes: Sequence[HeadShape],
+    cache: KVCache,
     places: StatePlaces | None = None,
-    windows: Sequence[int] = (),
 ) -> ModelConstants:
-    """The constants of these layers, with heads of these shapes, states in these places, and KV in groups with these
-    windows.
-    """
+    """The constants of these layers, with heads of these shapes, KV in this cache and states in these places."""
+    windows = cache.layout.windows
     views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config)
     heads = [(each.num_kv_heads, each.head_dim, each.row_bytes, each.num_slots) for each in shapes]
     recurrent = NO_RECURRENCE
@@ -80,6 +80,9 @@ def model_constants(
         latent=_latent(config, packed),
         inputs=_inputs(config, packed),
         recurrent=recurrent,
+        slopes=kernel_slopes(attention_shape(config).shard(cache.span.heads)),
+        sinks=packed.sinks * np.float32(LOG2_E),
+        cache=cache.elements,
         mix_at=mix_address() if config.recurrent is not None else 0,
     )
 

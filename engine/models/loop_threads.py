@@ -11,7 +11,7 @@ import structlog
 from engine.cores import threads_born_on
 from engine.kernels.cpu.arguments import Int64s, Range
 from engine.kernels.cpu.barrier import RowShare, Team
-from engine.kernels.cpu.mailbox import await_done, call_here, follow, mailbox, post
+from engine.kernels.cpu.mailbox import follow, lead, mailboxes, post
 from engine.kernels.cpu.phases import PHASES
 from engine.kernels.cpu.stored import Kernel, Stored, job, stored
 from engine.models.rank_group import RankGroup
@@ -32,17 +32,18 @@ class _Teams:
 
 
 class _Helper:
-    """A thread that computes with the caller."""
+    """A thread that computes with the caller, and has mailbox `number`."""
 
-    def __init__(self, cores: Cores) -> None:
-        self.box = mailbox()
+    def __init__(self, cores: Cores, boxes: Int64s, number: int) -> None:
+        self.number = number
+        self._box = boxes[number]
         self._thread = ThreadPoolExecutor(1, "compute")
         with threads_born_on(cores):
-            self._thread.submit(follow, self.box).result()
+            self._thread.submit(follow, self._box).result()
 
     def post(self, job: Int64s) -> None:
-        if not post(job, self.box):
-            self._thread.submit(follow, self.box)
+        if not post(job, self._box):
+            self._thread.submit(follow, self._box)
 
 
 class LoopThreads:
@@ -55,6 +56,7 @@ class LoopThreads:
         self._num_own = num_own
         self._ranks = ranks
         self._helpers: dict[int, _Helper] = {}
+        self._boxes = mailboxes(num_own + (os.cpu_count() or 1))
         self._teams = _Teams((), [], np.zeros(0, np.int64))
         self._lent: Cores = ()
         self._unusable: set[int] = set()
@@ -96,9 +98,7 @@ class LoopThreads:
         )
         for helper, own_job in zip(helpers, others, strict=True):
             helper.post(own_job)
-        call_here(first)
-        for helper in helpers:
-            await_done(helper.box)
+        lead(first, self._boxes, np.array([helper.number for helper in helpers], np.int64))
 
     def _new_teams(self, needed: tuple[int, ...]) -> _Teams:
         written = np.zeros(len(needed), np.int64)
@@ -129,5 +129,6 @@ class LoopThreads:
     def _helper(self, core: int) -> _Helper:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""
         if core not in self._helpers:
-            self._helpers[core] = _Helper(tuple(os.sched_getaffinity(0)) if core < 0 else (core,))
+            cores = tuple(os.sched_getaffinity(0)) if core < 0 else (core,)
+            self._helpers[core] = _Helper(cores, self._boxes, len(self._helpers))
         return self._helpers[core]

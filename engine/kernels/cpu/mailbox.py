@@ -4,6 +4,8 @@ A thread that has nothing to do stays in compiled code for a while, longer than 
 leaves, because waiting costs a part of a core.
 """
 
+from functools import partial
+
 import numpy as np
 
 from engine.kernels.cpu.arguments import Int64s
@@ -11,17 +13,17 @@ from engine.kernels.cpu.barrier import MAX_SPINS, arrive, exchange, nap, publish
 from engine.kernels.cpu.compiler import entry, jit
 from engine.kernels.cpu.stored import JOB_NUMBERS, call
 
-_POSTED, _DONE, _IS_PRESENT = 8, 16, 24  # in cache lines of their own, behind the job
+_POSTED, _DONE, _IS_PRESENT, _WORDS = 8, 16, 24, 32  # in cache lines of their own, behind the job
 _MAX_NAPS = 50
 """About 3 milliseconds."""
 
 
-def mailbox() -> Int64s:
-    """The mailbox of one thread, for one other thread that posts to it."""
-    return np.zeros(32, np.int64)
+def mailboxes(count: int) -> Int64s:
+    """Mailboxes of so many threads, one a row, for one other thread that posts to them."""
+    return np.zeros((count, _WORDS), np.int64)
 
 
-@entry
+@partial(entry, nogil=False)
 def post(job: Int64s, box: Int64s) -> bool:
     """Let the mailbox's thread call a kernel; see `stored.call`. The thread has done all that was posted before.
     Returns False if it is not in `follow`, which it must be told to call then.
@@ -33,15 +35,11 @@ def post(job: Int64s, box: Int64s) -> bool:
 
 
 @entry
-def call_here(job: Int64s) -> None:
-    """Call a kernel in this thread."""
+def lead(job: Int64s, boxes: Int64s, others: Int64s) -> None:
+    """Call a kernel in this thread, and return once the threads of these mailboxes have done all that was posted."""
     call(job)
-
-
-@entry
-def await_done(box: Int64s) -> None:
-    """Return once all that was posted is done."""
-    wait_until(box[_DONE:], box[_POSTED])
+    for number in others:
+        wait_until(boxes[number, _DONE:], boxes[number, _POSTED])
 
 
 @entry

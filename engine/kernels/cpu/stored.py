@@ -7,6 +7,7 @@ used again for as long as the arrays stay where they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -100,7 +101,7 @@ def load(typing: TypingContext, kinds: NumbaType, addresses: NumbaType) -> Intri
     return types.Tuple(loaded)(kinds, addresses), generate
 
 
-@entry
+@partial(entry, nogil=False)
 def _store_in(value: Any, memory: Bytes) -> tuple[int, int]:
     """Write a value, if the memory has room for it. Returns its size in bytes, and its kind."""
     return _store(value, address(memory), len(memory))

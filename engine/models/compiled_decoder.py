@@ -87,8 +87,8 @@ class CompiledDecoder:
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
         self._model = model_constants(config, packed, layers, shapes, cache, places)
-        facts = config, self._model, self._ranks, self._share, sorted(set(shapes)), self._adapters
-        self._memory = LoopMemory(*facts, bf16=bf16)
+        facts = config, self._model, self._ranks, sorted(set(shapes)), self._adapters.pieces
+        self._memory = LoopMemory(*facts, shrunk_width=self._adapters.shrunk_width, bf16=bf16)
         if self._ranks.rank == 0:
             self._compile()
 

@@ -12,6 +12,7 @@ from engine.kernels.cpu.arguments import (
     HeadShape,
     Int64s,
     LayerInputs,
+    Recurrent,
     RecurrentWeights,
     Routing,
     StatePlaces,
@@ -46,11 +47,6 @@ def model_constants(
     windows = cache.layout.windows
     views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config)
     heads = [(each.num_kv_heads, each.head_dim, each.row_bytes, each.num_slots) for each in shapes]
-    recurrent = NO_RECURRENCE
-    if config.recurrent is not None and places is not None:
-        taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
-        weights = RecurrentWeights(*taken, packed.recurrent_norms)
-        recurrent = recurrent_layers(weights, config.recurrent, config.norm_eps, places)
     num_before = [0 if config.recurrent is None else config.recurrent.num_before(layer) for layer in layers]
     return ModelConstants(
         weights=packed.weights,
@@ -79,7 +75,7 @@ def model_constants(
         experts=_experts(config, packed, layers),
         latent=_latent(config, packed),
         inputs=_inputs(config, packed),
-        recurrent=recurrent,
+        recurrent=_recurrent(config, packed, places),
         slopes=kernel_slopes(attention_shape(config).shard(cache.span.heads)),
         sinks=packed.sinks * np.float32(LOG2_E),
         cache=cache.elements,
@@ -103,6 +99,14 @@ def parts_of_blocks(config: ModelConfig) -> list[tuple[int, int]]:
     """The parts of blocks in which layers have their KV: (number, parts of a block) of each group of layers."""
     views = (view_of_layer(config, layer) for layer in range(config.num_layers))
     return sorted({(view.part, view.num_parts) for view in views})
+
+
+def _recurrent(config: ModelConfig, packed: PackedDecoder, places: StatePlaces | None) -> Recurrent:
+    if config.recurrent is None or places is None:
+        return NO_RECURRENCE
+    taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
+    weights = RecurrentWeights(*taken, packed.recurrent_norms)
+    return recurrent_layers(weights, config.recurrent, config.norm_eps, places)
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.attention.backend import AdapterRows
+from engine.kernels.cpu.adapters import AdapterPieces, StepAdapters
 from engine.kernels.cpu.arguments import (
     SILU,
     Batch,
@@ -27,15 +28,15 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.buffers import Buffers, has_prompt, round_up
 from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
+from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
 from engine.kernels.cpu.packing import operand_dtypes, wide_size
 from engine.kernels.cpu.step_arguments import Activations, ModelConstants, OutputRows, StepBatch, ThreadMemory
 from engine.kernels.cpu.stored import Stored, stored
 from engine.models.model_config import ModelConfig
-from engine.models.packed_adapters import PackedAdapters
-from engine.models.packed_decoder import qkv_width
+from engine.models.packed_weights import qkv_width
 from engine.models.rank_group import RankGroup
 from engine.models.row_shares import adapters_of, batch_of, states_of
-from engine.models.share import RankShare
+from engine.models.share import rank_share
 
 AMX_OPERANDS = (np.uint8, np.int16)
 """Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
@@ -71,15 +72,16 @@ class LoopMemory:
         config: ModelConfig,
         model: ModelConstants,
         ranks: RankGroup,
-        share: RankShare,
         shapes: Sequence[HeadShape],
-        adapters: PackedAdapters,
+        adapters: AdapterPieces,
         *,
+        shrunk_width: int,
         bf16: bool,
     ) -> None:
         self._config, self._model = config, model
-        self._ranks, self._share = ranks, share
+        self._ranks, self._share = ranks, rank_share(config, ranks.rank, ranks.degrees)
         self._shapes, self._adapters, self._bf16 = shapes, adapters, bf16
+        self._qkv_width, self._shrunk_width = max(qkv_width(each, config) for each in shapes), shrunk_width
         self.logits_width = round_up(config.vocab_size, PANEL)
         self._constants = stored(model)
         self._buffers = Buffers()
@@ -133,7 +135,7 @@ class LoopMemory:
         acts = self._activations(num_tokens, is_adapted=bool(adapters))
         num_rows, own_buffers = max(num_tokens, self._num_copies(num_tokens)), self._thread_buffers[:num_threads]
         operands = self._operands(num_rows, self._model.weights, shares, num_threads)
-        adapted = self._adapters.step(adapters, num_tokens, self._ranks.buffers, own_buffers)
+        adapted = self._adapted(adapters, num_tokens, own_buffers)
         memories = []
         for thread, buffers in enumerate(own_buffers):
             number = thread * len(shares) // num_threads
@@ -145,6 +147,16 @@ class LoopMemory:
                 scratch = buffers.attention(shape, rows.end - rows.first, **facts)
             memories.append(stored(ThreadMemory(own_acts, operands[thread], scratch, splits[number], own_adapted)))
         return memories
+
+    def _adapted(self, rows: Sequence[AdapterRows], num_tokens: int, own: Sequence[Buffers]) -> list[StepAdapters]:
+        """The adapters of each thread's step; ranks share all rows. Without `rows` the buffers are empty."""
+        normed, shrunk = _NO_ROWS, _NO_ROWS
+        if rows:
+            normed = self.rows("normed", num_tokens, self._config.hidden_size)
+            shrunk = self.rows("shrunk", num_tokens, self._shrunk_width)
+        runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
+        tiles = [buffers.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for buffers in own]
+        return [StepAdapters(self._adapters, runs, normed, shrunk, tile) for tile in tiles]
 
     def rows(self, name: str, rows: int, width: int, first_column: int = 0) -> Floats:
         """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that
@@ -160,7 +172,7 @@ class LoopMemory:
         gate_up_rows = rows if kind.gated and not is_plain else 0
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
         latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
-        width = q_width if config.latent else max(qkv_width(each, config) for each in self._shapes)
+        width = q_width if config.latent else self._qkv_width
         projected, recurred = self._recurrent_rows(rows)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim

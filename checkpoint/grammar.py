@@ -34,7 +34,8 @@ _GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|\[(?:\\.|[^]\\])*+(?:]|\
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([][])|.)", re.DOTALL)
 # A rule that is nothing but a run of characters of a class, such as `ws ::= [ \t\n]*`.
 _GBNF_RUN = re.compile(
-    r"^(?P<name>[ \t]*[\w-]+)[ \t]*::=[ \t]*(?P<class>\[(?:\\[^\n]|[^]\\\n])*+])(?P<times>[*+])[ \t]*(?=#|$)", re.MULTILINE
+    r"^(?P<name>[ \t]*[\w-]+)[ \t]*::=[ \t]*(?P<class>\[(?:\\[^\n]|[^]\\\n])*+])(?P<times>[*+])[ \t]*(?=#|$)",
+    re.MULTILINE,
 )
 _GBNF_CHAR = re.compile(r"\\x[0-9a-fA-F]{2}|\\.|.", re.DOTALL)
 _BLANKS = {" ": " ", r"\t": "\t", r"\n": "\n", r"\r": "\r", r"\x20": " ", r"\x09": "\t", r"\x0a": "\n", r"\x0d": "\r"}

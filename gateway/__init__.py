@@ -2,7 +2,8 @@
 router through the SDK.
 
 The way of one request:
-    1. server.py                   uvicorn accepts the connection; limits on connections, headers and slow readers
+    1. server.py                   uvicorn accepts the connection; limits on connections, headers and slow readers, and
+                                   TLS, in connections.py
     2. app.py                      check of the Host header, CORS, and the route; each route with a key is an Endpoint,
                                    and pages, health checks and metrics are functions of web.py
     3. exchange.py                 Endpoint: request id, span, metrics and access log around the steps 4 to 9

@@ -30,10 +30,11 @@ async def serve(settings: GatewaySettings) -> None:
 
 
 def _warn_of_open_keys(settings: GatewaySettings) -> None:
-    """Warn that keys travel unencrypted: the gateway speaks no TLS, and beyond loopback its callers send API keys."""
-    if not settings.allow_anonymous and not is_loopback(settings.host):
+    """Warn that keys travel unencrypted: beyond loopback callers send API keys."""
+    if not settings.allow_anonymous and not settings.public_tls_cert and not is_loopback(settings.host):
         log.warning(
-            "API keys and prompts are sent unencrypted: listen on 127.0.0.1 behind a proxy that terminates TLS",
+            "API keys and prompts are sent unencrypted: set public_tls_cert and public_tls_key, or listen on 127.0.0.1 "
+            "behind a proxy that terminates TLS",
             host=settings.host,
         )
 

@@ -1,11 +1,13 @@
 """The gateway's settings, with the environment variables of LMI and TGI containers as aliases."""
 
 import json
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
+from mesh.certificates import PublicTlsSettings, server_context
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
 from mesh.settings import setting
@@ -58,7 +60,7 @@ _POSITIVE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatewaySettings(ProcessSettings):
+class GatewaySettings(ProcessSettings, PublicTlsSettings):
     """Settings of the gateway. Raises ConfigurationError on construction if one is invalid."""
 
     router: str = setting("127.0.0.1:50051", "router's address; several with commas between")
@@ -131,6 +133,12 @@ class GatewaySettings(ProcessSettings):
             raise ConfigurationError(f"handler must be a file with Python code, and {self.handler} is none")
         if not self.router_tls and (self.router_tls_ca or self.router_tls_name):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
+        self.load_public_tls()
+
+    def load_public_tls(self) -> ssl.SSLContext | None:
+        """Read the certificate; None for plain HTTP. Raises ConfigurationError."""
+        files = self.public_tls_files()
+        return server_context(*files) if files else None
 
     @property
     def allowed_origins(self) -> list[str]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from checkpoint.settings import ModelSettings
 from checkpoint.source import split_models
+from mesh.certificates import PublicTlsSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.credentials import TlsIdentity
 from mesh.settings import setting
@@ -36,7 +37,7 @@ _NOT_NEGATIVE = ("prefill_threshold", "prefill_overflow", "expect_prefill", "exp
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterSettings(ModelSettings):
+class RouterSettings(ModelSettings, PublicTlsSettings):
     """Settings of all models of a router. The constructor raises ConfigurationError for bad values."""
 
     host: str = setting("127.0.0.1", "address clients reach")
@@ -48,8 +49,6 @@ class RouterSettings(ModelSettings):
     )
     api_keys_file: str = setting("", "TOML file of API keys (see: tandem keys); without one, clients need no key")
     allow_anonymous: bool = setting(False, "allow listening beyond loopback without API keys")
-    public_tls_cert: str = setting("", "PEM file: certificate chain that clients see; turns on TLS for them")
-    public_tls_key: str = setting("", "PEM file: the certificate's private key")
     trial_key_sha256: str = setting("", "SHA-256 of the key that `tandem up` tests the mesh with", secret=True)
 
     max_concurrent_requests: int = setting(
@@ -157,9 +156,8 @@ class RouterSettings(ModelSettings):
 
     def load_public_tls(self) -> TlsIdentity | None:
         """Read the public port's certificate; None if none is configured. Raises ConfigurationError."""
-        if bool(self.public_tls_cert) != bool(self.public_tls_key):
-            raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
-        return TlsIdentity.load(self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
+        files = self.public_tls_files()
+        return TlsIdentity.load(*files) if files else None
 
 
 def require_input_below_total(max_input_length: int, max_total_tokens: int) -> None:

@@ -215,7 +215,7 @@ class RunningMesh:
 
     def is_called(self, name: str) -> bool:
         """Whether `name` means this mesh: its process id, an address, a port of these, or a model."""
-        addresses = [*self.address.split(","), self.http.removeprefix("http://")]
+        addresses = [*self.address.split(","), self.http.rpartition("//")[2]]
         ports = [address.rpartition(":")[2] for address in addresses]
         return name in (str(self.pid), *filter(None, (*addresses, *ports)), *self.models)
 
@@ -234,7 +234,7 @@ class Registration:
 
     def ready(self, address: str, http: str) -> None:
         """Add the addresses, once the mesh serves. A full disk is no reason to stop it."""
-        self._mesh = replace(self._mesh, address=address, http=f"http://{http}" if http else "")
+        self._mesh = replace(self._mesh, address=address, http=http)
         with suppress(OSError):
             self.write()
 

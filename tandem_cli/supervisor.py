@@ -98,17 +98,14 @@ class Supervisor:
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
         """Serve until a signal arrives. Raises MeshFailed or ConfigurationError.
 
-        Calls `on_ready(addresses of the routers, address of the gateway or "")` once.
+        Calls `on_ready(addresses of the routers, URL of the gateway or "")` once.
         """
         adopt_orphans()
         with self._signals():
             try:
                 await self._start()
                 self._show_services()
-                on_ready(
-                    ",".join(self._addresses("router")),
-                    self._children["gateway"].address if "gateway" in self._children else "",
-                )
+                on_ready(",".join(self._addresses("router")), self._http_url())
                 async with self._scaled():
                     await self._watch()
             except _StopRequested:
@@ -183,6 +180,12 @@ class Supervisor:
         gateway = self._deployment.gateway(self._addresses("router"), settings)
         workers = self._deployment.workers(next(iter(self._registries.values())))
         return [*workers, *([gateway] if gateway else [])]
+
+    def _http_url(self) -> str:
+        if (gateway := self._children.get("gateway")) is None:
+            return ""
+        has_tls = self._deployment.resolve(gateway.service, self._launch.environ).public_tls_cert
+        return f"{'https' if has_tls else 'http'}://{gateway.address}"
 
     def _addresses(self, role: str) -> list[str]:
         return [child.address for child in self._children.values() if child.service.role == role]

@@ -139,9 +139,9 @@ def _serve(
                 registered(_running_mesh(deployment, log_dir), display.line) as registration,
             ):
 
-                def on_ready(address: str, http_address: str) -> None:
-                    registration.ready(address, http_address)
-                    _announce_ready(address, http_address)
+                def on_ready(address: str, http_url: str) -> None:
+                    registration.ready(address, http_url)
+                    _announce_ready(address, http_url)
 
                 local = LocalLauncher(programs, environ, log_dir, fork_server)
                 supervisor = Supervisor(deployment, launcher(local), display, trial, scaling)
@@ -361,8 +361,8 @@ def _create_log_folder(path: str) -> Path:
     return folder
 
 
-def _announce_ready(address: str, http_address: str) -> None:
+def _announce_ready(address: str, http_url: str) -> None:
     sys.stdout.write(f"ready {address}\n")
-    if http_address:
-        sys.stdout.write(f"chat http://{http_address}\n")
+    if http_url:
+        sys.stdout.write(f"chat {http_url}\n")
     sys.stdout.flush()

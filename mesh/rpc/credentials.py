@@ -4,16 +4,13 @@ Inside the mesh TLS is mutual: servers and clients present certificates of one C
 contain the address that clients connect to (or `peer_name`). On the public port only the router presents one.
 """
 
-import contextlib
 import hmac
-import ipaddress
-import ssl
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 import grpc
 
+from mesh.certificates import host_in, read_pem
 from mesh.domain.errors import ConfigurationError, Unauthenticated
 from mesh.domain.host import is_loopback
 
@@ -41,20 +38,8 @@ class TlsIdentity:
     @classmethod
     def load(cls, cert: str, key: str, ca: str = "", *, peer_name: str = "") -> Self:
         """Read PEM files. Raises ConfigurationError if they are unreadable, expired, or do not belong together."""
-        chain, secret, authority = _read(cert), _read(key), _read(ca) if ca else None
-        try:
-            name = _own_name(cert, key, ca)
-        except ssl.SSLCertVerificationError as error:
-            # Without a CA the certificate is verified against itself, so only its dates can be wrong.
-            issuer = f" of {ca}" if ca else ""
-            raise ConfigurationError(f"{cert} is no valid certificate{issuer}: {error.verify_message}") from error
-        except (ssl.SSLError, ValueError) as error:
-            files = ", ".join(filter(None, (cert, key, ca)))
-            reason = getattr(error, "reason", None) or "not PEM"
-            raise ConfigurationError(f"{files} cannot be used together for TLS: {reason}") from error
-        if not name:
-            raise ConfigurationError(f"{cert} names no host: clients need a subjectAltName, DNS or IP")
-        return cls(chain, secret, authority, name, peer_name)
+        chain, secret, authority = read_pem(cert), read_pem(key), read_pem(ca) if ca else None
+        return cls(chain, secret, authority, host_in(cert, key, ca), peer_name)
 
     def for_itself(self) -> "TlsIdentity":
         """Return the identity of a client on the same machine that connects to a server with this certificate."""
@@ -70,37 +55,6 @@ class TlsIdentity:
     def channel_options(self) -> list[tuple[str, str]]:
         """Channel options that must accompany `channel_credentials`."""
         return [("grpc.ssl_target_name_override", self.peer_name)] if self.peer_name else []
-
-
-def _read(path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-
-
-def _own_name(cert: str, key: str, ca: str) -> str:
-    """Return a host name in the certificate, "" if there is none. Raises ssl.SSLError.
-
-    The name is read from an in-memory handshake of the certificate with itself, as server and, with a CA, as client.
-    The handshake also finds every error that real handshakes would fail with.
-    """
-    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname = False
-    server.verify_mode = ssl.CERT_REQUIRED if ca else ssl.CERT_NONE
-    for context in (server, client):
-        context.load_cert_chain(cert, key, password=lambda: "")  # never ask at a terminal
-        context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-        context.load_verify_locations(ca or cert)
-    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
-    peers = (client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True))
-    for peer in (*peers, *peers):
-        with contextlib.suppress(ssl.SSLWantReadError):
-            peer.do_handshake()
-    names: Any = (peers[0].getpeercert() or {}).get("subjectAltName", ())
-    hosts = [value.replace("*", "any") for kind, value in names if kind == "DNS"]
-    addresses = [str(ipaddress.ip_address(value)) for kind, value in names if kind == "IP Address"]
-    return next(iter([*hosts, *addresses]), "")
 
 
 class Guard(Protocol):

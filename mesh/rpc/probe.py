@@ -9,21 +9,19 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from mesh.certificates import PublicTlsSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.rpc.channel import NO_PROXY
 from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.settings import MemberSettings
-from mesh.settings import load_settings, setting
+from mesh.settings import load_settings
 
 _TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeSettings(MemberSettings):
+class ProbeSettings(MemberSettings, PublicTlsSettings):
     """The settings of the service that are needed to connect to it."""
-
-    public_tls_cert: str = setting("", "PEM file: certificate of the router's public port")
-    public_tls_key: str = setting("", "PEM file: its private key")
 
     def identities(self) -> Iterator[TlsIdentity | None]:
         """Yield the TLS identities to try, None for plaintext: it is not known which port of the service is probed.

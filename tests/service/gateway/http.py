@@ -53,6 +53,6 @@ async def gateway_at(address: str, **settings: Any) -> AsyncIterator[tuple[str, 
         backend = build_backend(chosen, client)
         batches = nullcontext() if backend.batches is None else backend.batches.running()
         async with batches, serving(build_app(backend), chosen) as http_address:
-            url = f"http://{http_address}"
+            url = f"{'https' if chosen.public_tls_cert else 'http'}://{http_address}"
             async with httpx2.AsyncClient(base_url=url, timeout=30, verify=False) as http:  # the list of CAs is long
                 yield url, backend, http

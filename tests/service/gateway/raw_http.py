@@ -54,7 +54,7 @@ async def answer_to(url: str, raw: bytes) -> tuple[int, bytes]:
 
 
 def address_of(url: str) -> tuple[str, int]:
-    host, _, port = url.removeprefix("http://").partition(":")
+    host, _, port = url.partition("//")[2].partition(":")
     return host, int(port)
 
 

@@ -46,7 +46,7 @@ def test_a_mesh_is_listed_while_it_runs(tmp_path: Path, capsys: pytest.CaptureFi
     with registered(RunningMesh.of_process(os.getpid(), ("small", "large"), tmp_path), pytest.fail) as registration:
         assert main(["ps"]) == 0
         assert f"{os.getpid()} small large starting" in " ".join(capsys.readouterr().out.split())
-        registration.ready("127.0.0.1:50051", "127.0.0.1:8080")
+        registration.ready("127.0.0.1:50051", "http://127.0.0.1:8080")
         assert main(["ps"]) == 0
         assert "127.0.0.1:50051 http://127.0.0.1:8080 " in " ".join(capsys.readouterr().out.split())
     assert files(tmp_path) == []

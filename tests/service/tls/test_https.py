@@ -1,0 +1,129 @@
+"""HTTPS of the gateway: what clients get over it, and that its connections have the limits of others."""
+
+import asyncio
+import json
+import ssl
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import httpx2
+import pytest
+
+from gateway.settings import GatewaySettings
+from mesh.domain.errors import ConfigurationError
+from tests.fakes.certificates import Authority
+from tests.fakes.sdk_router import STORY, Script
+from tests.service.gateway.http import RunningGateway, running_gateway
+from tests.service.gateway.raw_http import address_of, request
+from tests.service.gateway.test_connections import connections, ended
+from tests.service.gateway.test_life import CHAT, MUCH, request_to
+
+CHATS = "/v1/chat/completions"
+BODY = json.dumps(CHAT).encode()
+SOON_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def pair(authority: Authority) -> dict[str, str]:
+    files = authority.issue("https")
+    return {"public_tls_cert": str(files.cert), "public_tls_key": str(files.key)}
+
+
+@pytest.fixture
+def trust(authority: Authority) -> ssl.SSLContext:
+    return ssl.create_default_context(cafile=str(authority.cert))
+
+
+@asynccontextmanager
+async def secured(
+    gateway: RunningGateway, trust: ssl.SSLContext
+) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A bare connection over TLS, closed at the end without a word."""
+    reader, writer = await asyncio.open_connection(*address_of(gateway.url), ssl=trust)
+    try:
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+
+
+async def test_a_client_that_knows_the_ca_streams(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+    async with running_gateway(**pair) as gateway, httpx2.AsyncClient(base_url=gateway.url, verify=trust) as http:
+        async with http.stream("POST", CHATS, json=CHAT) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+        assert lines[-1] == "data: [DONE]"
+        chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+        assert "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks) == STORY
+        # The same connection goes on: a refusal, a page, and a check of the page's origin.
+        assert (await http.post(CHATS, content=b"x" * (9 << 20))).status_code == 413
+        assert "text/html" in (await http.get("/mesh", headers={"origin": gateway.url})).headers["content-type"]
+        async with httpx2.AsyncClient(base_url=gateway.url, verify=ssl.create_default_context()) as stranger:
+            with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await stranger.get("/ping")
+        async with connections(gateway.url, 1) as ((reader, writer),):  # plain HTTP
+            writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+            await ended(reader)
+
+
+async def test_a_stop_waits_for_no_goodbye(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+    async with AsyncExitStack() as after:
+        async with running_gateway(grace_s=60.0, **pair) as gateway:
+            reader, writer = await after.enter_async_context(secured(gateway, trust))
+            writer.write(b"GET /ping HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+            writer.transport.pause_reading()
+            started_s = time.monotonic()
+        assert time.monotonic() - started_s < 20
+
+
+async def test_connections_without_a_handshake_lock_nobody_out(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+    async with (
+        running_gateway(max_connections=20, header_timeout_s=1.0, **pair) as gateway,
+        connections(gateway.url, 60) as idle,
+        secured(gateway, trust) as (reader, writer),
+    ):
+        writer.write(request("/ping", b""))
+        assert (await asyncio.wait_for(reader.readline(), SOON_S)).startswith(b"HTTP/1.1 ")
+        for waiting, _ in idle:
+            await ended(waiting)
+        async with secured(gateway, trust) as (silent, _):  # a handshake, and no headers
+            await ended(silent)
+
+
+async def test_a_client_that_leaves_cancels_its_request(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+    trust.maximum_version = ssl.TLSVersion.TLSv1_2
+    script = Script(hold_after_messages=0)
+    async with running_gateway(script, **pair) as gateway:
+        async with secured(gateway, trust) as (_, writer):
+            writer.write(request_to(CHATS, BODY))
+            await asyncio.wait_for(script.holding.wait(), SOON_S)
+        await asyncio.wait_for(script.cancelled.wait(), SOON_S)
+
+
+async def test_a_client_that_reads_nothing_is_cut_off(
+    pair: dict[str, str], trust: ssl.SSLContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    script = Script(story="x" * 4000, tokens_per_message=100, max_total_tokens=10_000)
+    async with running_gateway(script, slow_reader_s=0.2, grace_s=1.0, **pair) as gateway:
+        monkeypatch.setattr(gateway.backend.metrics, "observe_generation", lambda failure, _: cut.set_result(failure))
+        async with secured(gateway, trust) as (_, writer):
+            writer.transport.pause_reading()
+            writer.write(request_to(CHATS, MUCH))
+            assert await asyncio.wait_for(cut, SOON_S) == "dropped"
+
+
+def test_wrong_files_are_refused_in_words(authority: Authority, pair: dict[str, str]) -> None:
+    """As the router refuses them (test_mesh_tls.py), by the same checks."""
+    tls = GatewaySettings(**pair).load_public_tls()
+    assert tls is not None
+    assert tls.minimum_version == ssl.TLSVersion.TLSv1_2
+    late, other = authority.issue("late-https", days=-1), authority.issue("other-https")
+    for wrong, message in (
+        ({"public_tls_key": ""}, "belong together"),
+        ({"public_tls_key": "/nowhere.key"}, r"cannot read /nowhere\.key: No such file"),
+        ({"public_tls_key": str(other.key)}, "KEY_VALUES_MISMATCH"),
+        ({"public_tls_cert": str(late.cert), "public_tls_key": str(late.key)}, "certificate has expired"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            GatewaySettings(**(pair | wrong))

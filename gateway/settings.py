@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from mesh.certificates import PublicTlsSettings, server_context
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
+from mesh.public_tls import PublicTlsSettings, server_context
 from mesh.settings import setting
 
 LMI_SCHEMAS = ("rolling", "0.26", "async")

@@ -1,28 +1,12 @@
-"""Certificate files of TLS servers, checked before anything starts, and those that clients see, over gRPC and HTTP."""
+"""Certificate files of TLS servers, checked before anything starts."""
 
 import contextlib
 import ipaddress
 import ssl
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
-from mesh.settings import setting
-
-
-@dataclass(frozen=True, kw_only=True)
-class PublicTlsSettings:
-    """The certificate of a port for clients; the router and the HTTP gateway have the same settings."""
-
-    public_tls_cert: str = setting("", "PEM file: certificate chain that clients see; turns on TLS for them")
-    public_tls_key: str = setting("", "PEM file: the certificate's private key")
-
-    def public_tls_files(self) -> tuple[str, str] | None:
-        """Return certificate and key, None if there are none. Raises ConfigurationError if there is only one."""
-        if bool(self.public_tls_cert) != bool(self.public_tls_key):
-            raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
-        return (self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
 
 
 def read_pem(path: str) -> bytes:
@@ -50,18 +34,6 @@ def host_in(cert: str, key: str, ca: str = "") -> str:
     if not name:
         raise ConfigurationError(f"{cert} names no host: clients need a subjectAltName, DNS or IP")
     return name
-
-
-def server_context(cert: str, key: str) -> ssl.SSLContext:
-    """What an HTTP server with this certificate needs. Raises ConfigurationError."""
-    for path in (cert, key):
-        read_pem(path)
-    host_in(cert, key)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(["http/1.1"])
-    context.load_cert_chain(cert, key)
-    return context
 
 
 def _own_name(cert: str, key: str, ca: str) -> str:

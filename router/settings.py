@@ -5,8 +5,8 @@ from pathlib import Path
 
 from checkpoint.settings import ModelSettings
 from checkpoint.source import split_models
-from mesh.certificates import PublicTlsSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.public_tls import PublicTlsSettings
 from mesh.rpc.credentials import TlsIdentity
 from mesh.settings import setting
 from router.tenants import TRIAL, KeysFile

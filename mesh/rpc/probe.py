@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from mesh.certificates import PublicTlsSettings
 from mesh.domain.errors import ConfigurationError
+from mesh.public_tls import PublicTlsSettings
 from mesh.rpc.channel import NO_PROXY
 from mesh.rpc.credentials import TlsIdentity
 from mesh.rpc.settings import MemberSettings

@@ -171,7 +171,9 @@ class Connection(H11Protocol):
         return True
 
     def end(self) -> None:
-        """Close the connection behind the bytes written. The rest of an unfinished body is read and dropped."""
+        """Close the connection behind the bytes written. The rest of an unfinished body is read and dropped; TLS has no
+        half to close meanwhile, so a client that ignores the answer's length waits for the end of `header_timeout_s`.
+        """
         if self.cycle.more_body:
             self._is_ending, self._awaited_s = True, self.loop.time()
             self.flow.resume_reading()

@@ -1,8 +1,10 @@
 """A whole mesh of processes with TLS on both planes."""
 
+import ssl
 from collections.abc import Callable
 from pathlib import Path
 
+import httpx2
 import pytest
 
 import tandem
@@ -21,6 +23,7 @@ async def test_a_mesh_with_tls_on_both_planes(
         *inside.issue("all").flags,
         f"--public-tls-cert={public.cert}",
         f"--public-tls-key={public.key}",
+        "--http-port=0",
         "--kv-transports=grpc",
         "--log-level=debug",
     )
@@ -32,6 +35,12 @@ async def test_a_mesh_with_tls_on_both_planes(
                 result = await client.generate(token_ids=prompt, max_new_tokens=8, ignore_eos=True)
                 reference("llama-tied").check_greedy(prompt, result.tokens)
             await pools_are_whole(client)
+        assert running.http.startswith("https://")
+        trust = ssl.create_default_context(cafile=str(outside.cert))
+        async with httpx2.AsyncClient(verify=trust, base_url=running.http, timeout=60) as http:
+            asked = http.build_request("POST", "/v1/completions", json={"prompt": "x", "max_tokens": 3})
+            asked.extensions["sni_hostname"] = "llm.example.com"
+            assert (await http.send(asked)).status_code == 200
         async with tandem.AsyncClient(running.address, max_retries=0) as client:
             with pytest.raises(tandem.ConnectionFailed, match="speak TLS"):
                 await client.models()

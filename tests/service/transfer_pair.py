@@ -20,6 +20,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.transports import open_send_transports
+from kvtransfer.transports.link import Link
 from kvtransfer.transports.memory_reads import ReadSendTransport
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
@@ -139,6 +140,24 @@ class Pair:
         transfer = self.open(reservation)
         announce_all(transfer)
         return transfer
+
+    async def link(self) -> None:
+        """A first transfer, after which conversations go over the link; it leaves no trace."""
+        await self.start(replace(RESERVATION, transfer_id="first")).commit(11, FIRST_TOKEN)
+        self.outcomes.committed.clear()
+        self.outcomes.changed.clear()
+        for store in (self.source, self.target):
+            store.written[:] = 0
+            store.reading.arrived.clear()
+            store.writing.arrived.clear()
+        self.target.data[:] = 0
+        assert self.links
+
+    @property
+    def links(self) -> list[Link]:
+        """The sender's ends."""
+        (transport,) = self.transports
+        return list(transport._arena.known.values())  # type: ignore[attr-defined]
 
     async def require_working(self) -> None:
         """A fresh transfer of the same blocks goes through."""

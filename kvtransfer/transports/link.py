@@ -258,7 +258,8 @@ class Link:
 
     async def _run(self, call: Call, serve: Serve) -> None:
         try:
-            await serve(call)
+            if self._is_open:  # else it was closed in the same turn
+                await serve(call)
         finally:
             call.leave()
 

@@ -34,6 +34,7 @@ from kvtransfer.transports.base import Slot
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
     ConfigurationError,
+    InvalidRequest,
     LayoutMismatch,
     ReceiverLost,
     TransferCorrupt,
@@ -511,9 +512,10 @@ async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, p
         link._socket.shutdown(socket.SHUT_RDWR)
         results = await asyncio.gather(*commits, return_exceptions=True)
         assert all(isinstance(result, TransferResult | TransferFailed) for result in results)
-        await turn_until(lambda: not pair.receiver._incoming)
+        for number in range(3):
+            await pair.receiver.abort(f"t{number}")  # as the router does, if the transfer had not been opened
         ended = [transfer_id for transfer_id, _ in (*pair.outcomes.committed, *pair.outcomes.failed)]
-        assert sorted(ended) == ["t0", "t1", "t2"]
+        assert len(ended) == len(set(ended))
         pair.require_slots_back()
         pair.outcomes.committed.clear()
         await pair.require_working()
@@ -535,18 +537,18 @@ async def test_a_write_fails_behind_which_the_commit_has_come_already(
         assert pair.outcomes.committed == []
 
 
-@pytest.mark.parametrize("packet", [b"", b"short", bytes(9), bytes([5, *bytes(8)]) + b"\xff\xff"])
-async def test_garbage_on_a_link_ends_no_more_than_the_link(tmp_path: Path, packet: bytes) -> None:
+async def test_garbage_on_a_link_ends_no_more_than_the_link(tmp_path: Path) -> None:
     async with Pair(tmp_path, "shm").running() as pair:
         await pair.link()
         (link,) = pair.links
-        pair.receiver.expect(RESERVATION)
-        link._socket.send(packet)
-        announce_all(transfer := pair.open())
-        with contextlib.suppress(TransferFailed):
-            await transfer.commit(11, FIRST_TOKEN)
+        call = link.call()
+        call.send(b"\xff\xff")
+        with pytest.raises(InvalidRequest):
+            await call.read()
+        await pair.require_working()
+        link._socket.send(b"short")
+        await turn_until(lambda: not pair.links)
         pair.outcomes.committed.clear()
-        await pair.receiver.abort("transfer")
         await pair.require_working()
 
 

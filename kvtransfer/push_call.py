@@ -165,6 +165,9 @@ class LinkCall:
             return reply_from_proto(pb.PushResponse.FromString(await self._call.read()))
         except WorkerLost as error:
             raise _unreachable(error) from None
+        except asyncio.CancelledError:  # as over gRPC, the receiver learns of it before threads of ours have ended
+            self.cancel()
+            raise
 
     async def ended(self) -> None:
         """The last reply has come: the call is over on both sides."""

@@ -1,7 +1,6 @@
 """KV transfers over real gRPC servers: every way they end, on both sides, leaves nothing behind."""
 
 import asyncio
-import contextlib
 import itertools
 import json
 import os

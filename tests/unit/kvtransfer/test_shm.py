@@ -86,6 +86,7 @@ async def test_round_trip(settings: TransferSettings) -> None:
     assert source is not None
     assert bytes(source.fetch(slot.seal(), 100)) == bytes(range(100))
     source.close()
+    receiver.close()
     slot.release(is_acknowledged=True)
     sender.close()
     assert names(settings) == []
@@ -260,7 +261,8 @@ async def test_offers_of_absurd_size_are_declined(settings: TransferSettings, ar
 async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettings) -> None:
     sender = make_sender(settings)
     offer = sender.offer()
-    source = await ShmReceiveTransport(settings).connect(offer)
+    receiver = ShmReceiveTransport(settings)
+    source = await receiver.connect(offer)
     assert source is not None
     for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
         with pytest.raises(TransferCorrupt):
@@ -270,6 +272,7 @@ async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettin
     source.close()
     with pytest.raises(TransferFailed):
         source.fetch(Payload(arena_offset=HEADER_BYTES), 10)
+    receiver.close()
     sender.close()
 
 

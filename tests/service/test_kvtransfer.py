@@ -5,7 +5,6 @@ import itertools
 import json
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -508,7 +507,7 @@ async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, p
         commits = [asyncio.create_task(transfer.commit(11, FIRST_TOKEN)) for transfer in transfers]
         for _ in range(phase):
             await asyncio.sleep(0)
-        link._socket.shutdown(socket.SHUT_RDWR)
+        pair.cut_links()
         results = await asyncio.gather(*commits, return_exceptions=True)
         assert all(isinstance(result, TransferResult | TransferFailed) for result in results)
         for number in range(3):

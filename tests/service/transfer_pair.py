@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -156,8 +157,13 @@ class Pair:
     @property
     def links(self) -> list[Link]:
         """The sender's ends."""
-        (transport,) = self.transports
-        return list(transport._arena.known.values())  # type: ignore[attr-defined]
+        arenas = [transport._arena for transport in self.transports if isinstance(transport, ShmSendTransport)]
+        return [link for arena in arenas for link in arena.known.values()]
+
+    def cut_links(self) -> None:
+        """As when a process ends: both ends are told so."""
+        for link in self.links:
+            link._socket.shutdown(socket.SHUT_RDWR)
 
     async def require_working(self) -> None:
         """A fresh transfer of the same blocks goes through."""

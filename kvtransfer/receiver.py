@@ -17,6 +17,7 @@ and none follows.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -95,6 +96,7 @@ class KVReceiver:
         self._settings = settings or TransferSettings()
         self._transports = transports or open_receive_transports(self._settings)
         self._executor = ThreadPoolExecutor(self._settings.num_threads, thread_name_prefix="kv-scatter")
+        self._copying = threading.BoundedSemaphore(self._settings.num_threads)  # of the threads of links
         self._incoming: dict[str, _Incoming] = {}
         for transport in self._transports:
             transport.serve(self.serve)
@@ -257,7 +259,8 @@ class KVReceiver:
     def _take(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
         """Runs on a link's thread."""
         checks.accept(chunk, self._settings.credit_chunks)
-        self._verify_and_write(checks, source, chunk)
+        with self._copying:
+            self._verify_and_write(checks, source, chunk)
         checks.acknowledge(chunk)
         reply(Ack(chunk.sequence_number))
 

@@ -128,6 +128,15 @@ async def test_fifos_and_directories_do_not_block_or_break(tmp_path: Path) -> No
     assert len(os.listdir(tmp_path)) == 3
 
 
+async def test_a_socket_of_an_older_make_is_passed_over_and_stays(tmp_path: Path) -> None:
+    name = f"tandem-kv-{'0' * 32}"
+    with arenas._address(str(tmp_path), name) as address, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        assert await open_arena(str(tmp_path), name, bytes(32), PAGE) is None
+        assert remove_orphans(str(tmp_path)) == 0
+
+
 async def test_a_file_that_could_be_cut_short_is_never_mapped(tmp_path: Path) -> None:
     """Reading a mapping behind the end of its file ends a process with SIGBUS."""
     nonce = bytes(32)

@@ -214,7 +214,8 @@ class Link:
             if len(packet) < _HEAD.size:
                 self._fail()
                 return
-            self._arrived(*_HEAD.unpack_from(packet), packet[_HEAD.size :])
+            number, kind = _HEAD.unpack_from(packet)
+            self._arrived(number, kind, packet[_HEAD.size :])
 
     def _read_all(self) -> None:
         """The thread of a receiver's end."""

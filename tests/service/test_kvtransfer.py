@@ -516,6 +516,8 @@ async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, p
         assert len(ended) == len(set(ended))
         pair.require_slots_back()
         pair.outcomes.committed.clear()
+        (transport,) = pair.receiver._transports
+        await turn_until(lambda: len(transport._arenas) == 0)  # type: ignore[attr-defined]
         await pair.require_working()
         (new_link,) = pair.links
         assert new_link is not link

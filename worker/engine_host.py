@@ -164,6 +164,7 @@ def load_engine_host(
         adapters=frozenset(adapter.digest for adapter in adapters),
         state_blocks=layout.state_blocks,
         windows=layout.windows,
+        windows_are_chunks=layout.windows_are_chunks,
     )
     _announce_adapters(settings, adapters)
     log.info(

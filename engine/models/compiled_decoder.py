@@ -108,7 +108,7 @@ class CompiledDecoder:
         self._has_amx = operands in _AMX_OPERANDS and has_amx()
         layers = range(self.layers.first, self.layers.end)
         shapes = head_shapes(config, cache, layers)
-        self._shapes, self._parts = sorted(set(shapes)), parts_of_blocks(config)
+        self._shapes, self._parts = sorted(set(shapes)), parts_of_blocks(config, cache.layout.windows)
         self._bf16 = is_rounded and multiplies_bf16() and not any(each.head_dim % AMX_DEPTH for each in shapes)
         self._heads = attention_shape(config).shard(cache.span.heads)
         self._embed, self._layer_inputs = as_tensor(packed.embed), as_tensor(packed.layer_inputs)

@@ -23,7 +23,10 @@ from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 
 NUM_NEW = 5 * WINDOW
-MODELS = [("gemma2", "compiled"), ("gpt-oss", "compiled"), ("mistral", "compiled"), ("qwen2-window", "torch")]
+MODELS = [
+    *((family, "compiled") for family in ("gemma2", "gpt-oss", "mistral", "gemma4", "llama4")),
+    *((family, "torch") for family in ("qwen2-window", "gemma4-moe", "llama4")),
+]
 
 
 def serve(
@@ -54,7 +57,8 @@ def serve(
 
 def new_scheduler(runner: ModelRunner, num_blocks: int, max_batch_tokens: int) -> Scheduler:
     layout = runner.kv_cache.layout
-    config = SchedulerConfig(layout.block_size, max_batch_tokens, 10, max_model_len=200, windows=layout.windows)
+    facts = {"windows": layout.windows, "windows_are_chunks": layout.windows_are_chunks}
+    config = SchedulerConfig(layout.block_size, max_batch_tokens, 10, max_model_len=200, **facts)
     return Scheduler(config, BlockPool(num_blocks))
 
 
@@ -98,7 +102,7 @@ def test_long_answers_are_those_of_transformers(checkpoint: Callable[[str], Path
     twice = [replace(request, request_id=name) for i, request in enumerate(requests) for name in (f"{i}", f"{i}-0")]
     tokens, _, num_replays = serve(runner, few, [SequenceState(request) for request in twice], drafter)
     check(tokens)
-    assert num_replays or family == "mistral", "where every layer has a window, all fit"
+    assert num_replays or family in ("mistral", "llama4"), "where little is held behind admission, all fit"
 
 
 def test_a_draft_model_has_its_kv_in_the_blocks_of_the_first_group(checkpoint: Callable[[str], Path]) -> None:

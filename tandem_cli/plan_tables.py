@@ -91,7 +91,7 @@ def _memory(plan: PlanResult) -> Table:
 
 def _sequences(plan: PlanResult) -> Table:
     """The KV of sequences where it is freed behind windows."""
-    table = figures_table("tokens of a sequence", "KV bytes", "without windows", "sequences that fit")
+    table = figures_table("tokens of a sequence", "KV bytes", "if all were kept", "sequences that fit")
     for row in plan["sequences"]:
         sizes = (f"{_number(row[name])}B" for name in ("kv_bytes", "all_kv_bytes"))
         table.add_row(f"{row['tokens']:,}", *sizes, f"{row['users']:,}")

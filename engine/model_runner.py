@@ -71,9 +71,7 @@ class ModelRunner:
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
         )
         self._adapters = adapters
-        windows, config = kv_cache.layout.windows, model.config
-        has_groups = windows and isinstance(config, ModelConfig)
-        self._num_final = num_final_kv_layers(config, windows) if has_groups else []
+        self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)
         layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
         facts = layout.block_size, slots, layout.state_blocks, layout.windows, layout.windows_are_chunks
@@ -278,6 +276,11 @@ class ModelRunner:
             scored = self._sampler.score(logits, token_ids, [sequence.request.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
+
+
+def _num_final_layers(config: AnyConfig, windows: Sequence[int]) -> list[int]:
+    """See `num_final_kv_layers`; nothing if blocks have all layers."""
+    return num_final_kv_layers(config, windows) if windows and isinstance(config, ModelConfig) else []
 
 
 def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:

@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -148,11 +148,20 @@ def best_case(capacity: Capacity, about: str, max_model_len: int, link_gbit_per_
     if num_blocks <= states:
         raise ConfigurationError("the weights do not fit into the memory of the device")
     model = capacity.model
-    facts = {"windows": model.kv_windows, "windows_are_chunks": model.windows_are_chunks, "state_blocks": states}
+    prefill = WorkerProfile(
+        times,
+        num_blocks,
+        _PREFILL_PASS_TOKENS,
+        _PREFILL_SEQS,
+        max_model_len,
+        state_blocks=states,
+        windows=model.kv_windows,
+        windows_are_chunks=model.windows_are_chunks,
+    )
     return MeshProfile(
         about,
-        WorkerProfile(times, num_blocks, _PREFILL_PASS_TOKENS, _PREFILL_SEQS, max_model_len, **facts),
-        WorkerProfile(times, num_blocks, _DECODE_STEP_TOKENS, _DECODE_SEQS, max_model_len, **facts),
+        prefill,
+        replace(prefill, max_batch_tokens=_DECODE_STEP_TOKENS, max_num_seqs=_DECODE_SEQS),
         transfer_s=capacity.transfer_s(0, link_gbit_per_s * 1e9 / 8),
         transfer_token_s=8 * kv_bytes / (link_gbit_per_s * 1e9),
     )

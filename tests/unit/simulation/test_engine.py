@@ -60,8 +60,8 @@ def test_steps_of_decodes_are_taken_at_once() -> None:
 
 
 def test_a_sequence_holds_the_blocks_of_its_state() -> None:
-    """Two sequences of 7 blocks fit without states; of 17 blocks each, the second waits for the first. With three groups
-    of layers it has to wait, too, unless two of these see 16 tokens only.
+    """Two sequences of 7 blocks fit without states; of 17 blocks each, the second waits for the first. With three
+    groups of layers it has to wait, too, unless two of these see 16 tokens only.
     """
 
     def work(watched: Watched) -> None:

@@ -85,7 +85,7 @@ def decoder_memory(
     shapes = [shape.shard(cache.span.heads, query_heads) for shape in [attention_shape_of(config)]]
     layers = [View(cache.span.layers.first)]
     if isinstance(config, ModelConfig) and config.mixed is not None:
-        layers = [view_of_layer(config, layer) for layer in range(config.num_layers)]
+        layers = [view_of_layer(config, layer, cache.layout.windows) for layer in range(config.num_layers)]
         shapes = [attention_shape_of(config.of_layer(layer)) for layer in range(config.num_layers)]
     windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
     attentions = {}

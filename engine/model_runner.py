@@ -21,7 +21,7 @@ from engine.finite import items_not_finite, scores_are_finite, sum_of
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.models.kv_groups import final_kv_layers
+from engine.models.kv_groups import num_final_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
@@ -71,9 +71,10 @@ class ModelRunner:
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
         )
         self._adapters = adapters
+        self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)
         layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
-        facts = layout.block_size, slots, layout.state_blocks, layout.windows
+        facts = layout.block_size, slots, layout.state_blocks, layout.windows, layout.windows_are_chunks
         self._builders = cycle([(StepInputBuilder(*facts), copies_for(device)) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
@@ -164,10 +165,10 @@ class ModelRunner:
 
     def _final_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers of the model are computed."""
-        windows = self.kv_cache.layout.windows
-        if windows and isinstance(self.config, ModelConfig):
-            return final_kv_layers(self.config, windows, computed)
-        return self.config.kv_layers(computed)
+        if not self._num_final:
+            return self.config.kv_layers(computed)
+        first, end = self._num_final[computed.first], self._num_final[computed.end]
+        return Span(first, end - first)
 
     def _clear_ends(self, batch: ScheduledBatch) -> None:
         """Clear blocks that the step fills in part, if it is the first to write to them: they may have held states,
@@ -275,6 +276,11 @@ class ModelRunner:
             scored = self._sampler.score(logits, token_ids, [sequence.request.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
+
+
+def _num_final_layers(config: AnyConfig, windows: Sequence[int]) -> list[int]:
+    """See `num_final_kv_layers`; nothing if blocks have all layers."""
+    return num_final_kv_layers(config, windows) if windows and isinstance(config, ModelConfig) else []
 
 
 def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:

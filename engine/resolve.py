@@ -101,19 +101,21 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
     )
     if isinstance(config, EncoderDecoderConfig):
         return layout
-    layout = replace(layout, keys_are_values=config.kv_planes == 1)
+    layout = replace(
+        layout,
+        keys_are_values=config.kv_planes == 1,
+        windows_are_chunks=bool(windows) and config.windows_are_chunks,
+    )
     if config.recurrent is None:
         return layout
     return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
 
 
 def freed_windows(config: AnyConfig, settings: RunnerSettings) -> tuple[int, ...]:
-    """The windows of the groups of layers whose KV is freed behind them. Stages have consecutive layers of all groups,
-    so theirs is kept.
-    """
-    if isinstance(config, EncoderDecoderConfig) or settings.keep_all_kv or settings.pipeline_parallel > 1:
+    """The windows of the groups of layers whose KV is freed behind them."""
+    if isinstance(config, EncoderDecoderConfig) or settings.keep_all_kv:
         return ()
-    return group_windows(config)
+    return group_windows(config, settings.pipeline_parallel)
 
 
 def fingerprint(

@@ -167,6 +167,8 @@ class Scheduler:
         self._start_forks(sequence)
         if sequence.finish_reason(first_token_id, self.config.max_model_len) is not None:
             self._end(sequence)
+        else:
+            self._windows.free_behind(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """End a sequence in any state and free its blocks. Idempotent; unknown sequences are ignored.

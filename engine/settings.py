@@ -47,8 +47,8 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks` and `windows`: see KVLayout. One batch is in flight with either; with the former, no token is
-    computed that may be wrong.
+    `state_blocks`, `windows` and `windows_are_chunks`: see KVLayout. With a state one batch is in flight, and no token
+    is computed that may be wrong.
     """
 
     block_size: int
@@ -62,6 +62,7 @@ class SchedulerConfig:
     adapters: frozenset[str] = frozenset()
     state_blocks: int = 0
     windows: tuple[int, ...] = ()
+    windows_are_chunks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):
@@ -74,12 +75,12 @@ class SchedulerConfig:
             )
         if self.state_blocks and self.max_in_flight > 1:
             raise ConfigurationError("a model with recurrent layers computes one batch at a time")
-        if self.windows and (self.state_blocks or self.max_in_flight > 1):
-            raise ConfigurationError("a model whose windows are freed has no recurrent layers or pipeline stages")
+        if self.windows and self.state_blocks:
+            raise ConfigurationError("a model whose windows are freed has no recurrent layers")
 
     @property
     def groups(self) -> KVGroups:
-        return KVGroups(self.block_size, self.windows or (0,))
+        return KVGroups(self.block_size, self.windows or (0,), self.windows_are_chunks)
 
 
 @dataclass(frozen=True, slots=True)

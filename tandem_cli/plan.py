@@ -47,6 +47,7 @@ MODEL_HELP = (
     "s3://bucket/prefix, which is fetched whole"
 )
 _HERE = "here"
+_LENGTHS = (2048, 8192, 32_768, 131_072)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -154,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
         args.users,
         args.link_gbit_per_s,
         args.price_per_hour,
+        [length for length in _LENGTHS if length <= config.max_model_len],
     )
     plan = {
         "model": {

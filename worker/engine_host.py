@@ -141,8 +141,7 @@ def load_engine_host(
     config = load_config(Path(settings.model), settings.rope_override())
     max_model_len = _max_model_len(settings, config)
     runner_settings = _runner_settings(settings, limits, max_model_len)
-    adapters = runner_settings.adapters
-    weights = _weights_of_kv(settings)
+    adapters, weights = runner_settings.adapters, _weights_of_kv(settings)
     runner = load(runner_settings, on_progress)
     num_blocks, layout = runner.kv_cache.num_blocks, runner.kv_cache.layout
     speculator = load_speculator(
@@ -164,6 +163,7 @@ def load_engine_host(
         adapters=frozenset(adapter.digest for adapter in adapters),
         state_blocks=layout.state_blocks,
         windows=layout.windows,
+        windows_are_chunks=layout.windows_are_chunks,
     )
     _announce_adapters(settings, adapters)
     log.info(

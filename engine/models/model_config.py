@@ -238,7 +238,11 @@ class ModelConfig:
 
     def stores_kv(self, layer: int) -> bool:
         """False if the layer reads the KV of an earlier one."""
-        return self.mixed is None or self.mixed.layers[layer].kv_source == layer
+        return self.kv_source(layer) == layer
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose KV this one reads."""
+        return layer if self.mixed is None else self.mixed.layers[layer].kv_source
 
     @property
     def num_kv_layers(self) -> int:

@@ -119,8 +119,9 @@ class Capacity:
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks that fit beside weights and adapters."""
-        return max(0, int(self._bytes_for_kv // (BLOCK_SIZE * self.kv_bytes_per_token)))
+        """Number of KV blocks, of all layers or of groups of them, that fit beside weights and adapters."""
+        share = self.model.kv_group_layers / self.model.num_kv_layers if self.model.kv_windows else 1
+        return max(0, int(self._bytes_for_kv // (BLOCK_SIZE * self.kv_bytes_per_token * share)))
 
     @property
     def kv_tokens(self) -> int:

@@ -152,7 +152,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma": lambda: llama_like("gemma", head_dim=32),
     "gemma2": lambda: llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
-    "gemma3": lambda: llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    "gemma3": lambda: llama_like(
+        "gemma3_text", num_hidden_layers=4, head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2
+    ),
     "gemma-biases": lambda: llama_like("gemma", head_dim=32, attention_bias=True),
     "gemma2-biases": lambda: llama_like(
         "gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20, attention_bias=True

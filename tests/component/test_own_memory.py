@@ -83,6 +83,7 @@ _DEGREES = [Degrees(2), Degrees(2, 2), Degrees(4)]
 _DIVIDED = [
     *product(["llama"], _DEGREES),
     *product(["qwen2", "mistral", "qwen2-moe", "bloom-6-heads"], _DEGREES[1:]),  # 2x2 ranks divide as 2 do
+    ("gemma3", Degrees(2, 2)),
     ("olmo2", Degrees(4)),
 ]
 

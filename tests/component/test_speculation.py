@@ -66,7 +66,9 @@ def answer(
     runner: ModelRunner, drafter: Drafter | None, asked: list[SequenceSpec], **limits: Any
 ) -> tuple[Answers, Scheduler]:
     """What comes of the requests, all at once, and the scheduler afterwards."""
-    config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits
+    layout = runner.kv_cache.layout
+    config = {"block_size": layout.block_size, "windows": layout.windows, "max_batch_tokens": 64, "max_num_seqs": 16}
+    config |= limits
     pool = BlockPool(runner.kv_cache.num_blocks)
     scheduler = Scheduler(SchedulerConfig(max_model_len=512, prefix_caching=False, **config), pool)
     speculator = None if drafter is None else eager_speculator(drafter, 4)
@@ -83,7 +85,7 @@ def answer(
             assert output.first_index == before[output.request_id] + len(tokens)
             answers[output.request_id] = ([*tokens, *output.tokens], output.finish_reason)
         scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks - layout.num_unused
     return answers, scheduler
 
 

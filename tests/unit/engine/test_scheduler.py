@@ -66,6 +66,7 @@ class SchedulerLife(RuleBasedStateMachine):
     max_in_flight = 1
     state_blocks = 0
     windows: tuple[int, ...] = ()
+    windows_are_chunks = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +78,7 @@ class SchedulerLife(RuleBasedStateMachine):
             max_in_flight=self.max_in_flight,
             state_blocks=self.state_blocks,
             windows=self.windows,
+            windows_are_chunks=self.windows_are_chunks,
         )
         self.groups = self.scheduler.config.groups
         self.speculator = eager_speculator(NgramDrafter(), 3)

@@ -58,7 +58,10 @@ class WindowedLife(SchedulerLife):
 
     def check_seen(self, sequence: SequenceState, known: list[int], tokens: range) -> None:
         for group, window in enumerate(self.groups.windows):
-            for token in range(max(0, tokens.start - window + 1) if window else 0, tokens.stop):
+            first = max(0, tokens.start - window + 1) if window else 0
+            if self.windows_are_chunks and window:
+                first = tokens.start // window * window
+            for token in range(first, tokens.stop):
                 block = sequence.block_table[token // BLOCK * self.groups.count + group]
                 assert self.memory[block, token % BLOCK] == (group, known[token])
 
@@ -96,10 +99,23 @@ TestAllWindowsLife = AllWindowsLife.TestCase
 
 
 class ManyWindowsLife(WindowedLife):
-    """Several groups of each kind, and windows that end in the middle of a block."""
+    """Several groups of each kind, windows that end in the middle of a block, and several batches in flight."""
 
     windows = (0, 0, 5, 9)
+    max_in_flight = 3
 
 
 ManyWindowsLife.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
 TestManyWindowsLife = ManyWindowsLife.TestCase
+
+
+class ChunkedLife(WindowedLife):
+    """Tokens see those from the beginning of their chunk on."""
+
+    windows = (0, 8)
+    windows_are_chunks = True
+    max_in_flight = 2
+
+
+ChunkedLife.TestCase.settings = settings(max_examples=40, stateful_step_count=40)
+TestChunkedLife = ChunkedLife.TestCase

@@ -27,7 +27,7 @@ from mesh.process import announce
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
+from worker.agent import CacheSnapshot, RegistryAgent, Report, WorkerServicer
 from worker.metrics import WorkerMetrics
 from worker.ranks.watch import log_ranks
 from worker.settings import WorkerSettings
@@ -50,10 +50,12 @@ class WorkerRuntime:
     """
 
     def __init__(
-        self, settings: WorkerSettings, info: WorkerInfo, source: ReportSource, rank_pids: Sequence[int] = ()
+        self, settings: WorkerSettings, info: WorkerInfo, engine: EngineLoop, rank_pids: Sequence[int] = ()
     ) -> None:
         self._settings = settings
+        self._engine = engine
         self._rank_pids = rank_pids
+        source = EngineReports(engine)
         self.credentials = settings.load_credentials()
         listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
         self.server = Server(listen)
@@ -85,7 +87,6 @@ class WorkerRuntime:
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
         stopped: "asyncio.Task[None]",
-        engine: EngineLoop,
         engine_died: asyncio.Event,
     ) -> WorkerRole | None:
         """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
@@ -99,7 +100,7 @@ class WorkerRuntime:
         announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
-        watch = asyncio.create_task(self._watch(engine))
+        watch = asyncio.create_task(self._watch())
         ends: tuple[asyncio.Task[Any], ...] = (stopped, registered, died)
         try:
             next_role = await self._until_switched(drained, ends)
@@ -187,7 +188,7 @@ class WorkerRuntime:
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 
-    async def _watch(self, engine: EngineLoop) -> None:
+    async def _watch(self) -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -199,7 +200,7 @@ class WorkerRuntime:
 
         settings = self._settings
         watch = StallWatch(
-            engine, stall_after_s=settings.stall_after_s, wedged_exit_s=settings.wedged_exit_s, on_change=show
+            self._engine, stall_after_s=settings.stall_after_s, wedged_exit_s=settings.wedged_exit_s, on_change=show
         )
         await watch.run()
         log.error("engine wedged, exiting", after_s=settings.wedged_exit_s)

@@ -20,6 +20,7 @@ from engine.settings import (
     LAYERS_PER_GROUP,
     OF_CHECKPOINTS,
     QUANTIZATIONS,
+    KVMemorySettings,
     require_known,
 )
 from mesh.domain.errors import ConfigurationError
@@ -208,12 +209,7 @@ class WorkerSettings(ModelSettings):
         require_not_negative(self, *_NOT_NEGATIVE)
         self._check_kv_disk()
         self._check_transports()
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
-        if not 0 <= self.memory_utilization <= 1:
-            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.memory_utilization}")
-        if self.kv_memory_shares < 0:
-            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
+        self.kv_memory()
 
     def _check_advertised(self) -> None:
         try:
@@ -268,6 +264,16 @@ class WorkerSettings(ModelSettings):
         if self.served_name in folders:
             raise ConfigurationError(f"adapter {self.served_name} has the name of the model: give it another")
         return tuple(read_adapter(name, folder, self.max_lora_rank) for name, folder in folders.items())
+
+    def kv_memory(self) -> KVMemorySettings:
+        """The worker's share of the memory for KV. Raises ConfigurationError."""
+        return KVMemorySettings(
+            self.kv_memory_fraction,
+            self.memory_utilization,
+            self.kv_memory_shares,
+            self.kv_memory_ledger,
+            self.identity,
+        )
 
     def degrees(self) -> Degrees:
         """Return the parallel degrees as numbers. With "max" these are those of a partitioned model; another may have

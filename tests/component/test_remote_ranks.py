@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.kv_memory import KVMemorySettings
 from engine.load_runner import load_model_runner
 from engine.memory import device_memory
 from engine.model_runner import ModelRunner
@@ -35,6 +34,7 @@ from engine.ranks.remote_messages import Step
 from engine.ranks.shared import StepMemory
 from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
+from engine.settings import KVMemorySettings
 from kvtransfer import (
     SERVICE_NAME,
     ExpectedTransfer,

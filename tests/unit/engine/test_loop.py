@@ -12,7 +12,7 @@ from structlog.testing import capture_logs
 from engine import loop as loop_module
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
-from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
+from engine.loop import Engine, EngineLoop, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
@@ -59,9 +59,12 @@ class Rig:
         self.runner = FakeRunner(FakeKVStore(NUM_BLOCKS))
         config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens=64, max_num_seqs=4, max_model_len=200)
         self.scheduler = Scheduler(config, BlockPool(NUM_BLOCKS))
-        callbacks = LoopCallbacks(self.steps.put_nowait, self.death.set_result)
         self.cores = LendingCores()
-        self.loop = EngineLoop(Engine(self.scheduler, self.runner, cores=self.cores), callbacks)
+        self.loop = EngineLoop(
+            Engine(self.scheduler, self.runner, cores=self.cores),
+            on_step=self.steps.put_nowait,
+            on_death=self.death.set_result,
+        )
 
 
 @pytest_asyncio.fixture
@@ -93,7 +96,7 @@ class SilentDisk:
 
 async def test_a_silent_disk_holds_a_prompt_up_for_a_while_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_MAX_FETCH_S", 0.05)
-    rig.scheduler.evicted = SilentDisk()
+    rig.scheduler.tables.evicted = SilentDisk()
     sequence = SequenceState(make_request("a", list(range(3 * FAKE_LAYOUT.block_size)), max_new_tokens=1))
     await asyncio.wait_for(rig.loop.fetch_evicted(sequence), 60)
     await rig.loop.call(lambda scheduler: scheduler.add(sequence))

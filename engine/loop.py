@@ -84,6 +84,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        *,
         on_layers: LayerHook | None = None,
         cores: ComputeCores | None = None,
         speculator: Speculator | None = None,

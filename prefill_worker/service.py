@@ -31,9 +31,8 @@ from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, Wor
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
-from mesh.tracing import end_span, mark_failed
+from mesh.tracing import begin_worker_span, end_span, mark_failed
 from worker.metrics import PrefillMetrics
-from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -153,7 +152,7 @@ class PrefillService:
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
         prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
-        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_worker_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -259,7 +258,7 @@ class PrefillService:
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
-        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
+        prompt.transfer_trace_span = begin_worker_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,
@@ -267,7 +266,7 @@ class PrefillService:
                 address=destination.address,
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
-                span=self._sender.whole,
+                span=self._layout.whole,
                 first_block=self._layout.num_sent_before(
                     prompt.sequence.num_tokens, destination.ready_tokens // self._layout.block_size
                 ),

@@ -100,7 +100,7 @@ class EngineHost:
 
     def engine(self) -> Engine:
         """Scheduler, runner and speculator, joined."""
-        return Engine(self.scheduler, self.runner, None, self.settings.compute_cores(), self.speculator)
+        return Engine(self.scheduler, self.runner, cores=self.settings.compute_cores(), speculator=self.speculator)
 
     def worker_info(self, role: WorkerRole, limits: EngineLimits, *, switchable: bool = False) -> WorkerInfo:
         """The worker's registration in a role with these limits. Its address is empty until the server listens."""

@@ -30,7 +30,7 @@ from engine.ranks import remote
 from engine.ranks.collectives import NoteStore
 from engine.ranks.commands import Forward, encode_command
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner
-from engine.ranks.remote_messages import Step
+from engine.ranks.remote_messages import StepMessage
 from engine.ranks.shared import StepMemory
 from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
@@ -521,6 +521,6 @@ def test_garbled_steps_are_refused(checkpoint: Checkpoint, wrong: dict[str, byte
         "positions": b"\0" * 48,
         "sequences": b"\0" * 20,
     }
-    remote._unpack(memory, Step(**step))
+    remote._unpack(memory, StepMessage(**step))
     with pytest.raises(ValueError, match=r"command|a step has"):
-        remote._unpack(memory, Step(**step | wrong))
+        remote._unpack(memory, StepMessage(**step | wrong))

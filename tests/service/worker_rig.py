@@ -125,7 +125,7 @@ async def worker_rig(
     async with AsyncExitStack() as stack:
         prefill_metrics, decode_metrics = PrefillMetrics(), DecodeMetrics()
         prefill_engine = EngineLoop(
-            Engine(prefill.scheduler, prefill.runner, lambda *layers: prefill_service.on_layers(*layers)),
+            Engine(prefill.scheduler, prefill.runner, on_layers=lambda *layers: prefill_service.on_layers(*layers)),
             on_step=lambda result: prefill_service.on_step(result),
             on_death=lambda _: prefill.died.set(),
             on_computed=prefill_metrics.stepped,

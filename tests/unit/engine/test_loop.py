@@ -133,7 +133,7 @@ async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) ->
         announced.append(first)
         rig.cores.wanted_back = True
 
-    engine = Engine(rig.scheduler, rig.runner, on_layers, rig.cores)
+    engine = Engine(rig.scheduler, rig.runner, on_layers=on_layers, cores=rig.cores)
     rig.scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=3)))
     engine.step()
     assert rig.runner.lent_cores == [(7,), ()]

@@ -13,8 +13,8 @@ Life of a step (`Engine.step` in loop.py):
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (runner.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, block_tables, windows, snapshots, batch, runner (its
-contract), scheduler, settings, speculation/.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, block_sharing, block_tables, windows, snapshots, batch,
+runner (its contract), scheduler, settings, speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
 Models: stored_parameters (what a checkpoint has of them), weights, models/, attention/; partition (weights packed
 ahead of time); kernels/ are the CPU's loops, which compiled_code compiles ahead of time (`tandem compile`).

@@ -4,7 +4,7 @@ The scheduler says which sequence gets blocks; this file says which ones, and wh
 
     admit, reserve   blocks for all tokens of a sequence: cached ones (PrefixCache, Windows), those that were kept when
                      they were evicted, and others. In groups of layers with a window, those that are seen
-    share            the blocks of another choice of the same prompt (Forks)
+    share            the blocks of another choice of the same prompt (CopyOnWrite)
     fill             blocks for a chunk of a prompt, in groups with a window
     grow             blocks for the next token, or for drafts
     publish          full blocks and snapshots become findable: prefix cache
@@ -21,7 +21,8 @@ from itertools import takewhile
 from typing import Protocol
 
 from engine.batch import ScheduledSequence
-from engine.block_pool import BlockPool, Forks, PrefixCache
+from engine.block_pool import BlockPool
+from engine.block_sharing import CopyOnWrite, PrefixCache
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
 from engine.snapshots import Snapshots
@@ -62,7 +63,7 @@ class BlockTables:
         self._groups = config.groups
         self._state_blocks = config.state_blocks
         self._windows = Windows(pool, self._groups, config.max_batch_tokens)
-        self._forks = Forks(pool, self._groups, config.state_blocks)
+        self._copies = CopyOnWrite(pool, self._groups, config.state_blocks)
         self._prefixes = PrefixCache(
             pool, self._groups, config.prefix_caching, config.whole_prompts, config.state_blocks
         )
@@ -159,7 +160,7 @@ class BlockTables:
         remaining = iter(own[states:])
         others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
         sequence.block_table += own[:states] + matched + others
-        self._forks.copy(snapshot, sequence, own[: len(snapshot)])
+        self._copies.begin_as(snapshot, sequence, own[: len(snapshot)])
         self._restore(sequence, kept, states + len(matched))
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
@@ -183,8 +184,8 @@ class BlockTables:
                 self._pool.publish(block_id, block_hash)
 
     def share(self, fork: SequenceState, origin: SequenceState) -> bool:
-        """Give a fork the blocks of its origin, see `Forks.share`. False, and no change, if no block is free."""
-        if not self._forks.share(fork, origin):
+        """Give a fork the blocks of its origin, see `CopyOnWrite.share`. False, and no change, if no block is free."""
+        if not self._copies.share(fork, origin):
             return False
         self._windows.free_behind(fork)
         return True
@@ -222,11 +223,11 @@ class BlockTables:
 
     def begin_step(self, number: int, items: Sequence[ScheduledSequence]) -> tuple[Copies, Copies]:
         """The blocks that the batch with this number copies before its pass, and those that it copies after it."""
-        return self._forks.copies(number, [item.sequence for item in items]), self._snapshots.take(items)
+        return self._copies.begin_step(number, [item.sequence for item in items]), self._snapshots.take(items)
 
     def end_step(self, number: int) -> None:
         """Release the originals that the batch with this number has copied."""
-        self._forks.copied(number)
+        self._copies.end_step(number)
 
     def publish(self, sequence: SequenceState, end: int) -> None:
         """Make blocks findable that have become full, and the snapshot that a step up to position `end` has taken."""
@@ -243,7 +244,7 @@ class BlockTables:
 
     def free(self, sequence: SequenceState) -> None:
         """Free all that a sequence holds."""
-        self._forks.drop(sequence)
+        self._copies.drop(sequence)
         self._snapshots.end(sequence)
         request = sequence.request
         self._pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)

@@ -5,7 +5,6 @@ The scheduler says which sequence gets blocks; this file says which ones, and wh
     admit, reserve   blocks for all tokens of a sequence: cached ones (PrefixCache, Windows), those that were kept when
                      they were evicted, and others. In groups of layers with a window, those that are seen
     share            the blocks of another choice of the same prompt (CopyOnWrite)
-    fill             blocks for a chunk of a prompt, in groups with a window
     grow             blocks for the next token, or for drafts
     publish          full blocks and snapshots become findable: prefix cache
     trim             frees blocks of wrong drafts, and those behind windows
@@ -20,7 +19,6 @@ from concurrent.futures import Future
 from itertools import takewhile
 from typing import Protocol
 
-from engine.batch import ScheduledSequence
 from engine.block_pool import BlockPool
 from engine.block_sharing import CopyOnWrite, PrefixCache
 from engine.sequence import BlockPayloads, SequenceState
@@ -29,9 +27,6 @@ from engine.snapshots import Snapshots
 from engine.windows import Windows
 from mesh.domain.kv import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK
-
-Copies = tuple[tuple[int, int], ...]
-"""Pairs of blocks: source, target."""
 
 
 class EvictedBlocks(Protocol):
@@ -51,7 +46,8 @@ class EvictedBlocks(Protocol):
 
 
 class BlockTables:
-    """The block tables of one scheduler. `evicted` keeps the blocks that the pool evicts, if anything does.
+    """The block tables of one scheduler. `evicted` keeps the blocks that the pool evicts, if anything does. `windows`,
+    `copies` and `snapshots` are also told what a step computes.
 
     `admit` and `reserve` return False, and change nothing, if too few blocks would be left for the running sequences
     `beside` to grow into, so that a newcomer is not preempted at once, and for `next_in_line`, which waits for longer.
@@ -62,28 +58,24 @@ class BlockTables:
         self._pool = pool
         self._groups = config.groups
         self._state_blocks = config.state_blocks
-        self._windows = Windows(pool, self._groups, config.max_batch_tokens)
-        self._copies = CopyOnWrite(pool, self._groups, config.state_blocks)
+        self.windows = Windows(pool, self._groups, config.max_batch_tokens)
+        self.copies = CopyOnWrite(pool, self._groups, config.state_blocks)
         self._prefixes = PrefixCache(
             pool, self._groups, config.prefix_caching, config.whole_prompts, config.state_blocks
         )
-        self._snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
-
-    def set_step_tokens(self, step_tokens: int) -> None:
-        """Steps have at most so many tokens from now on."""
-        self._windows.step_tokens = step_tokens
+        self.snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
 
     def max_tokens(self, max_model_len: int) -> int:
         """The length of the longest sequence that fits, if it is alone."""
         num_blocks = self._pool.num_blocks - self._state_blocks
-        return self._groups.max_tokens_in(num_blocks, self._windows.step_tokens, max_model_len)
+        return self._groups.max_tokens_in(num_blocks, self.windows.step_tokens, max_model_len)
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
         """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
         hashes = self._prefixes.reusable(sequence)
         if self._state_blocks:
-            return self._snapshots.missing(hashes)
-        num_matched = len(self._windows.match(hashes)) // self._groups.count
+            return self.snapshots.missing(hashes)
+        num_matched = len(self.windows.match(hashes)) // self._groups.count
         return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
 
     # -- a sequence gets blocks --------------------------------------------------------------------------------------
@@ -95,7 +87,7 @@ class BlockTables:
         hashes, last = self._prefixes.hashes(sequence), sequence.num_tokens - 1
         if self._state_blocks:  # the last token is computed once more, and writes to its block
             hashes = hashes[: last // self._groups.block_size]
-        matched = self._windows.match(hashes, last)
+        matched = self.windows.match(hashes, last)
         return self._take(sequence, hashes, matched, self._num_kept(beside, next_in_line), last_seen=last)
 
     def admit(
@@ -104,25 +96,25 @@ class BlockTables:
         """Allocate blocks for a sequence that is computed here."""
         hashes, num_kept = self._prefixes.reusable(sequence), self._num_kept(beside, next_in_line)
         if self._state_blocks and self.evicted is not None:
-            self._snapshots.restore(sequence, hashes, self.evicted.restore)
-        matched = self._windows.match(hashes)
+            self.snapshots.restore(sequence, hashes, self.evicted.restore)
+        matched = self.windows.match(hashes)
         if not self._state_blocks:
             return self._take(sequence, hashes, matched, num_kept)
-        reused = self._snapshots.find(hashes[: len(matched)])
+        reused = self.snapshots.find(hashes[: len(matched)])
         snapshot = self._pool.snapshot(hashes[reused - 1]) if reused else ()
         # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
         if not self._take(sequence, hashes, matched[:reused], num_kept, snapshot) and not (
             reused and self._take(sequence, hashes, [], num_kept)
         ):
             return False
-        self._snapshots.begin(sequence, len(matched))
+        self.snapshots.begin(sequence, len(matched))
         return True
 
     def _num_kept(self, beside: Collection[SequenceState], next_in_line: SequenceState | None) -> int:
         """Blocks that a newcomer must leave free."""
-        num_kept = self._headroom(beside) + self._windows.num_promised(beside)
+        num_kept = self._headroom(beside) + self.windows.num_promised(beside)
         if next_in_line is not None:
-            num_tokens, step_tokens = next_in_line.num_tokens, self._windows.step_tokens
+            num_tokens, step_tokens = next_in_line.num_tokens, self.windows.step_tokens
             num_kept += self._state_blocks + self._groups.num_blocks_at_once(num_tokens, step_tokens)
         return num_kept
 
@@ -146,13 +138,13 @@ class BlockTables:
         kept = self._hashes_on_disk(sequence, hashes, len(matched))
         num_reused = (len(matched) + len(kept)) // self._groups.count
         num_cached_tokens = num_reused * self._groups.block_size
-        wanted = self._windows.wanted(num_tokens, num_reused, last_seen)
+        wanted = self.windows.wanted(num_tokens, num_reused, last_seen)
         if kept:  # the window is further on
             matched = [each if is_wanted else NO_BLOCK for each, is_wanted in zip(matched, wanted, strict=False)]
         unheld = wanted[len(matched) :]
         num_missing = states + sum(unheld)
         if last_seen is None:
-            num_kept += self._windows.num_passing(num_tokens, num_cached_tokens)
+            num_kept += self.windows.num_passing(num_tokens, num_cached_tokens)
         if num_missing > self._pool.num_allocatable_beside([*matched, *snapshot]) - num_kept:
             return False
         self._pool.hold([*matched, *snapshot, *[NO_BLOCK] * unheld.count(False)])
@@ -160,7 +152,7 @@ class BlockTables:
         remaining = iter(own[states:])
         others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
         sequence.block_table += own[:states] + matched + others
-        self._copies.begin_as(snapshot, sequence, own[: len(snapshot)])
+        self.copies.begin_as(snapshot, sequence, own[: len(snapshot)])
         self._restore(sequence, kept, states + len(matched))
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
@@ -177,7 +169,7 @@ class BlockTables:
         """Fill the entries of the sequence's table from `first` on with the blocks that were kept by these hashes."""
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
         entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
-        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self._windows.kept]
+        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self.windows.kept]
         if self.evicted is not None and found:
             self.evicted.restore([block_id for block_id, _ in found], [kept[each] for _, each in found])
             for block_id, block_hash in found:
@@ -185,9 +177,9 @@ class BlockTables:
 
     def share(self, fork: SequenceState, origin: SequenceState) -> bool:
         """Give a fork the blocks of its origin, see `CopyOnWrite.share`. False, and no change, if no block is free."""
-        if not self._copies.share(fork, origin):
+        if not self.copies.share(fork, origin):
             return False
-        self._windows.free_behind(fork)
+        self.windows.free_behind(fork)
         return True
 
     # -- a sequence is computed --------------------------------------------------------------------------------------
@@ -213,26 +205,10 @@ class BlockTables:
             sequence.block_table += self._pool.allocate(num_new * count) or []
         return min(num_drafts, (len(sequence.block_table) - states) // count * size - sequence.num_tokens)
 
-    def tokens_until_snapshot(self, sequence: SequenceState, num_tokens: int) -> int:
-        """So many of the next `num_tokens` tokens may be computed in one step."""
-        return self._snapshots.tokens_until(sequence, num_tokens)
-
-    def fill(self, sequence: SequenceState, num_tokens: int) -> int:
-        """Allocate blocks for the next `num_tokens` tokens of a prompt. Returns for how many of them there are some."""
-        return self._windows.fill(sequence, num_tokens)
-
-    def begin_step(self, number: int, items: Sequence[ScheduledSequence]) -> tuple[Copies, Copies]:
-        """The blocks that the batch with this number copies before its pass, and those that it copies after it."""
-        return self._copies.begin_step(number, [item.sequence for item in items]), self._snapshots.take(items)
-
-    def end_step(self, number: int) -> None:
-        """Release the originals that the batch with this number has copied."""
-        self._copies.end_step(number)
-
     def publish(self, sequence: SequenceState, end: int) -> None:
         """Make blocks findable that have become full, and the snapshot that a step up to position `end` has taken."""
         self._prefixes.publish(sequence)
-        self._snapshots.publish(sequence, end)
+        self.snapshots.publish(sequence, end)
 
     def trim(self, sequence: SequenceState) -> None:
         """Free blocks of drafts that were wrong, and those that no later token sees."""
@@ -240,12 +216,12 @@ class BlockTables:
         if len(sequence.block_table) > needed:
             self._pool.free(sequence.block_table[needed:])
             del sequence.block_table[needed:]
-        self._windows.free_behind(sequence)
+        self.windows.free_behind(sequence)
 
     def free(self, sequence: SequenceState) -> None:
         """Free all that a sequence holds."""
-        self._copies.drop(sequence)
-        self._snapshots.end(sequence)
+        self.copies.drop(sequence)
+        self.snapshots.end(sequence)
         request = sequence.request
         self._pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
         sequence.block_table.clear()
@@ -258,7 +234,7 @@ class BlockTables:
 
     def check_integrity(self, holders: Iterable[SequenceState]) -> None:
         """Raise ValueError unless these sequences account for every held block."""
-        self._pool.check_integrity([self._windows.kept, *(sequence.held_blocks for sequence in holders)])
+        self._pool.check_integrity([self.windows.kept, *(sequence.held_blocks for sequence in holders)])
 
     def _num_entries(self, sequence: SequenceState) -> int:
         """Length of the table for all tokens that the sequence has."""

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from engine.batch import ScheduledBatch
-from engine.cores import ComputeCores, OwnCores
+from engine.cores import ComputeCores
 from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook, Runner
 from engine.scheduler import Scheduler
@@ -94,7 +94,7 @@ class Engine:
         """Tokens of the steps in flight, or of the last ones. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
-        self._cores = cores or OwnCores()
+        self._cores = cores or ComputeCores()
         self._speculator = speculator
         self._pace = PromptPace(scheduler.config.max_step_stretch)
         self._in_flight: deque[_Step] = deque()  # oldest first

@@ -64,7 +64,7 @@ class Scheduler:
 
     All blocks of a sequence are freed in `_free`: by `_end`, after its last token, unless it is handed over; by
     `_preempt`; and by `remove`, which ends it in any state, or by the `update` of the batch in flight that it is in.
-    Some blocks go earlier, see `BlockTables.trim` and `end_step`.
+    Some blocks go earlier, see `BlockTables.trim` and `CopyOnWrite.end_step`.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
@@ -86,7 +86,7 @@ class Scheduler:
         if num_left := len(self._waiting) + len(self._slots) + len(self._held):
             raise ValueError(f"{num_left} sequences are left of the former role")
         self.config = config
-        self.tables.set_step_tokens(config.max_batch_tokens)
+        self.tables.windows.step_tokens = config.max_batch_tokens
         self._counters = _Counters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -211,9 +211,10 @@ class Scheduler:
         items = sorted((*decodes, *chunks), key=batch_order)
         if not items:
             return self.schedule(max_prompt_tokens) if self._give_up_youngest() else ScheduledBatch(())
-        number = self._in_flight.begin(item.sequence for item in items)
-        copies, saves = self.tables.begin_step(number, items)
-        return ScheduledBatch(tuple(items), copies, number, saves)
+        sequences = [item.sequence for item in items]
+        number = self._in_flight.begin(sequences)
+        copies = self.tables.copies.begin_step(number, sequences)
+        return ScheduledBatch(tuple(items), copies, number, self.tables.snapshots.take(items))
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
@@ -279,7 +280,7 @@ class Scheduler:
     def _add_chunk(self, chunks: list[ScheduledSequence], sequence: SequenceState, budget: int) -> int:
         """Add a chunk of a prompt to `chunks`, unless no blocks are free for it now; returns its number of tokens."""
         chunk = self._chunk(sequence, budget)
-        num_tokens = self.tables.fill(sequence, chunk.num_tokens)
+        num_tokens = self.tables.windows.fill(sequence, chunk.num_tokens)
         if num_tokens:
             chunks.append(chunk if num_tokens == chunk.num_tokens else self._chunk(sequence, num_tokens))
         return num_tokens
@@ -325,7 +326,7 @@ class Scheduler:
 
     def _chunk(self, sequence: SequenceState, budget: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
-        num_tokens = self.tables.tokens_until_snapshot(sequence, min(sequence.num_uncomputed_tokens, budget))
+        num_tokens = self.tables.snapshots.tokens_until(sequence, min(sequence.num_uncomputed_tokens, budget))
         if self.config.whole_prompts:
             num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
         is_repeated = start + num_tokens == sequence.num_tokens and self._repeats_last(sequence)
@@ -413,7 +414,7 @@ class Scheduler:
         if not batch.items:
             return results
         aborted = self._in_flight.end(batch.number)
-        self.tables.end_step(batch.number)
+        self.tables.copies.end_step(batch.number)
         for sequence in aborted:
             self._free(sequence)
         for item, output in zip(batch.items, outputs, strict=True):

@@ -12,7 +12,7 @@ import structlog
 from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition_manifest import read_partition
 from checkpoint.settings import ModelSettings
-from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
+from engine.cores import ComputeCores, SharedCores, num_numa_nodes
 from engine.settings import (
     ATTENTION_BACKENDS,
     DTYPES,
@@ -323,11 +323,11 @@ class WorkerSettings(ModelSettings):
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""
         if not self.core_table:
-            return OwnCores()
+            return ComputeCores()
         try:
             return SharedCores(Path(self.core_table), parse_cores(self.cpu_list), parse_cores(self.lent_cores))
         except OSError as error:  # a cleaner of temporary folders may have removed the file
             log.warning("no cores are lent", core_table=self.core_table, error=str(error))
-            return OwnCores()
+            return ComputeCores()
         except ValueError as error:
             raise ConfigurationError(f"core_table needs cpu_list and lent_cores: {error}") from error

@@ -12,6 +12,7 @@ from structlog.testing import capture_logs
 from engine import loop as loop_module
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
+from engine.cores import ComputeCores
 from engine.loop import Engine, EngineLoop, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
@@ -25,7 +26,7 @@ from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_contin
 NUM_BLOCKS = 8
 
 
-class LendingCores:
+class LendingCores(ComputeCores):
     """Lends core 7 for the first step of each stretch of work; notes when there is nothing to compute."""
 
     def __init__(self) -> None:

@@ -38,8 +38,9 @@ from mesh.domain.errors import (
 from mesh.domain.kv import KVLayout
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceFailure, failure_of
-from mesh.tracing import begin_worker_span, end_span, mark_failed
+from mesh.tracing import end_span, mark_failed
 from worker.metrics import DecodeMetrics
+from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -132,7 +133,7 @@ class DecodeService:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
         endings += [self._retire(attempt) for attempt in attempts]
-        entry.span = begin_worker_span("decode_worker", "decode", request)
+        entry.span = begin_span("decode_worker", "decode", request)
         return entry
 
     async def _start(self, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]") -> None:
@@ -195,7 +196,7 @@ class DecodeService:
             return  # the abort ends the transfer, too
         self._by_transfer[transfer_id] = sequence.key
         entry.reserved_s = asyncio.get_running_loop().time()
-        entry.transfer_span = begin_worker_span("decode_worker", "transfer", sequence.request)
+        entry.transfer_span = begin_span("decode_worker", "transfer", sequence.request)
         self._metrics.cached(ready_tokens)
         self._send(entry.session, Reserved(sequence.key, ready_tokens))
 

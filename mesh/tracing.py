@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 
 from opentelemetry import trace
 from opentelemetry.context import Context
-from opentelemetry.trace import INVALID_SPAN, Span, Status, StatusCode
+from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.request import SequenceSpec
 
 HEADERS = ("traceparent", "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -58,19 +57,6 @@ def trace_id_of(span: Span) -> str | None:
     """Return the trace id for logs, None without a trace."""
     context = span.get_span_context()
     return trace.format_trace_id(context.trace_id) if context.is_valid else None
-
-
-def begin_worker_span(service: str, name: str, request: SequenceSpec) -> Span:
-    """Start a span for a worker's part of a request; a no-op span if the request has no trace. Always end it."""
-    if not request.traceparent:
-        return INVALID_SPAN
-    attributes: dict[str, str | int] = {
-        "tandem.request_id": request.request_id,
-        "tandem.attempt": request.attempt,
-        "tandem.tokens": len(request.token_ids),
-    }
-    context = context_in({"traceparent": request.traceparent})
-    return trace.get_tracer(f"tandem.{service}").start_span(name, context, attributes=attributes)
 
 
 def end_span(span: Span) -> None:

@@ -31,8 +31,9 @@ from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, Wor
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
-from mesh.tracing import begin_worker_span, end_span, mark_failed
+from mesh.tracing import end_span, mark_failed
 from worker.metrics import PrefillMetrics
+from worker.tracing import begin_span
 
 log = structlog.get_logger(__name__)
 
@@ -152,7 +153,7 @@ class PrefillService:
         receivers = self._sender.receivers(destination.address, destination.kv_endpoints)
         structlog.contextvars.bind_contextvars(request_id=request.request_id, attempt=request.attempt)
         prompt = _Prompt(sequence, destination, receivers, self._loop.create_future(), self._loop.create_future())
-        prompt.trace_span = begin_worker_span("prefill_worker", "prefill", request)
+        prompt.trace_span = begin_span("prefill_worker", "prefill", request)
         self._prompts[sequence.key] = prompt
         self._idle.clear()
         self._metrics.looked_up(sequence.num_tokens)
@@ -258,7 +259,7 @@ class PrefillService:
 
     def _open_transfer(self, prompt: _Prompt, block_table: tuple[int, ...]) -> Outgoing:
         destination = prompt.destination
-        prompt.transfer_trace_span = begin_worker_span("prefill_worker", "transfer", prompt.sequence.request)
+        prompt.transfer_trace_span = begin_span("prefill_worker", "transfer", prompt.sequence.request)
         return self._sender.open(
             TransferSpec(
                 transfer_id=destination.transfer_id,

@@ -7,7 +7,7 @@ when it is complete. On CUDA they run beside the model, on streams of their own:
 
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
+Copy = Callable[[Sequence[int], KVSpan, Buffer], None]
 
 
 class BlockParts(NamedTuple):
@@ -192,10 +193,10 @@ class KVCache:
         """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
         if self._copies is not None:
-            return read_and_hash(self, block_ids, span, out, seed)
+            return read_and_hash(self.read_blocks, block_ids, span, out, seed)
         pieces, num_bytes = self._pieces(block_ids, span)
         if not can_copy(pieces, num_bytes):
-            return read_and_hash(self, block_ids, span, out, seed)
+            return read_and_hash(self.read_blocks, block_ids, span, out, seed)
         return gather(pieces, num_bytes, np.frombuffer(out, np.uint8), seed)
 
     def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
@@ -205,7 +206,7 @@ class KVCache:
             return self._land(block_ids, span, data, seed)
         pieces, num_bytes = self._pieces(block_ids, span)
         if not can_copy(pieces, num_bytes):
-            return hash_and_write(self, block_ids, span, data, seed)
+            return hash_and_write(self.write_blocks, block_ids, span, data, seed)
         return scatter(pieces, num_bytes, np.frombuffer(data, np.uint8), seed)
 
     def _land(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int = 0) -> int:
@@ -247,24 +248,16 @@ class KVCache:
         return layers if span.heads == self.span.heads else layers[..., span.heads.slice_in(self.span.heads), :]
 
 
-class Blocks(Protocol):
-    """Plug point: KVCache, and `engine.sharded_kv_cache.ShardedKVCache`."""
-
-    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
-
-    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
-
-
-def read_and_hash(cache: Blocks, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
-    """`KVCache.copy_out` in two passes."""
-    cache.read_blocks(block_ids, span, out)
+def read_and_hash(read: Copy, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+    """`KVCache.copy_out` in two passes, by `read_blocks`."""
+    read(block_ids, span, out)
     return xxhash.xxh3_64_intdigest(out, seed=seed)
 
 
-def hash_and_write(cache: Blocks, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
-    """`KVCache.copy_in` by way of a copy, which nobody else can change."""
+def hash_and_write(write: Copy, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+    """`KVCache.copy_in` by way of a copy, which nobody else can change, and `write_blocks`."""
     copy = np.frombuffer(data, np.uint8).copy().data
-    cache.write_blocks(block_ids, span, copy)
+    write(block_ids, span, copy)
     return xxhash.xxh3_64_intdigest(copy, seed=seed)
 
 

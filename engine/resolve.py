@@ -1,4 +1,5 @@
-"""Resolves the settings of a runner against its model: device, dtypes, KV layout, fingerprint, and which decoder runs.
+"""Resolves the settings of a runner against its model: device, dtypes, ranks, KV layout, fingerprint, and which decoder
+runs.
 
 Only config.json and headers of the checkpoint are read, no weights.
 """
@@ -10,8 +11,7 @@ from pathlib import Path
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
-from engine.attention.backend import AttentionShape, attention_shape
-from engine.devices import find_device
+from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -67,6 +67,25 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
     if config.mixed is not None and settings.adapters:
         return "adapters of a model with heads of several sizes"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
+
+
+def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
+    """The most ranks of a stage that are of use. On GPUs, of which `devices` names some or the first: one for each, as
+    far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
+    partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
+    """
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.degrees.tensor
+    num_gpus = num_devices(devices) // settings.pipeline_parallel
+    size = max(settings.tensor_parallel, num_gpus)
+    if size == 1:
+        return 1
+    settings, config = resolve(settings)
+    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.mixed is not None:
+        return 1
+    if not num_gpus and why_eager(settings, config, kv_layout(config, settings)) is not None:
+        return 1
+    return min(num_gpus or size, config.num_kv_heads)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -268,10 +287,3 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return "float16"  # one scale for rotated keys and latents, which differ in size, is coarse
     fits = can_multiply and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits else "float16"
-
-
-def attention_shape_of(config: AnyConfig) -> AttentionShape:
-    """The heads of a layer; an encoder-decoder's scores are not scaled."""
-    if isinstance(config, EncoderDecoderConfig):
-        return AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
-    return attention_shape(config)

@@ -30,7 +30,7 @@ from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 
@@ -291,9 +291,10 @@ def test_a_worker_announces_its_adapters_and_doubts_their_base(checkpoint: Check
     bases = {"same": model_dir.name, "other": "org/another-model", "silent": ""}
     folders = {name: write_adapter(model_dir, tmp_path / name, base_model_name_or_path=b) for name, b in bases.items()}
     listed = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    limits = EngineLimits(64, 4, max_kv_tokens=256)
     with capture_logs() as logs:
-        host = load_engine_host(_worker(model_dir, listed), EngineLimits(64, 4, max_kv_tokens=256))
-    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE).adapters] == list(bases)
+        host = load_engine_host(_worker(model_dir, listed), limits)
+    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE, limits).adapters] == list(bases)
     doubted = [line["name"] for line in logs if line["event"] == "an adapter names another base model"]
     assert doubted == ["other"]
 

@@ -29,7 +29,7 @@ from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
@@ -278,8 +278,9 @@ def test_a_draft_model_shares_the_memory_for_kv(checkpoint: Checkpoint) -> None:
     def num_blocks(draft_model: Path | None) -> int:
         settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none", kv_cache_bytes=1 << 20)
         speculation = Speculation("draft", 4, draft_model) if draft_model else NO_SPECULATION
-        host = load_engine_host(settings, EngineLimits(64, 4, speculation=speculation))
-        info = host.worker_info(WorkerRole.DECODE)
+        limits = EngineLimits(64, 4, speculation=speculation)
+        host = load_engine_host(settings, limits)
+        info = host.worker_info(WorkerRole.DECODE, limits)
         assert (info.num_blocks, info.speculative) == (host.scheduler.pool.num_blocks, speculation.kind)
         return info.num_blocks
 

@@ -38,8 +38,7 @@ class Windows:
         groups, length = self._groups, len(hashes)
         for group in range(groups.num_full):
             length = len(self._pool.match(group_hash(block_hash, group) for block_hash in hashes[:length]))
-        while (missing := self._last_missing(hashes[:length], token)) is not None:
-            length = missing
+        length = self._longest(hashes, length, token)
         entries = [NO_BLOCK] * (length * groups.count)
         for group, first in enumerate(self._firsts(length, token)):
             seen = hashes[min(first, length) : length]
@@ -47,13 +46,27 @@ class Windows:
             entries[(length - len(seen)) * groups.count + group :: groups.count] = found
         return entries
 
-    def _last_missing(self, hashes: Sequence[BlockHash], token: int | None) -> int | None:
-        """The last position at which a group with a window lacks a block that the token sees."""
-        firsts = self._firsts(len(hashes), token)
-        for position in range(len(hashes) - 1, min((firsts[group] for group in self._numbers), default=0) - 1, -1):
-            for group in self._numbers:
-                if position >= firsts[group] and self._pool.find(group_hash(hashes[position], group)) is None:
+    def _longest(self, hashes: Sequence[BlockHash], length: int, token: int | None) -> int:
+        """The most leading positions, of at most `length`, of which groups with a window have what the token sees."""
+        present: set[tuple[int, int]] = set()
+        while (missing := self._first_missing(hashes, length, token, present)) is not None:
+            length = missing  # whatever is longer sees this position, too
+        return length
+
+    def _first_missing(
+        self, hashes: Sequence[BlockHash], length: int, token: int | None, present: set[tuple[int, int]]
+    ) -> int | None:
+        """A position before `length` at which a group with a window lacks a block that the token sees: the first in
+        its group. `present`: those that need not be looked up again.
+        """
+        firsts = self._firsts(length, token)
+        for group in self._numbers:
+            for position in range(firsts[group], length):
+                if (group, position) in present:
+                    continue
+                if self._pool.find(group_hash(hashes[position], group)) is None:
                     return position
+                present.add((group, position))
         return None
 
     def _firsts(self, num_positions: int, token: int | None) -> list[int]:

@@ -35,7 +35,6 @@ Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from itertools import takewhile
 from typing import Protocol
 
 from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, batch_order
@@ -72,7 +71,9 @@ class EvictedBlocks(Protocol):
     """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Start to read the leading ones of these blocks that are there. Any thread may call it."""
+        """Start to read blocks that `Scheduler.missing` names: those up to the first one that is not there, and without
+        which later ones are worth nothing. Any thread may call it.
+        """
         ...
 
     def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
@@ -145,7 +146,7 @@ class Scheduler:
         if self.config.state_blocks:  # the last token is computed once more, and writes to its block
             hashes = hashes[: (sequence.num_tokens - 1) // self.config.block_size]
         last = sequence.num_tokens - 1
-        matched = self._windows.match(hashes, last)
+        matched = self._windows.match(hashes, last, sequence.from_disk)
         if not (self._has_slot_for(sequence) and self._take_slot(sequence, hashes, matched, last_seen=last)):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
         sequence.status = SequenceStatus.WAITING_FOR_KV
@@ -196,12 +197,15 @@ class Scheduler:
         return failed
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here; with groups,
+        those of all groups of each position. b"" for blocks that are here.
+        """
         hashes = self._prefixes.reusable(sequence)
         if self.config.state_blocks:
             return self._snapshots.missing(hashes)
-        num_matched = len(self._windows.match(hashes)) // self._groups.count
-        return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
+        count, num_matched = self._groups.count, len(self._windows.match(hashes)) // self._groups.count
+        names = [group_hash(each, group) for each in hashes[num_matched:] for group in range(count)]
+        return [name if self.pool.find(name) is None else b"" for name in names]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -431,9 +435,9 @@ class Scheduler:
         hashes = self._prefixes.reusable(sequence)
         if self.config.state_blocks and self.evicted is not None:
             self._snapshots.restore(sequence, hashes, self.evicted.restore)
-        matched = self._windows.match(hashes)
         if not self.config.state_blocks:
-            return self._take_slot(sequence, hashes, matched)
+            return self._take_slot(sequence, hashes, self._windows.match(hashes, kept=sequence.from_disk))
+        matched = self._windows.match(hashes)
         reused = self._snapshots.find(hashes[: len(matched)])
         snapshot = self.pool.snapshot(hashes[reused - 1]) if reused else ()
         # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
@@ -448,7 +452,7 @@ class Scheduler:
         self,
         sequence: SequenceState,
         hashes: list[BlockHash],
-        matched: list[int],
+        matched: Sequence[int | None],
         snapshot: Sequence[int] = (),
         last_seen: int | None = None,
     ) -> bool:
@@ -459,47 +463,38 @@ class Scheduler:
         """
         oldest, num_tokens, states = self._oldest_beside(sequence), sequence.num_tokens, self.config.state_blocks
         spare = 0 if oldest is None else self._num_blocks_for(oldest)
-        kept = self._hashes_on_disk(sequence, hashes, len(matched))
-        num_reused = (len(matched) + len(kept)) // self._groups.count
+        num_reused = len(matched) // self._groups.count
         num_cached_tokens = num_reused * self.config.block_size
-        wanted = self._windows.wanted(num_tokens, num_reused, last_seen)
-        if kept:  # the window is further on
-            matched = [each if is_wanted else NO_BLOCK for each, is_wanted in zip(matched, wanted, strict=False)]
-        unheld = wanted[len(matched) :]
-        num_missing = states + sum(unheld)
+        unheld = self._windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
+        num_kept, held = matched.count(None), [each for each in matched if each is not None]
+        num_missing = states + num_kept + sum(unheld)
         promised = self._windows.num_promised(self._slots.values()) + spare
         if last_seen is None:
             promised += self._windows.num_passing(num_tokens, num_cached_tokens)
-        if num_missing > self.pool.num_allocatable_beside([*matched, *snapshot]) - self._headroom() - promised:
+        if num_missing > self.pool.num_allocatable_beside([*held, *snapshot]) - self._headroom() - promised:
             return False
-        self.pool.hold([*matched, *snapshot, *[NO_BLOCK] * unheld.count(False)])
+        self.pool.hold([*held, *snapshot, *[NO_BLOCK] * unheld.count(False)])
         own = self.pool.allocate(num_missing) or []
         remaining = iter(own[states:])
+        begin = [next(remaining) if each is None else each for each in matched] if num_kept else held
         others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
-        sequence.block_table += own[:states] + matched + others
+        sequence.block_table += own[:states] + begin + others
         self._forks.copy(snapshot, sequence, own[: len(snapshot)])
-        self._restore(sequence, kept, states + len(matched))
+        self._restore(sequence, hashes, [place for place, each in enumerate(matched) if each is None])
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
         self._slots[sequence.key] = sequence
         return True
 
-    def _hashes_on_disk(self, sequence: SequenceState, hashes: list[BlockHash], num_matched: int) -> list[BlockHash]:
-        """Hashes of the blocks that were kept behind those that are matched, of all groups of each position."""
-        count = self._groups.count
-        wanted = (group_hash(each, group) for each in hashes[num_matched // count :] for group in range(count))
-        found = list(takewhile(sequence.from_disk.__contains__, wanted))
-        return found[: len(found) // count * count] if self.evicted is not None else []
-
-    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> None:
-        """Fill the entries of the sequence's table from `first` on with the blocks that were kept by these hashes."""
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], places: list[int]) -> None:
+        """Fill the sequence's blocks at these places in the table of its tokens with what was kept of them."""
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
-        entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
-        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self._windows.kept]
-        if self.evicted is not None and found:
-            self.evicted.restore([block_id for block_id, _ in found], [kept[each] for _, each in found])
-            for block_id, block_hash in found:
-                self.pool.publish(block_id, block_hash)
+        if self.evicted is not None and places:
+            blocks = [sequence.block_table[self.config.state_blocks + place] for place in places]
+            names = [group_hash(hashes[place // self._groups.count], place % self._groups.count) for place in places]
+            self.evicted.restore(blocks, [kept[name] for name in names])
+            for block_id, name in zip(blocks, names, strict=True):
+                self.pool.publish(block_id, name)
 
     def _start_forks(self, sequence: SequenceState) -> None:
         """Start the forks of a sequence whose prompt is computed and published, and whose blocks are still held."""

@@ -286,6 +286,7 @@ class ModelConfig:
 
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _INNER_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_MAX_LAYERS = 4096
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels")
@@ -304,6 +305,8 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
     num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
+    if num_layers > _MAX_LAYERS:  # each takes memory before any tensor is looked for
+        raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
     max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(

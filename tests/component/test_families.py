@@ -201,6 +201,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
             "cannot have 3 experts of 1 of 1 groups of 2",
         ),
         ("Dots1ForCausalLM", _EXPERTS | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
+        ("Dots1ForCausalLM", _EXPERTS | {"n_routed_experts": 10**9}, "1000000000 experts are more than 4096"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "1000000000 layers are more than 4096"),
         ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [2, 3]}, "moe_topk must be the same in all layers"),
         ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),
         ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}, "with linear attention is not supported"),

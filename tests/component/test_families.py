@@ -150,6 +150,7 @@ def test_layers_of_newer_families(read: Any) -> None:
     assert (patterned.windows, patterned.unrotated) == ((7, None, 7, None), (1, 3))
     small = read("Exaone4ForCausalLM", **SIZES, sliding_window=None, layer_types=["full_attention"] * 4)
     assert (small.windows, small.unrotated) == ((None,) * 4, ())
+    assert read("MistralForCausalLM", **SIZES, sliding_window=2**70).windows == (2**62,) * 4
     smollm3 = read("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 0, 0, 1])
     assert (smollm3.unrotated, smollm3.rope.theta, smollm3.tied) == ((1, 2), 2e6, True)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}

@@ -16,7 +16,6 @@ tokens follow, see KVGroups.
 
 from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
-from itertools import takewhile
 from typing import Protocol
 
 from engine.block_pool import BlockPool
@@ -33,7 +32,9 @@ class EvictedBlocks(Protocol):
     """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Start to read the leading ones of these blocks that are there. Any thread may call it."""
+        """Start to read blocks that `BlockTables.missing` names: those up to the first one that is not there, and
+        without which later ones are worth nothing. Any thread may call it.
+        """
         ...
 
     def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
@@ -71,12 +72,15 @@ class BlockTables:
         return self._groups.max_tokens_in(num_blocks, self.windows.step_tokens, max_model_len)
 
     def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here; with groups,
+        those of all groups of each position. b"" for blocks that are here.
+        """
         hashes = self._prefixes.reusable(sequence)
         if self._state_blocks:
             return self.snapshots.missing(hashes)
-        num_matched = len(self.windows.match(hashes)) // self._groups.count
-        return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
+        count, num_matched = self._groups.count, len(self.windows.match(hashes)) // self._groups.count
+        names = [group_hash(each, group) for each in hashes[num_matched:] for group in range(count)]
+        return [name if self._pool.find(name) is None else b"" for name in names]
 
     # -- a sequence gets blocks --------------------------------------------------------------------------------------
 
@@ -87,7 +91,7 @@ class BlockTables:
         hashes, last = self._prefixes.hashes(sequence), sequence.num_tokens - 1
         if self._state_blocks:  # the last token is computed once more, and writes to its block
             hashes = hashes[: last // self._groups.block_size]
-        matched = self.windows.match(hashes, last)
+        matched = self.windows.match(hashes, last, sequence.from_disk)
         return self._take(sequence, hashes, matched, self._num_kept(beside, next_in_line), last_seen=last)
 
     def admit(
@@ -97,9 +101,9 @@ class BlockTables:
         hashes, num_kept = self._prefixes.reusable(sequence), self._num_kept(beside, next_in_line)
         if self._state_blocks and self.evicted is not None:
             self.snapshots.restore(sequence, hashes, self.evicted.restore)
-        matched = self.windows.match(hashes)
         if not self._state_blocks:
-            return self._take(sequence, hashes, matched, num_kept)
+            return self._take(sequence, hashes, self.windows.match(hashes, kept=sequence.from_disk), num_kept)
+        matched = self.windows.match(hashes)
         reused = self.snapshots.find(hashes[: len(matched)])
         snapshot = self._pool.snapshot(hashes[reused - 1]) if reused else ()
         # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
@@ -125,7 +129,7 @@ class BlockTables:
         self,
         sequence: SequenceState,
         hashes: list[BlockHash],
-        matched: list[int],
+        matched: Sequence[int | None],
         num_kept: int,
         snapshot: Sequence[int] = (),
         last_seen: int | None = None,
@@ -135,45 +139,36 @@ class BlockTables:
         token whose window counts, see `Windows.match`.
         """
         num_tokens, states = sequence.num_tokens, self._state_blocks
-        kept = self._hashes_on_disk(sequence, hashes, len(matched))
-        num_reused = (len(matched) + len(kept)) // self._groups.count
+        num_reused = len(matched) // self._groups.count
         num_cached_tokens = num_reused * self._groups.block_size
-        wanted = self.windows.wanted(num_tokens, num_reused, last_seen)
-        if kept:  # the window is further on
-            matched = [each if is_wanted else NO_BLOCK for each, is_wanted in zip(matched, wanted, strict=False)]
-        unheld = wanted[len(matched) :]
-        num_missing = states + sum(unheld)
+        unheld = self.windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
+        num_restored, held = matched.count(None), [each for each in matched if each is not None]
+        num_missing = states + num_restored + sum(unheld)
         if last_seen is None:
             num_kept += self.windows.num_passing(num_tokens, num_cached_tokens)
-        if num_missing > self._pool.num_allocatable_beside([*matched, *snapshot]) - num_kept:
+        if num_missing > self._pool.num_allocatable_beside([*held, *snapshot]) - num_kept:
             return False
-        self._pool.hold([*matched, *snapshot, *[NO_BLOCK] * unheld.count(False)])
+        self._pool.hold([*held, *snapshot, *[NO_BLOCK] * unheld.count(False)])
         own = self._pool.allocate(num_missing) or []
         remaining = iter(own[states:])
+        begin = [next(remaining) if each is None else each for each in matched] if num_restored else held
         others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
-        sequence.block_table += own[:states] + matched + others
+        sequence.block_table += own[:states] + begin + others
         self.copies.begin_as(snapshot, sequence, own[: len(snapshot)])
-        self._restore(sequence, kept, states + len(matched))
+        self._restore(sequence, hashes, [place for place, each in enumerate(matched) if each is None])
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
         return True
 
-    def _hashes_on_disk(self, sequence: SequenceState, hashes: list[BlockHash], num_matched: int) -> list[BlockHash]:
-        """Hashes of the blocks that were kept behind those that are matched, of all groups of each position."""
-        count = self._groups.count
-        wanted = (group_hash(each, group) for each in hashes[num_matched // count :] for group in range(count))
-        found = list(takewhile(sequence.from_disk.__contains__, wanted))
-        return found[: len(found) // count * count] if self.evicted is not None else []
-
-    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> None:
-        """Fill the entries of the sequence's table from `first` on with the blocks that were kept by these hashes."""
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], places: list[int]) -> None:
+        """Fill the sequence's blocks at these places in the table of its tokens with what was kept of them."""
         kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
-        entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
-        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self.windows.kept]
-        if self.evicted is not None and found:
-            self.evicted.restore([block_id for block_id, _ in found], [kept[each] for _, each in found])
-            for block_id, block_hash in found:
-                self._pool.publish(block_id, block_hash)
+        if self.evicted is not None and places:
+            blocks = [sequence.block_table[self._state_blocks + place] for place in places]
+            names = [group_hash(hashes[place // self._groups.count], place % self._groups.count) for place in places]
+            self.evicted.restore(blocks, [kept[name] for name in names])
+            for block_id, name in zip(blocks, names, strict=True):
+                self._pool.publish(block_id, name)
 
     def share(self, fork: SequenceState, origin: SequenceState) -> bool:
         """Give a fork the blocks of its origin, see `CopyOnWrite.share`. False, and no change, if no block is free."""

@@ -103,7 +103,7 @@ class ModelRunner:
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
         if self.kv_cache.layout.state_blocks:
-            self._clear_ends(batch)
+            self._clear_new(batch)
         announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
         finish, sample_rows = self._forward(step, copies, announce)
         return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
@@ -170,15 +170,16 @@ class ModelRunner:
         first, end = self._num_final[computed.first], self._num_final[computed.end]
         return Span(first, end - first)
 
-    def _clear_ends(self, batch: ScheduledBatch) -> None:
-        """Clear blocks that the step fills in part, if it is the first to write to them: they may have held states,
-        and attention multiplies by 0 what follows a sequence's tokens, which must be no NaN then.
+    def _clear_new(self, batch: ScheduledBatch) -> None:
+        """Clear blocks that the step is the first to write to: they may have held states, and attention multiplies by 0
+        what follows a token in its block, which must be no NaN then. The step fills it later, or in another row share.
         """
         layout = self.kv_cache.layout
+        size, states = layout.block_size, layout.state_blocks
         for item in batch.items:
-            last, used = divmod(item.end, layout.block_size)
-            if used and last * layout.block_size >= item.start:
-                self.clear_blocks([item.sequence.block_table[layout.state_blocks + last]])
+            new = slice(states - (-item.start // size), states - (-item.end // size))
+            if blocks := item.sequence.block_table[new]:
+                self.clear_blocks(blocks)
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool

@@ -72,7 +72,7 @@ def load_packed(
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress, wide_vectors=True), share)
+    return pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
 
 
 def decoder_memory(
@@ -123,11 +123,11 @@ def _parameters(
     specs: list[ParameterSpec],
     on_progress: Progress | None,
     *,
-    wide_vectors: bool = False,
+    is_packed: bool = False,
 ) -> Parameters:
     """The parameters, read when they are taken."""
     dtype = getattr(torch, settings.dtype)
-    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, wide_vectors)
+    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)

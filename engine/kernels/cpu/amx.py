@@ -38,7 +38,8 @@ from engine.kernels.cpu.machine import (
     knows_amx,
     knows_bf16,
 )
-from engine.kernels.cpu.tiles import FINISH_ROWS, Finish, write_tile
+from engine.kernels.cpu.finish import FINISH_ROWS, Finish
+from engine.kernels.cpu.tiles import write_tile
 
 BF16_QUERY_ROWS = AMX_QUERY_ROWS if knows_amx() else QUERY_TILE_ROWS
 """Queries of a prompt that are multiplied at once in bf16."""

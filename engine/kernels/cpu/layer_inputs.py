@@ -14,7 +14,7 @@ from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.phases import DOWN, GATE_UP, QUANTISE, finish_phase, rows_of
 from engine.kernels.cpu.rows import Norm, add_normed, norm_row, put_rows
-from engine.kernels.cpu.tiles import STORE
+from engine.kernels.cpu.finish import STORE
 from engine.kernels.cpu.vectors import address, mix_rows, weigh_row
 
 if TYPE_CHECKING:

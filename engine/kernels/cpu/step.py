@@ -79,7 +79,7 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.tiles import ADD, GATE, STORE
+from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.vectors import address
 
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _, *_BESIDE = range(9)

@@ -13,6 +13,7 @@ from checkpoint.tensors import open_checkpoint, read_sample
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.devices import find_device
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
+from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import PACKED
@@ -58,14 +59,10 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    if config.experts is not None and settings.adapters:
-        return "adapters of a model with experts"
+    if config.experts is not None and change_experts(settings.adapters, parameter_specs(config)):
+        return "adapters of experts"
     if config.latent is not None and settings.adapters:
         return "adapters of a model with latent attention"
-    if config.recurrent is not None and settings.adapters:
-        return "adapters of a model with recurrent layers"
-    if config.mixed is not None and settings.adapters:
-        return "adapters of a model with heads of several sizes"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 

@@ -290,7 +290,7 @@ class _Reader:
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
 
     def fp8(self, spec: ParameterSpec, forms: Forms) -> LinearParameters:
-        """A matrix with the numbers and scales of the checkpoint; outputs that it has in other forms are in floats. Raises
+        """A matrix with the numbers and scales of the checkpoint; outputs that it has in other forms are floats. Raises
         ConfigurationError if a number is not finite.
         """
         kinds = {form for _, form in forms}

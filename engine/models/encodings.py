@@ -70,8 +70,8 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
-"""Conversions of floating-point weights [outputs, inputs] to each encoding; fp8 is only taken from checkpoints, and other
-matrices beside it keep their type.
+"""Conversions of floating-point weights [outputs, inputs] to each encoding. fp8 is only taken from checkpoints; matrices
+beside it keep their type.
 """
 OUTPUT_ENCODINGS = {"int4": "int8"}
 """Encodings of the output matrix where they are others than that of the model."""
@@ -91,9 +91,9 @@ Forms = tuple[tuple[int, int], ...]
 class StoredMatrices(NamedTuple):
     """How the compiled decoder multiplies the matrices of a checkpoint that are not all in floating point.
 
-    In int4 so many inputs share a scale, a `group`; the matrices `in_int8`, which the checkpoint has in another form, are
-    rounded to 8 bits. In fp8 `forms` has, for each matrix, the numbers of outputs that are stored alike, and their form
-    (engine/kernels/cpu/machine.py).
+    In int4 `group` inputs share a scale; the matrices `in_int8`, which the checkpoint has in another form, are rounded
+    to 8 bits. In fp8 `forms` has, for each matrix, how many outputs that follow each other are stored alike, and their
+    form (engine/kernels/cpu/machine.py).
     """
 
     group: int = INT4_GROUP
@@ -109,8 +109,8 @@ Values = tuple[str, Tensor | LinearParameters, bool]
 
 class Parameters:
     """The parameters of a model by name, with all matrices converted to one encoding; the output matrix: see
-    OUTPUT_ENCODINGS. `stored` says what the matrices of a checkpoint in int4 or fp8 are; `factors` are those of products
-    with some matrices.
+    OUTPUT_ENCODINGS. `stored` says what the matrices of a checkpoint in int4 or fp8 are; `factors` are those of
+    products with some matrices.
 
     `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
     each parameter to its own layout never holds all of them twice. A parameter can be taken once.

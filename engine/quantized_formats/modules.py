@@ -52,9 +52,7 @@ class QuantizedModule:
 
     @property
     def fp8_group(self) -> int | None:
-        """Inputs that share a scale in fp8 of the compiled decoder, as our encoding "fp8" has it, for any rows. None if the
-        matrix is in another form.
-        """
+        """Inputs that share a scale, if the matrix is as our encoding "fp8" has it; None if it is in another form."""
         storage, group = self.storage, self.storage.block_inputs or self.shape[1]
         is_plain = storage.format == "plain" and storage.is_symmetric and not storage.has_group_index
         return group if is_plain and self.dtype == "F8_E4M3" and group % LANES == 0 else None

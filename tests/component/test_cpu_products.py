@@ -19,6 +19,7 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.machine import (
     EIGHT_BITS,
     IN_BF16,
@@ -36,7 +37,6 @@ from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, unit_runs, wide_size
 from engine.kernels.cpu.parts import OPTIONS
 from engine.kernels.cpu.rows import Norm
-from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.models.encodings import ENCODINGS, LinearParameters
 

@@ -19,15 +19,18 @@ from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address, scale_row
 
-QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
+QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE, RECURRENT_IN_SITE, RECURRENT_OUT_SITE = range(6)
+INPUT_GATE_SITE, INPUT_PROJECTION_SITE = 6, 7
 """The products of a layer that an adapter may change."""
-NUM_SITES = 4
+NUM_SITES = 8
+_MAX_MODULES = 4
+"""Modules whose matrices are one: the input projections of a delta net, or queries, keys and values."""
 _PANEL_BYTES = PANEL * FLOAT_BYTES
 
 
 def shrunk_width(highest_rank: int) -> int:
-    """Columns of StepAdapters.shrunk: numbers of a x of three modules, as queries, keys and values are."""
-    return 3 * ((highest_rank + PANEL - 1) // PANEL * PANEL)
+    """Columns of StepAdapters.shrunk: numbers of a x of all modules of a site."""
+    return _MAX_MODULES * ((highest_rank + PANEL - 1) // PANEL * PANEL)
 
 
 class Piece(NamedTuple):
@@ -79,20 +82,20 @@ def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: 
         for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
             out, divisor = address(step.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, step.normed[r])
             scale_row(out, width // PANEL, np.float32(1.0) / divisor, out)
-    shrink(step, layer, site, step.normed, part)
+    shrink(step, layer, site, step.normed, width, part)
 
 
 @jit
-def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) -> None:
-    """Compute a x of the rows of x [num_tokens, inputs] in the range that use an adapter."""
+def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, part: Range) -> None:
+    """Compute a x of the rows of x [num_tokens, depth or more] in the range that use an adapter."""
     packed, pieces, starts = step.adapters
-    depth, shrunk_step = x.shape[1], step.shrunk.shape[1] * FLOAT_BYTES
+    x_step, shrunk_step = x.shape[1] * FLOAT_BYTES, step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]
         first, end = max(first, part.first), min(end, part.end)
         if first >= end:
             continue
-        rows = Matrix(address(x) + first * depth * FLOAT_BYTES, depth * FLOAT_BYTES)
+        rows = Matrix(address(x) + first * x_step, x_step)
         out = address(step.shrunk) + first * shrunk_step
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
             a_at, rank = pieces[piece, 0], pieces[piece, 2]

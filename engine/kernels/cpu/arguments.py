@@ -81,7 +81,9 @@ class Weights(NamedTuple):
     biases: Floats  # flat, one for each column
     matrices: Int64s  # [num_matrices, 7]
     orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
-    units: Int64s  # [num_units, 2], in fp8: the bytes of the matrix before each unit of columns, and its form; else [0, 2]
+    units: (
+        Int64s  # [num_units, 2], in fp8: the bytes of the matrix before each unit of columns, and its form; else [0, 2]
+    )
 
 
 NO_WINDOW = int(np.iinfo(np.int32).max)

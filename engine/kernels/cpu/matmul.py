@@ -23,11 +23,11 @@ from engine.kernels.cpu.arguments import (
     Weights,
 )
 from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
 from engine.kernels.cpu.machine import FLOAT_BYTES, IN_BF16, IN_FP32, PANEL, TILE_ROWS, UNIT, VECTOR_BYTES, widens_ahead
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.row_tiles import multiply_rows
-from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
 from engine.kernels.cpu.tiles import TileProduct, form_bytes, multiply_tile, widen_panels
 from engine.kernels.cpu.vectors import address
 

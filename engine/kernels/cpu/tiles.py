@@ -19,7 +19,6 @@ from numba import types
 from engine.kernels.cpu.arguments import Matrix
 from engine.kernels.cpu.compiler import (
     BYTE_POINTER,
-    FLOAT,
     FLOATS,
     INT64,
     INTS,

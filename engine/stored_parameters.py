@@ -180,6 +180,13 @@ def _form(
     return IN_BF16 if tensor is not None and tensor.dtype == "BF16" else IN_FP32
 
 
+def rounded_beside_int8(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> frozenset[str]:
+    """The matrices of layers that are rounded to int8 beside some that a checkpoint has in it."""
+    in_int8 = {name for name, module in modules.items() if module.storage.is_int8}
+    matrices = [spec for spec in specs if in_int8 and spec.is_matrix and spec.name != OUTPUT]
+    return frozenset(spec.name for spec in matrices if not in_int8 >= {source.name for source in spec.sources})
+
+
 def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:
     """None unless a checkpoint stores matrices of its layers in 4 bits as the compiled decoder multiplies them, and the
     others in 8 bits or more.

@@ -43,7 +43,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
 from engine.quantized_formats.mxfp4 import levels_of
-from engine.stored_parameters import find_modules, fp8_of, int4_of, open_stored, stored_name
+from engine.stored_parameters import find_modules, fp8_of, int4_of, open_stored, rounded_beside_int8, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -107,8 +107,9 @@ def load_weights(
     kept = None
     if target.encoding in ("int4", "fp8"):
         kept = int4_of(specs, modules) if target.encoding == "int4" else fp8_of(specs, stored, modules)
-    if kept is not None and kept.in_int8:
-        log.info("matrices that the checkpoint does not have in 4 bits are rounded to 8", matrices=len(kept.in_int8))
+    in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
+    if in_int8:
+        log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
     values = _stored_values(specs, target, _Contents(stored, modules, kept))
     return _parameters(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
 

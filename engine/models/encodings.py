@@ -70,8 +70,8 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
-"""Conversions of floating-point weights [outputs, inputs] to each encoding. fp8 is only taken from checkpoints; matrices
-beside it keep their type.
+"""Conversions of floating-point weights [outputs, inputs] to each encoding. fp8 is only taken from checkpoints;
+matrices beside it keep their type.
 """
 OUTPUT_ENCODINGS = {"int4": "int8"}
 """Encodings of the output matrix where they are others than that of the model."""

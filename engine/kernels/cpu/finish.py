@@ -1,5 +1,5 @@
-"""The end of a product, for a tile of sums with two vectors of 16 columns: scales and bias are applied, then results are
-stored, added or gated.
+"""The end of a product, for a tile of sums with two vectors of 16 columns: scales and bias are applied, then the
+results are stored, added or gated.
 
 The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads the first
 vector as gates and the second as the values, and stores one vector, silu(gate) * up. Bounds are not checked.

@@ -38,6 +38,9 @@ from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
+_MATRIX_BYTES = {"int8": 1, "int4": 1, "fp8": 2}
+"""Of a number of a matrix. Models in int4 may have some in 8 bits, models in fp8 some in bf16."""
+
 
 def assemble_runner(
     settings: RunnerSettings,
@@ -169,6 +172,11 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
 
 
 def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
-    """Memory of the parts that are held, in the dtype of the model, before quantisation."""
+    """Memory of the parts that are held, but for scales."""
     target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype))
-    return sum(prod(spec.held_shape) * target.dtype_of(spec).itemsize for spec in specs if spec.is_held)
+
+    def itemsize(spec: ParameterSpec) -> int:
+        own = target.dtype_of(spec).itemsize
+        return _MATRIX_BYTES.get(settings.encoding, own) if spec.is_matrix else own
+
+    return sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)

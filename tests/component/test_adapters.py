@@ -46,7 +46,20 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
 @pytest.mark.parametrize(
     "family",
     [
-        *("gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4", "olmo2"),
+        *(
+            "gpt2",
+            "gptj",
+            "gpt-neox",
+            "opt",
+            "bloom",
+            "falcon-40b",
+            "phi",
+            "phi3",
+            "gemma2",
+            "granite",
+            "glm4",
+            "olmo2",
+        ),
         *("qwen3.5", "falcon-h1", "gemma4"),
     ],
 )

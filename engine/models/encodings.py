@@ -66,7 +66,6 @@ def _round_to_int8_groups(weight: Tensor, group: int) -> LinearParameters:
 
 ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "float": _keep,
-    "fp8": _keep,
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
@@ -147,7 +146,7 @@ class Parameters:
         if name in self.stored.in_int8:
             return _round_to_int8_groups(matrix, self.stored.group)
         encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
-        return ENCODINGS[encoding](matrix)
+        return ENCODINGS.get(encoding, _keep)(matrix)
 
     def read_all(self) -> None:
         """Read what is left of the source. Raises ConfigurationError."""

@@ -59,10 +59,10 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    if config.experts is not None and change_experts(settings.adapters, parameter_specs(config)):
-        return "adapters of experts"
-    if config.latent is not None and settings.adapters:
+    if settings.adapters and config.latent is not None:
         return "adapters of a model with latent attention"
+    if settings.adapters and config.experts is not None and change_experts(settings.adapters, parameter_specs(config)):
+        return "adapters of experts"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 

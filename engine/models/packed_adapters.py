@@ -123,7 +123,7 @@ class _PiecePacker:
             if inner:
                 half, offset = divmod(first, inner)
                 column, step = 2 * offset + half * PANEL, 2 * PANEL
-            self.pieces.append(Piece(self._put(a), self._put(b), len(a), column, step, len(b) // PANEL))
+            self.pieces.append(Piece(self._put(a), self._put(b), len(a), column, step, len(b)))
 
     def _put(self, matrix: Tensor) -> int:
         """Keep a matrix [outputs, inputs] in panels [inputs, 16]; returns the index of its first number."""

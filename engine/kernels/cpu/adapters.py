@@ -41,7 +41,7 @@ class Piece(NamedTuple):
     rank: int
     column: int  # of the product, where the first panel is added
     step: int  # columns from panel to panel: 16, or 32 where gates and ups alternate
-    panels: int
+    outputs: int
 
 
 class AdapterPieces(NamedTuple):
@@ -117,16 +117,19 @@ def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) ->
             continue
         shrunk = address(step.shrunk) + first * shrunk_step
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
-            _, b_at, rank, column, column_step, num_panels = pieces[piece]
-            for panel in range(num_panels):
-                b = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES
-                _add_panel(step, y, Range(first, end), column + panel * column_step, rank, shrunk, b)
+            _, b_at, rank, column, column_step, outputs = pieces[piece]
+            for panel in range((outputs + PANEL - 1) // PANEL):
+                b, at = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES, column + panel * column_step
+                columns = Range(at, at + min(PANEL, outputs - panel * PANEL))
+                _add_panel(step, y, Range(first, end), columns, rank, shrunk, b)
             shrunk += (rank + PANEL - 1) // PANEL * _PANEL_BYTES
 
 
 @jit
-def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: int, shrunk: Address, b: Address) -> None:
-    """Add 16 columns of b (a x) to the rows."""
+def _add_panel(
+    step: StepAdapters, y: Floats, rows: Range, columns: Range, rank: int, shrunk: Address, b: Address
+) -> None:
+    """Add up to 16 columns of b (a x) to the rows."""
     shrunk_step, tile = step.shrunk.shape[1] * FLOAT_BYTES, step.tile
     row = rows.first
     while row < rows.end:
@@ -134,6 +137,10 @@ def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: in
         matrices = TileProduct(left, Matrix(b, 0), Matrix(address(tile), _PANEL_BYTES))
         count = multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
         for r in range(count):
-            for i in range(PANEL):
-                y[row + r, column + i] += tile[r * PANEL + i]
+            if columns.end == columns.first + PANEL:  # a loop that the compiler can unroll
+                for i in range(PANEL):
+                    y[row + r, columns.first + i] += tile[r * PANEL + i]
+            else:
+                for i in range(columns.end - columns.first):
+                    y[row + r, columns.first + i] += tile[r * PANEL + i]
         row += count

@@ -245,8 +245,10 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     """The matrix with gates of attention, if any, behind the values, not behind the queries."""
     if not config.attention_gate:
         return matrix
-    of_outputs = {name: getattr(matrix, name) for name in ("weight", "scales", "zeros", "bias", "numbers")}
-    return replace(matrix, **{name: _gates_last(v, config) for name, v in of_outputs.items() if v is not None})
+    given = (matrix.scales, matrix.zeros, matrix.bias, matrix.numbers)
+    scales, zeros, bias, numbers = (None if values is None else _gates_last(values, config) for values in given)
+    weight = _gates_last(matrix.weight, config)
+    return replace(matrix, weight=weight, scales=scales, zeros=zeros, bias=bias, numbers=numbers)
 
 
 def _gates_last(values: Tensor, config: ModelConfig) -> Tensor:

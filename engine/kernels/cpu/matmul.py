@@ -266,9 +266,11 @@ def _in_groups(columns: _Columns, group: int) -> _Columns:
 
 
 _as_stored, _of_forms = jit(_product_as_stored), jit(_product_of_forms)
-_WIDENED = (types.uint16, types.int16) if widens_ahead() else ()
-_IN_FP8 = {types.boolean: _product_of_wide_forms if widens_ahead() else _product_of_forms}
-select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _product_widened) | _IN_FP8, _product_as_stored)
+_WIDENED: tuple[object, ...] = (types.uint16, types.int16) if widens_ahead() else ()
+_IN_FP8 = _product_of_wide_forms if widens_ahead() else _product_of_forms
+_PRODUCTS = dict.fromkeys(_WIDENED, _product_widened)
+_PRODUCTS[types.boolean] = _IN_FP8
+select_by_dtype(vector_product, _PRODUCTS, _product_as_stored)
 
 
 @jit

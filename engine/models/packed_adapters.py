@@ -88,6 +88,8 @@ def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, firs
             packer.starts[-1].append(len(packer.pieces))
             if (name := names.get(site)) is not None:
                 changes = weights.get(f"layers.{layer}.{name}", ())
+                if name == "qkv" and config.attention_gate:
+                    changes = tuple(_with_gates_last(changes, config))
                 packer.add(changes, config.of_layer(layer).intermediate_size if name == "gate_up" else None)
         packer.starts[-1].append(len(packer.pieces))
     return packer
@@ -137,6 +139,17 @@ class _PiecePacker:
         """Write the packed numbers to the start of `out`."""
         if self._panels:
             out[: self.num_numbers] = torch.cat(self._panels).numpy()
+
+
+def _with_gates_last(changes: Sequence[ModulePiece], config: ModelConfig) -> Iterator[ModulePiece]:
+    """The changes of queries with gates, keys and values, in the order of the packed matrix; see packed_decoder.py."""
+    width, of_kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    for a, b, first in changes:
+        if first == 0:
+            yield ModulePiece(a, b[:width], 0)
+            yield ModulePiece(a, b[width:], width + of_kv)
+        else:
+            yield ModulePiece(a, b, first - width)
 
 
 def _halves(change: ModulePiece, inner: int) -> Iterator[ModulePiece]:

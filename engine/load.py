@@ -39,6 +39,9 @@ from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
+_MATRIX_BYTES = {"int8": 1, "int4": 1, "fp8": 2}
+"""Of a number of a matrix. Models in int4 may have some in 8 bits, models in fp8 some in bf16."""
+
 
 def assemble_runner(
     settings: RunnerSettings,
@@ -73,7 +76,7 @@ def load_packed(
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress, wide_vectors=True), share)
+    return pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
 
 
 def decoder_memory(
@@ -130,11 +133,11 @@ def _parameters(
     specs: list[ParameterSpec],
     on_progress: Progress | None,
     *,
-    wide_vectors: bool = False,
+    is_packed: bool = False,
 ) -> Parameters:
     """The parameters, read when they are taken."""
     dtype = getattr(torch, settings.dtype)
-    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, wide_vectors)
+    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
@@ -176,6 +179,11 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
 
 
 def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
-    """Memory of the parts that are held, in the dtype of the model, before quantisation."""
+    """Memory of the parts that are held, but for scales."""
     target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype))
-    return sum(prod(spec.held_shape) * target.dtype_of(spec).itemsize for spec in specs if spec.is_held)
+
+    def itemsize(spec: ParameterSpec) -> int:
+        own = target.dtype_of(spec).itemsize
+        return _MATRIX_BYTES.get(settings.encoding, own) if spec.is_matrix else own
+
+    return sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)

@@ -13,6 +13,7 @@ from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
+from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import PACKED
@@ -23,7 +24,7 @@ from engine.models.read_config import load_config
 from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.stored_parameters import has_fp8, is_exact, stored_in_int4
+from engine.stored_parameters import is_exact, stored_in_fp8, stored_in_int4
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -58,14 +59,10 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    if config.experts is not None and settings.adapters:
-        return "adapters of a model with experts"
-    if config.latent is not None and settings.adapters:
+    if settings.adapters and config.latent is not None:
         return "adapters of a model with latent attention"
-    if config.recurrent is not None and settings.adapters:
-        return "adapters of a model with recurrent layers"
-    if config.mixed is not None and settings.adapters:
-        return "adapters of a model with heads of several sizes"
+    if settings.adapters and config.experts is not None and change_experts(settings.adapters, parameter_specs(config)):
+        return "adapters of experts"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
 
 
@@ -226,14 +223,14 @@ def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
 def _why_not_packed(settings: RunnerSettings, config: AnyConfig, quantize: str) -> str | None:
     """The reason why matrices in int4 or fp8 cannot be multiplied as such, or None."""
     if quantize == "fp8" and read_partition(settings.model_dir) is None and not _has_fp8(settings, config):
-        return "the matrices of the checkpoint are not in fp8 with a scale for each output"
+        return "no matrix of the checkpoint is in fp8 (e4m3) with scales for whole outputs, groups or blocks"
     return _why_eager_unresolved(replace(settings, quantize=quantize), config)
 
 
 def _has_fp8(settings: RunnerSettings, config: AnyConfig) -> bool:
     if settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
         return False
-    return has_fp8(settings.model_dir, parameter_specs(config))
+    return stored_in_fp8(settings.model_dir, parameter_specs(config)) is not None
 
 
 def _why_eager_unresolved(settings: RunnerSettings, config: AnyConfig) -> str | None:
@@ -266,8 +263,8 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
 
 
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
-    """How products of linear layers differ from those in fp32: "int8", "int4", "fp8" (scaled last), "bf16", "none"."""
-    if (quantize := _quantize(settings, config)) != "none":
+    """How products of linear layers differ from those in fp32: "int8", "int4", "bf16", "none". fp8 is exact."""
+    if (quantize := _quantize(settings, config)) not in ("none", "fp8"):
         return quantize
     has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
     return "bf16" if has_bf16_products else "none"
@@ -279,7 +276,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     arithmetic = _arithmetic(settings, config)
     if arithmetic == "bf16":
         return "float16"  # finer than bf16, and half of what fp32 takes
-    if arithmetic in ("none", "fp8"):
+    if arithmetic == "none":
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     can_multiply = config.head_dim % KEYS == 0 and (config.head_dim <= MAX_SHORTS or knows_vnni())

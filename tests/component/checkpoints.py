@@ -397,9 +397,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
-    "qwen3-next": lambda: llama_like(
-        "qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS | {"linear_value_head_dim": 24}
-    ),
+    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
 }
 """Those with recurrent layers, which ranks and graphs do not know."""
 

@@ -216,6 +216,12 @@ INT4_FORMS: dict[str, Form] = {
 }
 """Forms that the compiled decoder multiplies as they are stored. It rounds matrices that are `kept` to 8 bits."""
 
+_KEPT_MATRICES = ("v_proj", "o_proj", "1.mlp.down_proj")
+MIXED_FORMS: dict[str, Form] = {
+    "fp8-mixed": Form(FORMS["fp8"].config, fp8_blocks, kept=_KEPT_MATRICES),
+    "w8a8-mixed": Form(FORMS["w8a8"].config, w8a8, kept=_KEPT_MATRICES),
+}
+"""Forms of checkpoints whose makers left more than the output matrix as it was."""
 
 _ABSORBED = (".key_up", ".value_up")
 """What attention projects from latents: no matrices to the decoder, and quantised like all others in files."""
@@ -245,7 +251,7 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
     """
-    description = (FORMS | INT4_FORMS)[form]
+    description = (FORMS | INT4_FORMS | MIXED_FORMS)[form]
     if load_decoder_config(model_dir).tensors.stacked_experts and description.config.get("format") is None:
         raise ConfigurationError("its experts are in one tensor, as MXFP4 and `tandem quantize` store them, not this")
     for folder in (out, twin_of(out)):

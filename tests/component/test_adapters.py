@@ -45,14 +45,40 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4", "olmo2"],
+    [
+        *(
+            "gpt2",
+            "gptj",
+            "gpt-neox",
+            "opt",
+            "bloom",
+            "falcon-40b",
+            "phi",
+            "phi3",
+            "gemma2",
+            "granite",
+            "glm4",
+            "olmo2",
+        ),
+        *("qwen3.5", "falcon-h1", "gemma4"),
+    ],
 )
 @pytest.mark.parametrize("arm", ["compiled", "torch"])
 def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str) -> None:
-    """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual."""
+    """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual, recurrent
+    layers, layers of several sizes.
+    """
     model_dir = checkpoint(family)
     adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
     check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama4", "gemma4-moe"])
+def test_attention_beside_experts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """Also of an MLP beside experts. With adapters of experts the decoder is eager (test_ranked_adapters.py)."""
+    model_dir = checkpoint(family)
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine", targets=r"self_attn|mlp\."))
+    check_adapters(model_dir, load_arm(model_dir, "compiled", adapters=adapters), adapters, 10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("arm", ["compiled", "torch"])

@@ -25,6 +25,7 @@ rounding would choose. A type that a family cannot have is named below its row w
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import random
@@ -210,6 +211,8 @@ async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.Asyn
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
+        gc.unfreeze()  # each service has frozen what it found, for the life of its process
+        gc.collect()
 
 
 async def moves_kv(client: tandem.AsyncClient) -> bool:

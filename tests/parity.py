@@ -211,8 +211,6 @@ async def mesh(model_dir: Path, *, colocated: bool) -> AsyncIterator[tandem.Asyn
         for worker in workers:
             worker.cancel()
         await asyncio.gather(*workers, return_exceptions=True)
-        gc.unfreeze()  # each service has frozen what it found, for the life of its process
-        gc.collect()
 
 
 async def moves_kv(client: tandem.AsyncClient) -> bool:
@@ -249,6 +247,8 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
         theirs = ROWS[family].reference(model_dir)
         apart, together = [await check(model_dir, theirs, colocated=colocated) for colocated in (False, True)]
         attention = load_model_runner(runner_settings(model_dir)).attention_backend
+    gc.unfreeze()  # each service has frozen what it found, for the life of its process
+    gc.collect()
     ok = apart.ok and together.ok
     architecture = load_config(model_dir).architecture
     return f"{family:24}{architecture:28}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok

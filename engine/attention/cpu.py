@@ -26,7 +26,7 @@ from engine.kernels.cpu.arguments import (
     Window,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.buffers import Buffers, has_prompt
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
 from engine.kernels.cpu.rows import write_tokens
@@ -148,10 +148,9 @@ class CpuAttention:
         batch = kernel_batch(metadata, shape.block_size)
         visible = Window(NO_WINDOW if window is None else window)
         splits = self._buffers[0].splits(shape, batch)
-        work = [
-            Attending(flat, shape, batch, buffers.attention(shape, batch), splits, self._slopes, kernel_sinks(sinks))
-            for buffers in self._buffers
-        ]
+        is_prompt, last = has_prompt(batch), (splits, self._slopes, kernel_sinks(sinks))
+        scratches = [buffers.attention(shape, rows, has_prompt=is_prompt) for buffers in self._buffers]
+        work = [Attending(flat, shape, batch, scratch, *last) for scratch in scratches]
         run, count = self.threads.run, self.threads.count
         run(lambda thread: _attend(work[thread], cache, _ONLY, visible, Part(thread, count)))
         if _has_splits(batch, visible):

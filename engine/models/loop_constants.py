@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from engine.attention.backend import attention_shape
-from engine.attention.cpu import head_shape
+from engine.attention.cpu import head_shape, kernel_slopes
 from engine.attention.views import parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
     Int64s,
     LayerInputs,
+    Recurrent,
     RecurrentWeights,
     Routing,
     StatePlaces,
@@ -19,6 +20,7 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
+from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.kv_cache import KVCache
@@ -38,19 +40,13 @@ def model_constants(
     packed: PackedDecoder,
     layers: Sequence[int],
     shapes: Sequence[HeadShape],
+    cache: KVCache,
     places: StatePlaces | None = None,
-    windows: Sequence[int] = (),
 ) -> ModelConstants:
-    """The constants of these layers, with heads of these shapes, states in these places, and KV in groups with these
-    windows.
-    """
+    """The constants of these layers, with heads of these shapes, KV in this cache and states in these places."""
+    windows = cache.layout.windows
     views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config)
     heads = [(each.num_kv_heads, each.head_dim, each.row_bytes, each.num_slots) for each in shapes]
-    recurrent = NO_RECURRENCE
-    if config.recurrent is not None and places is not None:
-        taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
-        weights = RecurrentWeights(*taken, packed.recurrent_norms)
-        recurrent = recurrent_layers(weights, config.recurrent, config.norm_eps, places)
     num_before = [0 if config.recurrent is None else config.recurrent.num_before(layer) for layer in layers]
     return ModelConstants(
         weights=packed.weights,
@@ -79,7 +75,10 @@ def model_constants(
         experts=_experts(config, packed, layers),
         latent=_latent(config, packed),
         inputs=_inputs(config, packed),
-        recurrent=recurrent,
+        recurrent=_recurrent(config, packed, places),
+        slopes=kernel_slopes(attention_shape(config).shard(cache.span.heads)),
+        sinks=packed.sinks * np.float32(LOG2_E),
+        cache=cache.elements,
         mix_at=mix_address() if config.recurrent is not None else 0,
     )
 
@@ -100,6 +99,14 @@ def parts_of_blocks(config: ModelConfig) -> list[tuple[int, int]]:
     """The parts of blocks in which layers have their KV: (number, parts of a block) of each group of layers."""
     views = (view_of_layer(config, layer) for layer in range(config.num_layers))
     return sorted({(view.part, view.num_parts) for view in views})
+
+
+def _recurrent(config: ModelConfig, packed: PackedDecoder, places: StatePlaces | None) -> Recurrent:
+    if config.recurrent is None or places is None:
+        return NO_RECURRENCE
+    taken = (packed.taps, packed.conv_biases, packed.rates, packed.rate_biases, packed.skips)
+    weights = RecurrentWeights(*taken, packed.recurrent_norms)
+    return recurrent_layers(weights, config.recurrent, config.norm_eps, places)
 
 
 def _widths(config: ModelConfig) -> tuple[int, int]:

@@ -1,19 +1,49 @@
 """LoopThreads: the threads that run the loop of the compiled decoder together."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import structlog
 
 from engine.cores import threads_born_on
+from engine.kernels.cpu.arguments import Int64s, Range
 from engine.kernels.cpu.barrier import RowShare, Team
+from engine.kernels.cpu.mailbox import follow, lead, mailboxes, post
 from engine.kernels.cpu.phases import PHASES
+from engine.kernels.cpu.stored import Kernel, Stored, job, stored
 from engine.models.rank_group import RankGroup
 from mesh.domain.host import Cores
 
+_NO_LAYERS = Range(0, 0)
+
 log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Teams:
+    """The teams of row shares: each thread's, and what the shares have written."""
+
+    needed: tuple[int, ...]
+    of_threads: list[Stored]
+    written: Int64s  # see RowShare.stored
+
+
+class _Helper:
+    """A thread that computes with the caller, and has mailbox `number`."""
+
+    def __init__(self, cores: Cores, boxes: Int64s, number: int) -> None:
+        self.number = number
+        self._box = boxes[number]
+        self._thread = ThreadPoolExecutor(1, "compute")
+        with threads_born_on(cores):
+            self._thread.submit(follow, self._box).result()
+
+    def post(self, job: Int64s) -> None:
+        if not post(job, self._box):
+            self._thread.submit(follow, self._box)
 
 
 class LoopThreads:
@@ -25,7 +55,9 @@ class LoopThreads:
     def __init__(self, num_own: int, ranks: RankGroup) -> None:
         self._num_own = num_own
         self._ranks = ranks
-        self._helpers: dict[int, ThreadPoolExecutor] = {}
+        self._helpers: dict[int, _Helper] = {}
+        self._boxes = mailboxes(num_own + (os.cpu_count() or 1))
+        self._teams = _Teams((), [], np.zeros(0, np.int64))
         self._lent: Cores = ()
         self._unusable: set[int] = set()
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
@@ -43,27 +75,41 @@ class LoopThreads:
         """Set the lent cores of the next runs, but for those on which no thread can be started."""
         self._lent = tuple(filter(self._can_use, lent)) if self.borrows else ()
 
-    def run(self, call: Callable[[Team], object], needed: Sequence[int] = (0,)) -> None:
-        """Run `call(team)` in all threads and return when all have returned. `call` must not raise: the other threads
-        would wait for it at the barrier for ever.
+    def run(
+        self,
+        kernel: Kernel,
+        arguments: Sequence[Sequence[Stored]],
+        layers: Range = _NO_LAYERS,
+        needed: tuple[int, ...] = (0,),
+    ) -> None:
+        """Run a kernel in all threads, each with its own arguments and, behind them, its team. Return when all have
+        returned.
 
         needed: for each row share the first share that it needs; so many teams of equal size run.
         """
-        first, *others = self._teams(needed)
         # All helpers are there before one begins, because it would wait for the others for ever.
         helpers = [self._helper(core) for core in (*(-number for number in range(1, self._num_own)), *self._lent)]
-        running = [helper.submit(call, team) for helper, team in zip(helpers, others, strict=True)]
-        call(first)
-        for future in running:
-            future.result()
+        if len(self._teams.of_threads) != self.count or self._teams.needed != needed:
+            self._teams = self._new_teams(needed)
+        teams = self._teams
+        teams.written[:] = 0
+        first, *others = (
+            job(kernel, (*own, team), layers) for own, team in zip(arguments, teams.of_threads, strict=True)
+        )
+        for helper, own_job in zip(helpers, others, strict=True):
+            helper.post(own_job)
+        lead(first, self._boxes, np.array([helper.number for helper in helpers], np.int64))
 
-    def _teams(self, needed: Sequence[int]) -> Iterator[Team]:
+    def _new_teams(self, needed: tuple[int, ...]) -> _Teams:
+        written = np.zeros(len(needed), np.int64)
+        return _Teams(needed, list(map(stored, self._each_team(needed, written))), written)
+
+    def _each_team(self, needed: tuple[int, ...], written: Int64s) -> Iterator[Team]:
         """Each thread's team. The first one is the caller's."""
-        counters, stored = np.zeros((len(needed), 1), np.int64), np.zeros(len(needed), np.int64)
-        size, ranks = self.count // len(needed), self._ranks
+        counters, size, ranks = np.zeros((len(needed), 1), np.int64), self.count // len(needed), self._ranks
         for index in range(self.count):
             share, thread = divmod(index, size)
-            rows, counter = RowShare(share, needed[share], stored), counters[share]
+            rows, counter = RowShare(share, needed[share], written), counters[share]
             # The counter of all ranks of a stage is never reset: another rank may be waiting at it.
             num_ranks, all_counter = ranks.degrees.tensor, counter if ranks.degrees.tensor == 1 else ranks.counter
             cycles = np.zeros_like(self.phase_cycles) if index else self.phase_cycles
@@ -80,12 +126,9 @@ class LoopThreads:
                 log.warning("a lent core is not used: no thread can be started on it", core=core, error=str(error))
         return core not in self._unusable
 
-    def _helper(self, core: int) -> ThreadPoolExecutor:
+    def _helper(self, core: int) -> _Helper:
         """The helper of a lent core. A negative number names a helper on the worker's own cores."""
         if core not in self._helpers:
-            cores = os.sched_getaffinity(0) if core < 0 else (core,)
-            helper = ThreadPoolExecutor(1, "compute")
-            with threads_born_on(tuple(cores)):
-                helper.submit(int).result()
-            self._helpers[core] = helper
+            cores = tuple(os.sched_getaffinity(0)) if core < 0 else (core,)
+            self._helpers[core] = _Helper(cores, self._boxes, len(self._helpers))
         return self._helpers[core]

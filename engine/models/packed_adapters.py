@@ -1,4 +1,4 @@
-"""LoRA adapters as the loop of the compiled decoder reads them, and the buffers of a step that uses some.
+"""LoRA adapters as the loop of the compiled decoder reads them.
 
 Threads divide the rows of a step among them, those of all ranks of a stage: a rank has each matrix whole, but for the
 outputs of other ranks' heads.
@@ -10,16 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AdapterRows
-from engine.kernels.cpu.adapters import NUM_SITES, AdapterPieces, Piece, StepAdapters, shrunk_width
+from engine.kernels.cpu.adapters import NUM_SITES, AdapterPieces, Piece, shrunk_width
 from engine.kernels.cpu.arguments import Floats
-from engine.kernels.cpu.buffers import Buffers, aligned
+from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import PANEL
-from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import matrix_names
-from engine.models.rank_group import SharedBuffers
 from engine.models.share import RankShare
 
 
@@ -35,8 +32,8 @@ class PackedAdapters:
         self._num_pieces = max((size.num_pieces for size in sizes), default=0)
         self._num_numbers = max((size.num_numbers for size in sizes), default=0)
         ranks = (len(piece.a) for weights in shapes for pieces in weights.values() for piece in pieces)
-        self._width = shrunk_width(max(ranks, default=1))
-        self._pieces = AdapterPieces(
+        self.shrunk_width = shrunk_width(max(ranks, default=1))
+        self.pieces = AdapterPieces(
             aligned(max(num_slots * self._num_numbers, PANEL), np.float32),
             np.zeros((num_slots * self._num_pieces, len(Piece._fields)), np.int64),
             np.zeros((num_slots, share.layers.count, NUM_SITES + 1), np.int64),
@@ -45,30 +42,15 @@ class PackedAdapters:
     @property
     def num_bytes(self) -> int:
         """Memory of the slots once all have been used."""
-        return self._pieces.packed.nbytes
+        return self.pieces.packed.nbytes
 
     def put(self, slot: int, weights: AdapterWeights) -> None:
         """Pack an adapter into a slot, which no step uses meanwhile."""
         first_piece, first_number = slot * self._num_pieces, slot * self._num_numbers
         packer = _packed(self._config, weights, self._share, first_number)
-        self._pieces.pieces[first_piece : first_piece + packer.num_pieces] = np.array(packer.pieces, np.int64)
-        self._pieces.starts[slot] = first_piece + np.array(packer.starts, np.int64)
-        packer.write(self._pieces.packed[first_number : first_number + self._num_numbers])
-
-    def step(
-        self, rows: Sequence[AdapterRows], num_tokens: int, shared: SharedBuffers, thread_buffers: Sequence[Buffers]
-    ) -> list[StepAdapters]:
-        """The arguments of each thread; ranks share all rows. Without `rows` the buffers are empty."""
-        num_rows = num_tokens if rows else 0
-
-        def buffer(name: str, width: int) -> Floats:
-            numbers: Floats = shared.get(name, num_rows * width) if rows else np.empty(0, np.float32)
-            return numbers[: num_rows * width].reshape(num_rows, width)
-
-        normed, shrunk = buffer("normed", self._config.hidden_size), buffer("shrunk", self._width)
-        runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
-        tiles = [own.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for own in thread_buffers]
-        return [StepAdapters(self._pieces, runs, normed, shrunk, tile) for tile in tiles]
+        self.pieces.pieces[first_piece : first_piece + packer.num_pieces] = np.array(packer.pieces, np.int64)
+        self.pieces.starts[slot] = first_piece + np.array(packer.starts, np.int64)
+        packer.write(self.pieces.packed[first_number : first_number + self._num_numbers])
 
 
 def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, first_number: int = 0) -> "_PiecePacker":

@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape, attention_shape
-from engine.kernels.cpu.arguments import Array, Floats, HeadShape
+from engine.attention.backend import attention_shape
+from engine.kernels.cpu.arguments import Array, Floats
 from engine.kernels.cpu.machine import EIGHT_BITS, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
 from engine.load_times import load_phase
@@ -27,7 +27,7 @@ from engine.models.packed_mixed import (
     take_norms,
     take_scalars,
 )
-from engine.models.packed_weights import PackedDecoder
+from engine.models.packed_weights import PackedDecoder, qkv_width
 from engine.models.recurrent.for_kernels import stacked
 from engine.models.recurrent.kinds import take_recurrence
 from engine.models.share import RankShare
@@ -252,12 +252,6 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     of_outputs = (matrix.scales, matrix.zeros, matrix.bias)
     scales, zeros, bias = (None if values is None else ordered(values) for values in of_outputs)
     return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
-
-
-def qkv_width(heads: AttentionShape | HeadShape, config: ModelConfig) -> int:
-    """Width of a layer's queries, keys and values together, and of the gates of queries."""
-    gates = heads.num_heads if config.attention_gate else 0
-    return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters) -> list[MatrixShape]:

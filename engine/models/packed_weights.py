@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from checkpoint.tensors import StoredTensor, read_header
-from engine.kernels.cpu.arguments import Array, Floats, Weights
+from engine.attention.backend import AttentionShape
+from engine.kernels.cpu.arguments import Array, Floats, HeadShape, Weights
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES
+from engine.models.model_config import ModelConfig
 from mesh.domain.errors import ConfigurationError
 
 _PARTS = ("weights", "output")
@@ -114,3 +116,9 @@ def _map(tensor: StoredTensor) -> NDArray[Any]:
     if 0 in tensor.shape:
         return np.empty(tensor.shape, dtype)
     return np.memmap(tensor.path, dtype, "c", tensor.offset, tensor.shape).view(np.ndarray)
+
+
+def qkv_width(heads: AttentionShape | HeadShape, config: ModelConfig) -> int:
+    """Width of a layer's queries, keys and values together, and of the gates of queries."""
+    gates = heads.num_heads if config.attention_gate else 0
+    return (heads.num_heads + 2 * heads.num_kv_heads + gates) * heads.head_dim

@@ -19,6 +19,11 @@ from mesh.domain.kv import Degrees
 class SharedBuffers(Protocol):
     """Named memory that all ranks of a stage see."""
 
+    @property
+    def version(self) -> int:
+        """Changes whenever an array moves."""
+        ...
+
     def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An array of at least `size` elements. Its contents are those of the last use."""
         ...

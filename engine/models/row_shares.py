@@ -103,6 +103,8 @@ def batch_of(batch: Batch, rows: Range) -> Batch:
 
 def states_of(steps: StateSteps, rows: Range, of_share: Batch) -> StateSteps:
     """The states of some rows of a step; the last token of a sequence may be in a later share."""
+    if not len(steps.tables):
+        return steps
     starts = steps.query_starts
     first = int(np.searchsorted(starts, rows.first, "right")) - 1
     end = first + len(of_share.context_lens)

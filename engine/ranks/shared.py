@@ -142,6 +142,10 @@ class StageBuffers:
         self._memory = memory
         self._stage = stage
 
+    @property
+    def version(self) -> int:
+        return self.slot
+
     def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         number = self.slot if name in _OF_SLOT else 0 if name in _ONCE else self._stage
         return self._memory.get(name, size, dtype, number)

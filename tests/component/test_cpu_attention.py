@@ -24,7 +24,7 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Window,
 )
-from engine.kernels.cpu.buffers import Buffers
+from engine.kernels.cpu.buffers import Buffers, has_prompt
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
 from engine.kv_cache import KVCache, elements
@@ -172,7 +172,8 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     flat = Queries(queries.view(-1).numpy(), width, out.view(-1).numpy(), width)
     batch = kernel_batch(metadata, 16)
     buffers = Buffers()
-    attending = Attending(flat, heads, batch, buffers.attention(heads, batch, bf16=True), buffers.splits(heads, batch))
+    scratch = buffers.attention(heads, len(batch.slots), has_prompt=has_prompt(batch), bf16=True)
+    attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, batch))
     amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
     begin_products(amx)
     place = LayerPlace(layer=0, number=0, group=0, is_own=True)

@@ -5,12 +5,16 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.stored import Addresses, Kinds, kernel, load, stored
 from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 
@@ -41,23 +45,42 @@ def test_threads_that_share_a_core_let_each_other_go_on() -> None:
     assert (seen // 2 == np.arange(count)).all(), "nobody is a meeting ahead"
 
 
+@kernel
+def meet(kinds: Kinds, addresses: Addresses, _: Range) -> None:
+    """Count the meetings of each thread."""
+    num_meetings, _, _, team = load(kinds, addresses)
+    wait(team.counter, team.num_threads)
+    num_meetings[team.thread] += 1
+
+
 _INTERRUPTED_IN_A_STEP = """
 import os, signal, threading
+import numpy as np
+from engine.kernels.cpu.barrier import wait, wait_until
+from engine.kernels.cpu.stored import kernel, load, stored
 from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 from mesh.interrupts import run_program
 
-meeting = threading.Barrier(2)
+begun, may_end = np.zeros(2, np.int64), np.zeros(1, np.int64)
 
-def step(team):
-    if team.thread == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-        for _ in range(10**5):
-            pass
-    meeting.wait()
+@kernel
+def step(kinds, addresses, _):
+    begun, may_end, _, team = load(kinds, addresses)
+    begun[team.thread] = 1
+    wait_until(may_end, 1)
+    wait(team.counter, team.num_threads)
+
+def interrupt():
+    while not begun.all():
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+    may_end[0] = 1
 
 def main():
-    LoopThreads(2, Alone()).run(step)
+    arguments = [stored(begun), stored(may_end), stored(begun)]
+    threading.Thread(target=interrupt).start()
+    LoopThreads(2, Alone()).run(step, [arguments] * 2)
     print("the step is complete", flush=True)
     threading.Event().wait(60)
 
@@ -65,16 +88,27 @@ run_program(main)
 """
 
 
-def test_a_signal_waits_for_the_end_of_a_step() -> None:
+def test_a_signal_waits_for_the_end_of_a_step(tmp_path: Path) -> None:
     """The other threads would wait for the one that has raised, and the process for them."""
-    command = [sys.executable, "-c", _INTERRUPTED_IN_A_STEP]
+    program = tmp_path / "program.py"  # numba reads the file of a function
+    program.write_text(_INTERRUPTED_IN_A_STEP)
+    command = [sys.executable, str(program)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert (done.returncode, done.stderr) == (128 + signal.SIGTERM, "")
 
 
 def test_a_lent_core_that_takes_no_thread_is_left_out() -> None:
     """The worker's other threads would wait for it for ever, and the process for them at its end."""
-    threads, ran = LoopThreads(2, Alone()), []
+    threads, num_meetings = LoopThreads(2, Alone()), np.zeros(3, np.int64)
     threads.use((1023,))
-    threads.run(lambda team: ran.append((team.thread, team.num_threads)))
-    assert sorted(ran) == [(0, 2), (1, 2)]
+    threads.run(meet, [[stored(num_meetings)] * 3] * 2)
+    assert num_meetings.tolist() == [1, 1, 0]
+
+
+def test_helpers_come_again_after_they_have_left() -> None:
+    threads, num_meetings = LoopThreads(2, Alone()), np.zeros(2, np.int64)
+    arguments = [[stored(num_meetings)] * 3] * 2
+    for pause_s in (0.0, 0.1, 0.0, 0.003, 0.003):  # they leave after about 3 ms
+        time.sleep(pause_s)
+        threads.run(meet, arguments)
+    assert num_meetings.tolist() == [5, 5]

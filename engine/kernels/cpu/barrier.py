@@ -50,12 +50,12 @@ class Team(NamedTuple):
     share: RowShare
 
 
-_MAX_SPINS = 2000
+MAX_SPINS = 2000
 """Reads of the counter before a thread naps: about 100 microseconds, in which a rank wakes up for its next step."""
 
 
 @emitted
-def _arrive(typing: TypingContext, counter: NumbaType) -> Intrinsic:
+def arrive(typing: TypingContext, counter: NumbaType) -> Intrinsic:
     """Add 1 to counter[0] atomically; returns the previous value."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -66,7 +66,19 @@ def _arrive(typing: TypingContext, counter: NumbaType) -> Intrinsic:
 
 
 @emitted
-def _publish(typing: TypingContext, counter: NumbaType, value: NumbaType) -> Intrinsic:
+def exchange(typing: TypingContext, counter: NumbaType, value: NumbaType) -> Intrinsic:
+    """Write counter[0]; no read or write of this thread moves to the other side of it."""
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        pointer = builder.bitcast(Emitter(context, builder).array(counter, args[0]), INT64.as_pointer())
+        builder.atomic_rmw("xchg", pointer, args[1], "seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(counter, types.int64), generate
+
+
+@emitted
+def publish(typing: TypingContext, counter: NumbaType, value: NumbaType) -> Intrinsic:
     """Write counter[0] with release order: whoever reads the value sees all that this thread has written before."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -78,7 +90,7 @@ def _publish(typing: TypingContext, counter: NumbaType, value: NumbaType) -> Int
 
 
 @emitted
-def _read_after_pause(typing: TypingContext, counter: NumbaType) -> Intrinsic:
+def read_after_pause(typing: TypingContext, counter: NumbaType) -> Intrinsic:
     """Execute a pause instruction, then read counter[0] with acquire order."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -91,7 +103,7 @@ def _read_after_pause(typing: TypingContext, counter: NumbaType) -> Intrinsic:
 
 
 @emitted
-def _nap(typing: TypingContext) -> Intrinsic:
+def nap(typing: TypingContext) -> Intrinsic:
     """Sleep for as short as the system can, about 60 microseconds, so that another thread may run on this core."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
@@ -105,34 +117,34 @@ def _nap(typing: TypingContext) -> Intrinsic:
 def wait(counter: Int64s, num_threads: int) -> None:
     """Return once all `num_threads` threads have called this function as often as this thread."""
     if num_threads > 1:
-        _wait_until(counter, _arrive(counter) // num_threads * num_threads + num_threads)
+        wait_until(counter, arrive(counter) // num_threads * num_threads + num_threads)
 
 
 @jit
 def publish_rows(share: RowShare, thread: int, layer: int) -> None:
     """Say that the layer's KV or state of the share's rows is written."""
     if thread == 0:
-        _publish(share.stored[share.number :], layer + 1)
+        publish(share.stored[share.number :], layer + 1)
 
 
 @jit
 def wait_for_earlier_rows(share: RowShare, layer: int) -> None:
     """Return once the layer's KV or state of earlier rows of the first sequence is written."""
     for number in range(share.first_needed, share.number):
-        _wait_until(share.stored[number:], layer + 1)
+        wait_until(share.stored[number:], layer + 1)
 
 
 @jit
-def _wait_until(counter: Int64s, target: int) -> None:
+def wait_until(counter: Int64s, target: int) -> None:
     """Return once counter[0] is at least `target`.
 
-    A thread that has spun for _MAX_SPINS reads sleeps for a moment. The thread it waits for may have lost its core to
+    A thread that has spun for MAX_SPINS reads sleeps for a moment. The thread it waits for may have lost its core to
     another process and be queued for this one; without that, steps on a busy machine took thirty times as long. It does
     not yield (sched_yield): on Linux 6.18 a worker that yielded many times a millisecond kept the processes of other
     sessions and containers from its cores for as long as its streams ran.
     """
     num_spins = 0
-    while _read_after_pause(counter) < target:
+    while read_after_pause(counter) < target:
         num_spins += 1
-        if num_spins > _MAX_SPINS:
-            _nap()
+        if num_spins > MAX_SPINS:
+            nap()

@@ -48,6 +48,11 @@ def _huge(num_bytes: int) -> NDArray[np.uint8]:
     return np.frombuffer(pages, np.uint8)
 
 
+def has_prompt(batch: Batch) -> bool:
+    """True if a token of the step is one of a prompt."""
+    return bool((batch.prompt_lens > batch.context_lens - np.diff(batch.query_starts)).any())
+
+
 _NO_HALVES: Halves = np.empty(0, np.uint16)
 
 
@@ -56,21 +61,23 @@ class Buffers:
 
     def __init__(self) -> None:
         self._arrays: dict[str, NDArray[Any]] = {}
+        self.version = 0
+        """Changes whenever an array moves."""
 
     def get(self, name: str, size: int, dtype: DTypeLike = np.float32) -> NDArray[Any]:
         """An array of at least `size` elements. Its contents are those of the last use."""
         array = self._arrays.get(name)
         if array is None or array.size < size:
             array = self._arrays[name] = aligned(size + size // 2, dtype)
+            self.version += 1
         return array
 
-    def attention(self, shape: HeadShape, batch: Batch, *, bf16: bool = False) -> AttentionScratch:
+    def attention(self, shape: HeadShape, num_tokens: int, *, has_prompt: bool, bf16: bool = False) -> AttentionScratch:
         """Scratch of one thread for the attention of a step. With `bf16`, prompts are computed in bf16."""
-        has_prompt = bool((batch.prompt_lens > batch.context_lens - np.diff(batch.query_starts)).any())
         keys = keys_at_once(shape.head_dim)
         packed = keys * shape.head_dim if has_prompt else 0
         floats, halves = (0, packed) if bf16 else (packed, 0)
-        num_queries = int(batch.query_starts[-1]) * shape.num_heads // shape.num_kv_heads
+        num_queries = num_tokens * shape.num_heads // shape.num_kv_heads
         lanes = round_up(shape.num_heads, LANES)
         query_bytes = shape.num_heads * (2 * shape.head_dim + LIMBS_TAIL_BYTES)
         if shape.num_planes == 1:  # queries and sums of rows, see shared_rows.py

@@ -1,10 +1,10 @@
 """Compilation of the kernels: machine code that is kept on disk, and helpers for writing LLVM code.
 
-Kernels run without the GIL. numba identifies code on disk by the file of the outermost function and ignores changes in
-the functions it calls. The cache folder's name therefore contains a digest of all that the code depends on: the files
-of this package, versions, and the kind of CPU. Within the folder numba finds code by the types of arguments, which are
-the arithmetic of a model (code_cache.py). The folder is in numba's own folder (NUMBA_CACHE_DIR) if that is set,
-otherwise in the user's cache. A folder that is not writable is only read.
+Kernels run without the GIL, unless they take microseconds. numba identifies code on disk by the file of the outermost
+function and ignores changes in the functions it calls. The cache folder's name therefore contains a digest of all that
+the code depends on: the files of this package, versions, and the kind of CPU. Within the folder numba finds code by the
+types of arguments, which are the arithmetic of a model (code_cache.py). The folder is in numba's own folder
+(NUMBA_CACHE_DIR) if that is set, otherwise in the user's cache. A folder that is not writable is only read.
 
 An intrinsic is a Python function that writes the LLVM code of one operation. numba calls it with the types of the
 arguments; it returns the signature and `generate`, which gets the arguments' LLVM values and writes the code with an
@@ -92,12 +92,13 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def entry(function: Callable[P, R]) -> Callable[P, R]:
+def entry(function: Callable[P, R], *, nogil: bool = True) -> Callable[P, R]:
     """Compile the function, which may be one of `jit`, at its first call from Python with each combination of argument
-    types, and keep its machine code on disk.
+    types, and keep its machine code on disk. Between short functions a step should keep the GIL, which it may get back
+    late.
     """
     plain: Any = getattr(function, "py_func", function)
-    dispatcher: Any = numba.njit(**OPTIONS)(plain)
+    dispatcher: Any = numba.njit(**{**OPTIONS, "nogil": nogil})(plain)
     if (folder := code_folder()) is not None:
         dispatcher._cache = CodeCache(folder, plain)
     dispatchers.append(dispatcher)

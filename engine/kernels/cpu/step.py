@@ -26,13 +26,12 @@ from engine.kernels.cpu.arguments import (
     SILU,
     Floats,
     MixPart,
-    Operand,
     Part,
     Range,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import Team, publish_rows, wait, wait_for_earlier_rows
-from engine.kernels.cpu.compiler import entry, jit
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import (
     add_results,
     copies_of,
@@ -79,6 +78,7 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
+from engine.kernels.cpu.stored import Addresses, Kinds, kernel, load
 from engine.kernels.cpu.tiles import ADD, GATE, STORE
 from engine.kernels.cpu.vectors import address
 
@@ -87,10 +87,14 @@ _MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
 _ONE = np.float32(1.0)
 
 
-@entry
-def run_layers(model: ModelConstants, work: Work, team: Team, layers: Range) -> None:
-    """Compute a range of layers: update the residual and write KV to the cache. Every thread calls this function."""
-    operand, adapted = work.operand, work.adapted
+@kernel
+def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
+    """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
+    ModelConstants, ThreadMemory, StepBatch and Team.
+    """
+    model, memory, step, team = load(kinds, addresses)
+    acts, operand, scratch, splits, adapted = memory
+    work = Work(acts, operand, scratch, splits, adapted, step.batch, step.states)
     begin_products(operand)
     start_phases(team.phase_cycles)
     if layers.first == 0 and model.inputs.width:
@@ -126,7 +130,7 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
-    acts, operand, _, cache, adapted, _ = work
+    acts, operand, cache, adapted = work.acts, work.operand, model.cache, work.adapted
     attending, place = attending_of(model, work, layer), place_of(model, layer)
     weights, part = model.weights, Part(team.thread, team.num_threads)
     rows = rows_of(len(acts.residual), team.number, team.num_all)
@@ -188,7 +192,12 @@ def _mix(model: ModelConstants, work: Work, layer: int, stage: int, part: Part) 
 @jit
 def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """`_compute_attention` over latents. There is one rank, which has no adapters."""
-    latent, weights, attending, buffers = model.latent, model.weights, work.attending, work.acts.latent
+    latent, weights, attending, buffers = (
+        model.latent,
+        model.weights,
+        attending_of(model, work, layer),
+        work.acts.latent,
+    )
     operand, qkv, window = work.operand, matrices_of(model, layer).qkv, window_of(model, layer)
     part, rows = Part(team.thread, team.num_threads), rows_of(len(work.acts.residual), team.thread, team.num_threads)
     norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
@@ -200,10 +209,10 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
         finish_phase(team, QUANTISE)
         product(operand, weights, qkv - 1, Target(buffers.queries.reshape(-1, buffers.query_step), STORE), part)
         finish_phase(team, QKV)
-    rotate_and_store_latents(latent, layer, buffers, attending, work.cache, model.ropes[layer], rows)
+    rotate_and_store_latents(latent, layer, buffers, attending, model.cache, model.ropes[layer], rows)
     project_queries(latent, layer, buffers, attending, part)
     finish_phase(team, STORE_KV)
-    attend(attending, work.cache, place_of(model, layer), window, part)
+    attend(attending, model.cache, place_of(model, layer), window, part)
     if has_splits(attending.batch, window):
         finish_phase(team, ATTENTION)
         join(attending, place_of(model, layer), window, part)
@@ -230,7 +239,7 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
 @jit
 def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the results of attention and of a recurrence to the residual."""
-    acts, operand, _, _, adapted, _ = work
+    acts, operand, adapted = work.acts, work.operand, work.adapted
     rows, matrices = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer)
     if model.have_attention[layer]:
         if model.kind.gates_attention:
@@ -260,7 +269,7 @@ def _gate_results(mixed: Floats, qkv: Floats, rows: Range) -> None:
 @jit
 def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Compute the inner rows of the MLP."""
-    acts, operand, _, _, adapted, _ = work
+    acts, operand, adapted = work.acts, work.operand, work.adapted
     kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
     rows, gate_up = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
     is_gated_at_once = _is_gated_at_once(kind, work, layer)
@@ -282,7 +291,7 @@ def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) ->
 @jit
 def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
-    acts, operand, _, _, adapted, _ = work
+    acts, operand, adapted = work.acts, work.operand, work.adapted
     rows, down = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
     put_rows(acts.inner, model.widths[layer, 1], model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
@@ -356,12 +365,13 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
         expand(adapted, layer, site, acts.residual, rows)
 
 
-@entry
-def output_rows(model: ModelConstants, hidden: Floats, logits: Floats, operand: Operand, team: Team) -> None:
-    """Compute logits [rows, vocab_size] from rows of the residual. Every thread of every rank calls this function.
-    `logits` begins at the first column that the rank computes.
+@kernel
+def output_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
+    """Compute logits from rows of the residual. Every thread of every rank runs this kernel, on ModelConstants,
+    Operand, OutputRows and Team.
     """
-    weights = model.output
+    model, operand, rows, team = load(kinds, addresses)
+    weights, hidden, logits = model.output, rows.hidden, rows.logits
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)

@@ -9,6 +9,8 @@ import numpy as np
 from engine.kernels.cpu.adapters import StepAdapters
 from engine.kernels.cpu.arguments import (
     Attending,
+    AttentionScratch,
+    Batch,
     Cache,
     Floats,
     HeadShape,
@@ -19,6 +21,7 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Recurrent,
     RoutedRows,
+    Splits,
     StateSteps,
     Weights,
     Window,
@@ -79,6 +82,9 @@ class ModelConstants(NamedTuple):
     latent: Latent
     inputs: LayerInputs
     recurrent: Recurrent
+    slopes: Floats  # see Attending
+    sinks: Floats  # see Attending
+    cache: Cache
     mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
 
 
@@ -112,15 +118,38 @@ class Activations(NamedTuple):
     input_gates: Floats  # [num_tokens, width]
 
 
-class Work(NamedTuple):
-    """One thread's arguments of a step."""
+class ThreadMemory(NamedTuple):
+    """What one thread computes in."""
 
     acts: Activations
     operand: Operand
-    attending: Attending
-    cache: Cache
+    scratch: AttentionScratch
+    splits: Splits
     adapted: StepAdapters
+
+
+class StepBatch(NamedTuple):
+    """What the threads of a row share compute."""
+
+    batch: Batch
     states: StateSteps
+
+
+class Work(NamedTuple):
+    """One thread's ThreadMemory and StepBatch."""
+
+    acts: Activations
+    operand: Operand
+    scratch: AttentionScratch
+    splits: Splits
+    adapted: StepAdapters
+    batch: Batch
+    states: StateSteps
+
+
+class OutputRows(NamedTuple):
+    hidden: Floats  # [rows, hidden]: rows of the residual
+    logits: Floats  # [rows, vocab_size], from the first column on that the rank computes
 
 
 class Matrices(NamedTuple):
@@ -155,7 +184,7 @@ def place_of(model: ModelConstants, layer: int) -> LayerPlace:
 @jit
 def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
     """The arguments of attention with the layer's heads."""
-    given, shape, heads = work.attending, model.shape, model.heads[layer]
+    shape, heads = model.shape, model.heads[layer]
     own = HeadShape(
         shape.num_heads,
         heads[0],
@@ -167,4 +196,4 @@ def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
         shape.scale,
         shape.softcap,
     )
-    return Attending(given.queries, own, given.batch, given.scratch, given.splits, given.slopes, given.sinks)
+    return Attending(work.acts.queries, own, work.batch, work.scratch, work.splits, model.slopes, model.sinks)

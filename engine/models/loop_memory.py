@@ -1,0 +1,306 @@
+"""LoopMemory: what the loop of the compiled decoder computes in, and the arguments of its kernels, which lie there.
+
+In steps of as many tokens and threads as the step before, as decode steps mostly are, nothing has moved: the arguments
+of the last step are used again, except for its batch.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from engine.attention.backend import AdapterRows
+from engine.kernels.cpu.adapters import AdapterPieces, StepAdapters
+from engine.kernels.cpu.arguments import (
+    SILU,
+    Batch,
+    Bytes,
+    Floats,
+    HeadShape,
+    Operand,
+    Queries,
+    Range,
+    RoutedRows,
+    Splits,
+    StateSteps,
+    Weights,
+)
+from engine.kernels.cpu.buffers import Buffers, has_prompt, round_up
+from engine.kernels.cpu.latent import LatentRows
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
+from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
+from engine.kernels.cpu.packing import operand_dtypes, wide_size
+from engine.kernels.cpu.step_arguments import Activations, ModelConstants, OutputRows, StepBatch, ThreadMemory
+from engine.kernels.cpu.stored import Stored, stored
+from engine.models.model_config import ModelConfig
+from engine.models.packed_weights import qkv_width
+from engine.models.rank_group import RankGroup
+from engine.models.row_shares import adapters_of, batch_of, states_of
+from engine.models.share import rank_share
+
+AMX_OPERANDS = (np.uint8, np.int16)
+"""Types of the left operand whose products use AMX: int8, and bf16 rounded to it."""
+_NO_AMX: Bytes = np.empty(0, np.uint8)
+_NO_ROWS: Floats = np.empty((0, 0), np.float32)
+_NO_CHOICES, _NO_NUMBERS = np.empty((0, 0), np.int64), _NO_ROWS.reshape(0)
+_NO_ROUTED_ROWS = RoutedRows(_NO_ROWS, _NO_ROWS, _NO_CHOICES, _NO_ROWS, _NO_NUMBERS, _NO_NUMBERS, _NO_ROWS)
+_NO_LATENT_ROWS = LatentRows(_NO_NUMBERS, _NO_NUMBERS, _NO_NUMBERS, step=0, query_step=0)
+
+
+class _StepSize(NamedTuple):
+    """All that the places of a step's memory depend on."""
+
+    num_tokens: int
+    num_threads: int
+    shares: tuple[Range, ...]  # of rows; each has as many threads
+    have_prompts: tuple[bool, ...]
+    adapters: tuple[AdapterRows, ...]
+
+
+class _Kept(NamedTuple):
+    """The memory of each thread, and what it was made for."""
+
+    made_for: object
+    memories: list[Stored]
+
+
+class LoopMemory:
+    """For one rank. `shapes`: of the heads of its layers, the widest last; `bf16`: prompts attend in bf16."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        model: ModelConstants,
+        ranks: RankGroup,
+        shapes: Sequence[HeadShape],
+        adapters: AdapterPieces,
+        *,
+        shrunk_width: int,
+        bf16: bool,
+    ) -> None:
+        self._config, self._model = config, model
+        self._ranks, self._share = ranks, rank_share(config, ranks.rank, ranks.degrees)
+        self._shapes, self._adapters, self._bf16 = shapes, adapters, bf16
+        self._qkv_width, self._shrunk_width = max(qkv_width(each, config) for each in shapes), shrunk_width
+        self.logits_width = round_up(config.vocab_size, PANEL)
+        self._constants = stored(model)
+        self._buffers = Buffers()
+        self._thread_buffers: list[Buffers] = []
+        self._layers, self._output = _Kept(None, []), _Kept(None, [])
+
+    def of_layers(
+        self,
+        batch: Batch,
+        states: StateSteps,
+        adapters: tuple[AdapterRows, ...],
+        shares: Sequence[Range],
+        num_threads: int,
+    ) -> list[tuple[Stored, ...]]:
+        """The arguments of each thread for `run_layers`. Each share of rows has as many threads."""
+        batches, of_shares = [batch], [states]
+        if len(shares) > 1:
+            batches = [batch_of(batch, rows) for rows in shares]
+            of_shares = [states_of(states, *each) for each in zip(shares, batches, strict=True)]
+        while len(self._thread_buffers) < num_threads:
+            self._thread_buffers.append(Buffers())
+        splits = [self._splits(*each) for each in zip(self._thread_buffers, batches, strict=False)]
+        size = _StepSize(len(batch.slots), num_threads, tuple(shares), tuple(map(has_prompt, batches)), adapters)
+        if self._layers.made_for != (size, self._versions()):
+            memories = self._new_memories(size, splits)
+            self._layers = _Kept((size, self._versions()), memories)
+        steps = [stored(StepBatch(*each)) for each in zip(batches, of_shares, strict=True)]
+        each_step = (step for step in steps for _ in range(num_threads // len(shares)))
+        return [(self._constants, *each) for each in zip(self._layers.memories, each_step, strict=True)]
+
+    def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
+        """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
+        rows = self.rows("output_rows", num_rows, self._config.hidden_size)
+        own_logits = self.rows("logits", num_rows, self.logits_width, self._share.vocab.first)
+        if self._output.made_for != (num_rows, num_threads, self._versions()):
+            operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)], num_threads)
+            self._output = _Kept((num_rows, num_threads, self._versions()), list(map(stored, operands)))
+        step = stored(OutputRows(rows, own_logits))
+        return [(self._constants, operand, step) for operand in self._output.memories]
+
+    def _versions(self) -> tuple[int, ...]:
+        return (self._ranks.buffers.version, self._buffers.version, *(each.version for each in self._thread_buffers))
+
+    def _splits(self, buffers: Buffers, batch: Batch) -> Splits:
+        for shape in self._shapes:  # the last arrays are large enough for all
+            splits = buffers.splits(shape, batch)
+        return splits
+
+    def _new_memories(self, size: _StepSize, splits: Sequence[Splits]) -> list[Stored]:
+        num_tokens, num_threads, shares, have_prompts, adapters = size
+        acts = self._activations(num_tokens, is_adapted=bool(adapters))
+        num_rows, own_buffers = max(num_tokens, self._num_copies(num_tokens)), self._thread_buffers[:num_threads]
+        operands = self._operands(num_rows, self._model.weights, shares, num_threads)
+        adapted = self._adapted(adapters, num_tokens, own_buffers)
+        memories = []
+        for thread, buffers in enumerate(own_buffers):
+            number = thread * len(shares) // num_threads
+            rows, own_acts, own_adapted = shares[number], acts, adapted[thread]
+            if len(shares) > 1:
+                own_acts, own_adapted = _activations_of(acts, rows), adapters_of(own_adapted, rows)
+            facts = {"has_prompt": have_prompts[number], "bf16": self._bf16}
+            for shape in self._shapes:  # the last arrays are large enough for all
+                scratch = buffers.attention(shape, rows.end - rows.first, **facts)
+            memories.append(stored(ThreadMemory(own_acts, operands[thread], scratch, splits[number], own_adapted)))
+        return memories
+
+    def _adapted(self, rows: Sequence[AdapterRows], num_tokens: int, own: Sequence[Buffers]) -> list[StepAdapters]:
+        """The adapters of each thread's step; ranks share all rows. Without `rows` the buffers are empty."""
+        normed, shrunk = _NO_ROWS, _NO_ROWS
+        if rows:
+            normed = self.rows("normed", num_tokens, self._config.hidden_size)
+            shrunk = self.rows("shrunk", num_tokens, self._shrunk_width)
+        runs = np.array(rows, np.int64).reshape(-1, len(AdapterRows._fields))
+        tiles = [buffers.get("adapter_tile", MAX_PANEL_ROWS * PANEL) for buffers in own]
+        return [StepAdapters(self._adapters, runs, normed, shrunk, tile) for tile in tiles]
+
+    def rows(self, name: str, rows: int, width: int, first_column: int = 0) -> Floats:
+        """The buffer `name` as [rows, width]. With `first_column` the view begins there and ends as far into a row that
+        is not used, so that a product can write to the columns from there on.
+        """
+        buffer: Floats = self._ranks.buffers.get(name, (rows + 1) * width)
+        return buffer[first_column : first_column + rows * width].reshape(rows, width)
+
+    def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
+        config, share, kind = self._config, self._share, self._model.kind
+        branch_rows = rows if kind.sandwich else 0
+        is_plain = kind.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
+        gate_up_rows = rows if kind.gated and not is_plain else 0
+        q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
+        latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
+        width = q_width if config.latent else self._qkv_width
+        projected, recurred = self._recurrent_rows(rows)
+        qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
+        first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
+        own_mixed = self.rows("latents" if config.latent else "mixed", rows, q_width, first_query)
+        return Activations(
+            residual=self.rows("residual", rows, config.hidden_size),
+            own_residual=self.rows("residual", rows, config.hidden_size, share.hidden.first),
+            branch=self.rows("branch", branch_rows, config.hidden_size),
+            own_branch=self.rows("branch", branch_rows, config.hidden_size, share.hidden.first),
+            inner=self.rows("inner", rows, inner),
+            own_inner=self.rows("inner", rows, inner, share.inner.first),
+            gate_up=self.rows("gate_up", gate_up_rows, 2 * inner),
+            own_gate_up=self.rows("gate_up", gate_up_rows, 2 * inner, 2 * share.inner.first),
+            mixed=latent.results.reshape(rows, -1) if config.latent else self.rows("mixed", rows, q_width),
+            qkv=qkv[: rows * width].reshape(rows, -1),
+            queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            squares=self._squares(rows),
+            own_squares=self._squares(rows, share.heads.first),
+            routed=self._routed_rows(rows),
+            latent=latent,
+            projected=projected,
+            recurred=recurred,
+            inputs=inputs,
+            token_inputs=token_inputs,
+            input_gates=input_gates,
+        )
+
+    def _input_rows(self, rows: int) -> tuple[Floats, Floats, Floats]:
+        width = self._model.inputs.width
+        if not width:
+            return _NO_ROWS, _NO_ROWS, _NO_ROWS
+        of_layers = self._config.num_layers * width
+        inputs, of_tokens = (self.rows(name, rows, of_layers) for name in ("inputs", "token_inputs"))
+        return inputs, of_tokens, self.rows("input_gates", rows, width)
+
+    def _recurrent_rows(self, rows: int) -> tuple[Floats, Floats]:
+        facts = self._config.recurrent
+        if facts is None:
+            return _NO_ROWS, _NO_ROWS
+        return self.rows("projected", rows, round_up(facts.projected, PANEL)), self.rows(
+            "recurred", rows, facts.result_width
+        )
+
+    def _latent_rows(self, rows: int) -> LatentRows:
+        config, facts = self._config, self._model.latent
+        if not facts.rank:
+            return _NO_LATENT_ROWS
+        query_step = config.num_heads * (facts.rotated + facts.plain)
+        step = (facts.query_rank or query_step) + config.head_dim
+        sizes = {"projected": step, "latent_queries": query_step, "mixed": config.num_heads * facts.width}
+        flat = {name: self.rows(name, rows, width).reshape(-1) for name, width in sizes.items()}
+        queries = (flat["latent_queries"], query_step) if facts.query_rank else (flat["projected"], step)
+        return LatentRows(flat["projected"], queries[0], flat["mixed"], step, queries[1])
+
+    def _squares(self, rows: int, first_kv_head: int = 0) -> Floats:
+        config = self._config
+        of_kv_head, rows = config.queries_per_kv_head + 1, rows if config.qk_norm_of == "all" else 0
+        return self.rows("squares", rows, config.num_kv_heads * of_kv_head, first_kv_head * of_kv_head)
+
+    def _routed_rows(self, rows: int) -> RoutedRows:
+        experts, hidden = self._model.experts, self._config.hidden_size
+        if not experts.num_experts:
+            return _NO_ROUTED_ROWS
+        num_inner, num_chosen = (
+            rows * (experts.routing.top_k * experts.width + experts.shared_width),
+            rows * experts.routing.top_k,
+        )
+        is_plain = not experts.gated or experts.activation == SILU
+        buffers, num_gated = self._ranks.buffers, 0 if is_plain else 2 * num_inner
+        return RoutedRows(
+            normed=self.rows("normed_copies", rows, hidden),
+            scores=self.rows("router_scores", rows, round_up(experts.num_experts, PANEL)),
+            chosen=buffers.get("chosen", num_chosen, np.int64)[:num_chosen].reshape(rows, -1),
+            weights=self.rows("expert_weights", rows, experts.routing.top_k + 1),
+            gate_up=buffers.get("expert_gate_up", num_gated)[:num_gated],
+            inner=buffers.get("expert_inner", num_inner)[:num_inner],
+            results=self.rows("expert_results", self._num_copies(rows), hidden),
+        )
+
+    def _num_copies(self, rows: int) -> int:
+        """Rows of all experts together."""
+        experts = self._model.experts
+        return rows * (experts.routing.top_k + (1 if experts.shared_width else 0))
+
+    def _operands(self, rows: int, weights: Weights, shares: Sequence[Range], num_threads: int) -> list[Operand]:
+        """One operand for each thread. All threads of a row share have its rows, and separate sums."""
+        kind, sums_dtype = operand_dtypes(weights)
+        shared, width = self._ranks.buffers, int(weights.matrices[:, 2].max())
+        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * width * np.dtype(kind).itemsize, np.uint8)
+        factors, amx = shared.get("factors", rows), amx_shapes() if kind in AMX_OPERANDS else _NO_AMX
+        size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
+        operands = []
+        for thread, buffers in enumerate(self._thread_buffers[:num_threads]):
+            number = thread * len(shares) // num_threads
+            first = shares[number].first
+            own_a = a[(first + number * TILE_ROWS) * width * np.dtype(kind).itemsize :].view(kind)
+            sums = buffers.get("sums", size, np.uint8)[:size].view(sums_dtype)
+            operands.append(Operand(own_a, factors[first:], sums, amx, buffers.get("wide", wide_size(weights))))
+        return operands
+
+
+def _activations_of(acts: Activations, rows: Range) -> Activations:
+    """Some rows of a layer's intermediate results. Experts and latent attention do not share out rows."""
+    queries, own = acts.queries, slice(rows.first, rows.end)
+    return Activations(
+        residual=acts.residual[own],
+        own_residual=acts.own_residual[own],
+        branch=acts.branch[own],
+        own_branch=acts.own_branch[own],
+        inner=acts.inner[own],
+        own_inner=acts.own_inner[own],
+        gate_up=acts.gate_up[own],
+        own_gate_up=acts.own_gate_up[own],
+        mixed=acts.mixed[own],
+        squares=acts.squares[own],
+        own_squares=acts.own_squares[own],
+        qkv=acts.qkv[own],
+        queries=Queries(
+            queries.rows[rows.first * queries.step :],
+            queries.step,
+            queries.out[rows.first * queries.out_step :],
+            queries.out_step,
+        ),
+        routed=acts.routed,
+        latent=acts.latent,
+        projected=acts.projected[own],
+        recurred=acts.recurred[own],
+        inputs=acts.inputs[own],
+        token_inputs=acts.token_inputs[own],
+        input_gates=acts.input_gates[own],
+    )

@@ -19,6 +19,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from checkpoint.model_files import read_model_facts
 from checkpoint.tokenizer_files import load_tokenizer, own_end_token
+from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest
 from mesh.domain.request import Structure, StructureKind
 
@@ -31,6 +32,13 @@ _GBNF_RULE = re.compile(r"^[ \t]*[\w-]+\s*::=", re.MULTILINE)
 # An unclosed text or class goes on to the end: otherwise each of many would be looked for there in turn.
 _GBNF_TOKEN = re.compile(r'"(?:\\.|[^"\\])*+(?:"|\\?\Z)|\[(?:\\.|[^]\\])*+(?:]|\\?\Z)|#[^\n]*|[\w-]+', re.DOTALL)
 _GBNF_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([][])|.)", re.DOTALL)
+# A rule that is nothing but a run of characters of a class, such as `ws ::= [ \t\n]*`.
+_GBNF_RUN = re.compile(
+    r"^(?P<name>[ \t]*[\w-]+)[ \t]*::=[ \t]*(?P<class>\[(?:\\[^\n]|[^]\\\n])*+])(?P<times>[*+])[ \t]*(?=#|$)",
+    re.MULTILINE,
+)
+_GBNF_CHAR = re.compile(r"\\x[0-9a-fA-F]{2}|\\.|.", re.DOTALL)
+_BLANKS = {" ": " ", r"\t": "\t", r"\n": "\n", r"\r": "\r", r"\x20": " ", r"\x09": "\t", r"\x0a": "\n", r"\x0d": "\r"}
 # An escape, or the beginning of a negated class: the dashes, or the bracket, that are its first members.
 _NEGATED_CLASS = re.compile(r"\\.|\[\^(?:-+|\]?)", re.DOTALL)
 _NUL = r"\x00-\x00"
@@ -160,15 +168,11 @@ def _sound_schema(source: str) -> str:
 
 def _with_sound_schemas(grammar: str) -> str:
     """The grammar, with the schemas in it made sound."""
-    first, *rest = grammar.split("%json")
-    for text in rest:
-        schema = text.lstrip()
-        try:
-            end = json.JSONDecoder().raw_decode(schema)[1]
-        except (ValueError, RecursionError):  # no schema, or one that the compiler refuses
-            end = 0
-        first += f"%json {_sound_schema(schema[:end])}{schema[end:]}" if end else f"%json{text}"
-    return first
+    text, place = "", 0
+    for schema in schemas_in(grammar):
+        text += grammar[place : schema.start] + _sound_schema(grammar[schema.start : schema.end])
+        place = schema.end
+    return text + grammar[place:]
 
 
 def _changed(schema: object, change: Callable[[dict[str, Any]], dict[str, Any]]) -> object:
@@ -231,9 +235,33 @@ def _lark(source: str) -> str:
     if not _GBNF_RULE.search(source):
         return source
     try:
-        return gbnf_to_lark(_GBNF_TOKEN.sub(_for_converter, source))
+        return gbnf_to_lark(_with_patient_blanks(_GBNF_TOKEN.sub(_for_converter, source)))
     except Exception as error:  # the converter raises bare Exception for missing rules
         raise ValueError(f"read as GBNF, because its rules have `::=`: {error}") from error
+
+
+def _with_patient_blanks(source: str) -> str:
+    """The converter makes terminals of rules, and a terminal takes as much text as it can: a line break behind
+    `ws ::= [ \\t\\n]*` would never be a `"\\n"` of the rule that follows. So where a text begins with such a blank, the
+    rule recurs, which makes it no terminal, and its end is where the grammar fits.
+    """
+    texts = (token[0] for token in _GBNF_TOKEN.finditer(source) if token[0].startswith('"'))
+    firsts = {_BLANKS.get(_GBNF_CHAR.findall(text[1:])[0].lower(), "") for text in texts if len(text) > 1} - {""}
+
+    def recurring(rule: re.Match[str]) -> str:
+        if not firsts & _blanks_of(rule["class"]):
+            return rule[0]
+        name = rule["name"].strip()
+        again = f"({rule['class']} {name})?" if rule["times"] == "*" else f"{rule['class']} {name}?"
+        return f"{rule['name']} ::= {again}"
+
+    return _GBNF_RUN.sub(recurring, source)
+
+
+def _blanks_of(char_class: str) -> set[str]:
+    """The blanks that are members by name; those of ranges and of negated classes are not looked for."""
+    members = _GBNF_CHAR.findall(char_class[1:-1])
+    return set() if members[:1] == ["^"] else {_BLANKS[one.lower()] for one in members if one.lower() in _BLANKS}
 
 
 def _for_converter(token: re.Match[str]) -> str:

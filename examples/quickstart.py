@@ -8,7 +8,8 @@ import tandem
 async def main() -> None:
     async with tandem.AsyncClient("127.0.0.1:50051") as client:
         await client.wait_ready()
-        result = await client.generate(prompt="The capital of France is", max_new_tokens=16)
+        question = [{"role": "user", "content": "What is 17 + 25?"}]
+        result = await client.generate(messages=question)
         print(result.text)
         print(result.finish_reason, result.usage, f"confidence {result.confidence:.2f}")
 

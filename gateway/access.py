@@ -28,8 +28,8 @@ _MAX_CACHED = 1024
 MAX_KEY_CHARS = 1024
 _CHECK_TIMEOUT_S = 5.0
 _OPEN = (
-    "the router asks for no API keys, so the gateway serves this machine only; "
-    "to serve other machines, give the router API keys or set allow_anonymous"
+    "the gateway listens beyond this machine, and the router asks for no API keys: "
+    "nobody is served until the router has API keys, or allow_anonymous is set"
 )
 
 

@@ -17,7 +17,7 @@ from gateway.access import is_known_host
 from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
-from gateway.errors import ANTHROPIC, LMI, OPENAI, TGI, Problem
+from gateway.errors import ANTHROPIC, ANTHROPIC_TYPES, LMI, OPENAI, TGI, Problem
 from gateway.exchange import Endpoint, Handler
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SAGEMAKER
@@ -202,7 +202,10 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
 
 
 def _error(path: str, status: int, kind: str, message: str, headers: Mapping[str, str]) -> Response:
-    """OpenAI's error body under /v1, LMI's elsewhere."""
+    """Anthropic's error body under /v1/messages, OpenAI's under the rest of /v1, LMI's elsewhere."""
+    if path.startswith("/v1/messages"):
+        type_of_messages = ANTHROPIC_TYPES.get(status, "invalid_request_error")
+        return JSONResponse({"type": "error", "error": {"type": type_of_messages, "message": message}}, status, headers)
     if path.startswith("/v1/"):
         error_of_v1 = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
         return JSONResponse({"error": error_of_v1}, status, headers)

@@ -19,7 +19,7 @@ _SERVER = "server_error"
 _UNREACHABLE = "the model cannot be reached now; try again later"
 # Anthropic's own API answers 529 when it is overloaded; 429 is for the limits of one customer.
 _ANTHROPIC_STATUS = {429: 529}
-_ANTHROPIC_TYPES = {
+ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
@@ -191,7 +191,7 @@ def openai_error_body(problem: Problem) -> dict[str, dict[str, object]]:
 
 
 def anthropic_error_body(problem: Problem) -> dict[str, object]:
-    kind = _ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
+    kind = ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 

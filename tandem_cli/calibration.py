@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from checkpoint.tokenizer_files import load_tokenizer
 from mesh.domain.errors import ConfigurationError, InvalidRequest
 from router.text.chat import ChatMessage, ChatTemplate, Rendering
-from tandem_cli.load_test.jobs import Job, Lengths, read_jobs
+from tandem_cli.load_test.jobs import Job, Lengths, read_entries
 
 _HELD_OUT = 4
 """One prompt of so many is held out."""
@@ -28,12 +29,12 @@ def read_prompts(
     path: Path, model_dir: Path, *, vocab_size: int, max_prompts: int, max_tokens: int
 ) -> CalibrationPrompts:
     """Read the first prompts of a file, and cut the long ones. Raises ConfigurationError."""
-    jobs = read_jobs(path, Lengths())
+    entries = read_entries(path, Lengths())
     encoder = PromptEncoder(model_dir)
     prompts = []
-    for number, job in enumerate(jobs[:max_prompts], start=1):
+    for number, (line, job) in enumerate(entries[:max_prompts], start=1):
         try:
-            prompts.append(_checked(encoder.encode(job), vocab_size))
+            prompts.append(_checked(encoder.encode(job) + encoder.answer(_answer_beside(line, job)), vocab_size))
         except (ConfigurationError, InvalidRequest) as error:
             raise ConfigurationError(f"{path}, prompt {number}: {error}") from error
     if len(prompts) < 2:
@@ -45,7 +46,14 @@ def read_prompts(
     held_out = tuple(prompt for number, prompt in enumerate(cut) if number in chosen)
     calibration = tuple(prompt for number, prompt in enumerate(cut) if number not in chosen)
     num_cut = sum(len(prompt) > max_tokens for prompt in prompts)
-    return CalibrationPrompts(calibration, held_out, num_cut, len(jobs) - len(prompts))
+    return CalibrationPrompts(calibration, held_out, num_cut, len(entries) - len(prompts))
+
+
+def _answer_beside(line: dict[str, Any], job: Job) -> str:
+    """The `reference` of a line as `tandem optimize` takes it, unless its messages have the answer."""
+    reference, messages = line.get("reference"), job.messages or ()
+    has_answer = bool(messages) and messages[-1]["role"] == "assistant"
+    return reference if isinstance(reference, str) and not has_answer else ""
 
 
 def _checked(ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:

@@ -91,16 +91,17 @@ class CoreAssignment:
             for role, shares in (("prefill", self.prefill), ("decode", self.decode))
             for number, share in enumerate(shares)
         ]
-        sharing = "ranks" if self.prefill_ranks or self.decode_ranks else "workers"
-        reason = (
-            "so prefill does not delay decode" if self.is_exclusive else f"fewer cores than {sharing}: some are shared"
-        )
-        is_lending = any(self.lent_to("decode", number) for number in range(len(self.decode)))
-        lending = "; partners lend their cores while idle" if is_lending else ""
+        notes: list[str] = []
+        if not self.is_exclusive:
+            sharing = "ranks" if self.prefill_ranks or self.decode_ranks else "workers"
+            notes.append(f"fewer cores than {sharing}: some are shared")
+        elif self.prefill:
+            notes.append("so prefill does not delay decode")
+        if any(self.lent_to("decode", number) for number in range(len(self.decode))):
+            notes.append("partners lend their cores while idle")
+        reason = f" ({'; '.join(notes)})" if notes else ""
         of_model = f" of {model}" if model else ""
-        return (
-            f"cores{of_model}: {', '.join(workers)} ({reason}{lending}); router on {format_cores(self.router) or 'any'}"
-        )
+        return f"cores{of_model}: {', '.join(workers)}{reason}; router on {format_cores(self.router) or 'any'}"
 
     def _ranks_text(self, role: str, number: int) -> str:
         num_ranks = self._num_ranks(role, number)

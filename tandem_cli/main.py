@@ -76,6 +76,8 @@ _ADVICE = {
 }
 """What a user can do about errors of the SDK, by the name of the error."""
 
+_TLS_ADVICE = "give --tls, or --tls-ca FILE, if it does, and neither if it does not"
+
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
@@ -167,7 +169,7 @@ def execute(args: argparse.Namespace) -> int:
 
         if not isinstance(error, TandemError):
             raise
-        advice = _ADVICE.get(type(error).__name__)
+        advice = _TLS_ADVICE if "no secure connection" in str(error) else _ADVICE.get(type(error).__name__)
         return _fail(f"{error}; {advice}" if advice else str(error), 1)
     return status
 

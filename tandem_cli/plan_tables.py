@@ -112,21 +112,22 @@ def _ranks(ranks: Sequence["RankMemory"], context_tokens: int) -> Table:
 
 
 def _predictions(plan: PlanResult) -> Table:
-    has_prices = plan["predictions"][0]["price_per_million"] is not None
-    columns = ["pass", "FLOP/byte", "ms at best", "measured ms", "times longer", "tokens/s at best", "measured"]
+    rows = plan["predictions"]
+    is_measured = any(row["measured_ms"] is not None for row in rows)
+    has_prices = rows[0]["price_per_million"] is not None
+    columns = ["pass", "FLOP/byte", "ms at best", *(["measured ms", "times longer"] if is_measured else [])]
+    columns += ["tokens/s at best", *(["measured"] if is_measured else [])]
     table = figures_table(*columns, *(["price per million"] if has_prices else []))
-    for row in plan["predictions"]:
+    for row in rows:
+        fits, num_tokens = row["fits"], row["tokens"]
         is_prefill = row["name"] == "prefill_ms"
-        fits = row["fits"]
-        cells = [
-            f"prefill of {row['tokens']} tokens" if is_prefill else f"decode step of {row['tokens']}",
-            f"{row['flops_per_byte']:.1f}",
-            _ms(row["predicted_ms"]) if fits else "",
-            "" if row["measured_ms"] is None else _ms(row["measured_ms"]),
-            optional_cell(row["ratio"], ".2f"),
-            f"{row['tokens_per_s']:,.0f}" if fits else "does not fit",
-            optional_cell(row["measured_tokens_per_s"], ",.0f"),
-        ]
+        cells = [f"prefill of {num_tokens} tokens" if is_prefill else f"decode step of {num_tokens}"]
+        cells += [f"{row['flops_per_byte']:.1f}", _ms(row["predicted_ms"]) if fits else ""]
+        if is_measured:
+            cells += ["" if row["measured_ms"] is None else _ms(row["measured_ms"]), optional_cell(row["ratio"], ".2f")]
+        cells.append(f"{row['tokens_per_s']:,.0f}" if fits else "does not fit")
+        if is_measured:
+            cells.append(optional_cell(row["measured_tokens_per_s"], ",.0f"))
         table.add_row(*cells, *([f"{row['price_per_million']:.4g}" if fits else ""] if has_prices else []))
     return table
 

@@ -371,5 +371,5 @@ def _describe_exit(status: int) -> str:
 
 
 def _end_of_log(child: RunningService) -> str:
-    lines = "".join(f"\n    {line[:400]}" for line in child.tail)
+    lines = "".join(f"\n    {line[:400]}" for line in child.tail if not line.startswith("info: settings "))
     return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"

@@ -19,6 +19,7 @@ import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import is_loopback
 from mesh.fork_server.client import ForkServer, can_fork
 from mesh.interrupts import run_async
 from mesh.line_writer import steady_output
@@ -266,12 +267,14 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     identity = router.load_public_tls()
     tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
     deployment.worker_settings(environ)
+    _require_credentials("--host", deployment.settings.host, router, is_open=router.allow_anonymous)
     require_distinct_ports(deployment, router.metrics_host)
     for port in deployment.settings.router_ports or (0,):
         require_free(deployment.settings.host, port)
     gateway = deployment.gateway(["127.0.0.1:1"], router)
     if gateway is not None:
         http: GatewaySettings = deployment.resolve(gateway, environ)
+        _require_credentials("--http-host", http.host, router, is_open=http.allow_anonymous)
         require_free(http.host, http.port)
     return Trial(router.prefill_threshold if deployment.has_prefill else 0, trial_key, tls)
 
@@ -282,6 +285,15 @@ def _require_keys_file(router: RouterSettings, environ: Mapping[str, str]) -> No
         raise ConfigurationError(
             "API_KEY is set, but Tandem reads keys from a file: create it with `tandem keys new` and set "
             "--api-keys-file, or set --allow-anonymous to serve without keys"
+        )
+
+
+def _require_credentials(flag: str, host: str, router: RouterSettings, *, is_open: bool) -> None:
+    """Reject an address at which the router would not start, or the gateway would refuse every call."""
+    if not (is_loopback(host) or router.api_keys_file or is_open):
+        raise ConfigurationError(
+            f"{flag} {host} lets other machines in, so clients need keys: set --api-keys-file (see: tandem keys), or "
+            "--allow-anonymous behind a proxy that authenticates"
         )
 
 

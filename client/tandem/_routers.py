@@ -107,28 +107,37 @@ _USER_OF_GRPC = _UserOfGrpc()
 
 
 class Router:
-    """One router. Its channel opens with the first call, inside the event loop of that call."""
+    """One router. Its channel opens with the first call, inside the event loop of that call, and opens again in the
+    next one if that loop has ended: each `asyncio.run` of a program has a loop of its own.
+    """
 
     def __init__(self, address: str, open_channel: ChannelFactory) -> None:
         self.address = address
         self._open_channel = open_channel
         self._opened: Stubs | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
     @property
     def stubs(self) -> Stubs:
-        """The stubs of this router. Raises RuntimeError after `close()`, and in a fork of a process that has used
-        some router."""
+        """The stubs of this router. Raises RuntimeError after `close()`, in a fork of a process that has used some
+        router, and in another event loop than the one in use."""
         if self._closed:
             raise RuntimeError("this client is closed")
         _USER_OF_GRPC.require_same()
+        loop = asyncio.get_running_loop()
+        if self._loop is not None and self._loop.is_closed():
+            self._opened = None  # nothing could close this channel any more
         if self._opened is None:
+            self._loop = loop
             channel = self._open_channel(self.address)
             self._opened = Stubs(
                 channel,
                 generation_pb2_grpc.GenerationStub(channel),
                 mesh_pb2_grpc.MeshStub(channel),
             )
+        if self._loop is not loop:
+            raise RuntimeError("this client is in use in another event loop: make one in each, or use tandem.Client")
         return self._opened
 
     @contextmanager
@@ -151,7 +160,7 @@ class Router:
         """Close the channel, which ends running calls with Cancelled. May be called twice."""
         self._closed = True
         opened, self._opened = self._opened, None
-        if opened is not None:
+        if opened is not None and self._loop is asyncio.get_running_loop():
             await opened.channel.close()
 
 

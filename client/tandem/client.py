@@ -45,9 +45,9 @@ class AsyncClient:
     is 0, the call raises ConnectionFailed.
 
     `tls` is True for certificates of public CAs, or a Tls object that names a CA. `open_channel` creates the gRPC
-    channel to an address; pass your own to add interceptors. Use a client in one event loop. Any number of calls may
-    run concurrently. A process forked from one that has made calls raises RuntimeError, because gRPC does not survive a
-    fork: start processes with spawn, as multiprocessing can, or fork before the first call.
+    channel to an address; pass your own to add interceptors. Use a client in one event loop at a time. Any number of
+    calls may run concurrently. A process forked from one that has made calls raises RuntimeError, because gRPC does not
+    survive a fork: start processes with spawn, as multiprocessing can, or fork before the first call.
     """
 
     def __init__(

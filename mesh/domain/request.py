@@ -9,15 +9,18 @@ import json
 import math
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from enum import StrEnum
 
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
+from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest
 
 MAX_SCHEMA_CHARS = 64 << 10
 MAX_REGEX_CHARS = 4 << 10
+# Of a grammar without the JSON schemas in it, which may have MAX_SCHEMA_CHARS together.
 MAX_GRAMMAR_CHARS = 8 << 10
 # States of the automata for `multipleOf`: about a second and 100 MB to compile.
 MAX_MULTIPLE_STATES = 100_000
@@ -75,16 +78,21 @@ class Structure:
             return _multiple_states(_objects(json.loads(self.source)))
         return _multiple_states(_embedded_objects(self.source)) if self.kind is StructureKind.GRAMMAR else 0
 
+    @property
+    def num_embedded_chars(self) -> int:
+        """Size of the JSON schemas in a grammar."""
+        return sum(schema.end - schema.start for schema in schemas_in(self.source))
+
     def validate(self) -> None:
         """Raise InvalidRequest if the structure is too large or empty. Compilation may still fail later."""
         if self.kind is StructureKind.JSON_SCHEMA:
-            _at_most(self, MAX_SCHEMA_CHARS)
+            _at_most(f"{self.kind} has", self.num_chars, MAX_SCHEMA_CHARS)
             _check_schema(self.source)
             _check_multiples(self)
         elif self.kind is StructureKind.REGEX:
-            _at_most(self, MAX_REGEX_CHARS)
+            _at_most(f"{self.kind} has", self.num_chars, MAX_REGEX_CHARS)
         elif self.kind is StructureKind.GRAMMAR:
-            _at_most(self, MAX_GRAMMAR_CHARS)
+            _check_grammar(self)
             _check_multiples(self)
         elif self.kind is StructureKind.CHOICE:
             _check_choices(self)
@@ -92,16 +100,23 @@ class Structure:
             raise InvalidRequest(f"{self.kind} is empty")
 
 
-def _at_most(structure: Structure, limit: int) -> None:
-    if structure.num_chars > limit:
+def _at_most(has: str, num_chars: int, limit: int) -> None:
+    if num_chars > limit:
         raise InvalidRequest(
-            f"{structure.kind} has {structure.num_chars} characters, at most {limit} are allowed: "
-            "larger ones take too long to compile"
+            f"{has} {num_chars} characters, at most {limit} are allowed: larger ones take too long to compile"
         )
 
 
+def _check_grammar(structure: Structure) -> None:
+    _at_most(f"{structure.kind} has", structure.num_chars, MAX_GRAMMAR_CHARS + MAX_SCHEMA_CHARS)
+    num_embedded = structure.num_embedded_chars
+    _at_most(f"{structure.kind} without its JSON schemas has", structure.num_chars - num_embedded, MAX_GRAMMAR_CHARS)
+    _at_most(f"{structure.kind}: its JSON schemas have", num_embedded, MAX_SCHEMA_CHARS)
+    _check_patterns(structure.kind, _embedded_objects(structure.source))
+
+
 def _check_choices(structure: Structure) -> None:
-    _at_most(structure, MAX_OPTION_CHARS)
+    _at_most(f"{structure.kind} has", structure.num_chars, MAX_OPTION_CHARS)
     if not 1 <= len(structure.choices) <= MAX_OPTIONS:
         raise InvalidRequest(f"choice must have 1 to {MAX_OPTIONS} texts, got {len(structure.choices)}")
     if not all(structure.choices):
@@ -116,22 +131,19 @@ def _check_schema(source: str) -> None:
         raise InvalidRequest("json_schema is not valid JSON, or nested too deeply") from None
     if not isinstance(schema, dict):
         raise InvalidRequest("json_schema must be a JSON object")
+    _check_patterns(StructureKind.JSON_SCHEMA, objects)
+
+
+def _check_patterns(kind: StructureKind, objects: Iterable[dict[str, object]]) -> None:
     num_chars = sum(map(_pattern_chars, objects))
     if num_chars > MAX_REGEX_CHARS:
-        raise InvalidRequest(
-            f"json_schema: the patterns have {num_chars} characters, at most {MAX_REGEX_CHARS} are allowed"
-        )
+        raise InvalidRequest(f"{kind}: the patterns have {num_chars} characters, at most {MAX_REGEX_CHARS} are allowed")
 
 
-def _embedded_objects(grammar: str) -> list[dict[str, object]]:
-    objects: list[dict[str, object]] = []
-    for text in grammar.split("%json")[1:]:
-        try:
-            schema, _ = json.JSONDecoder().raw_decode(text.lstrip())
-            objects += _objects(schema)
-        except (ValueError, RecursionError):
-            continue  # no schema, or one that the compiler refuses
-    return objects
+def _embedded_objects(grammar: str) -> Iterator[dict[str, object]]:
+    for schema in schemas_in(grammar):
+        with suppress(RecursionError):  # deeper than the compiler takes
+            yield from _objects(schema.value)
 
 
 def _objects(schema: object) -> Iterator[dict[str, object]]:

@@ -223,8 +223,10 @@ async def test_a_missing_model_in_the_words_of_either_api(gateway: RunningGatewa
     openai = await gateway.http.get("/v1/models/none")
     assert (openai.status_code, openai.json()["error"]["code"]) == (404, "model_not_found")
     answer = await gateway.http.get("/v1/models/none", headers={"anthropic-version": "2023-06-01"})
-    assert (answer.status_code, answer.json()["type"]) == (404, "error")
-    assert answer.json()["error"]["type"] == "not_found_error"
+    no_route = await gateway.http.get("/v1/messages/batches")
+    for missing in (answer, no_route):
+        assert (missing.status_code, missing.json()["type"]) == (404, "error")
+        assert missing.json()["error"]["type"] == "not_found_error"
     assert answer.headers["request-id"]
 
 

@@ -184,6 +184,21 @@ def test_closing_ends_what_other_threads_wait_for(threaded_router: FakeRouter, r
             waiting.result(timeout=20)
 
 
+def test_one_client_in_several_runs_of_asyncio(threaded_router: FakeRouter) -> None:
+    """As programs have it that make a client once, and call `asyncio.run` for each thing they do."""
+    client = tandem.AsyncClient(threaded_router.address)
+
+    async def first() -> None:
+        async for _ in client.stream(prompt=""):
+            break
+        with pytest.raises(RuntimeError, match="in use in another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(client.models()))
+
+    asyncio.run(first())
+    assert asyncio.run(client.generate(prompt="")).text == STORY
+    asyncio.run(client.close())
+
+
 IN_A_FORK = """
 import os, tandem
 client = tandem.Client("127.0.0.1:1")

@@ -54,6 +54,9 @@ def accepts(compiler: GrammarCompiler, structure: Structure, text: str) -> bool:
 LISTS = {"$ref": "#/$defs/n", "$defs": {"n": {"type": "array", "items": {"$ref": "#/$defs/n"}}}}
 TRIPLED = "\n".join(f"{one}: {two} {two} {two}" for one, two in pairwise("ABCDEFGHIJKLMNOPQRS"))
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+LONG = '{"a":[' + "1," * 5000 + "1]}"
+NO_SCHEMAS = [('"', '"'), ("/", "/"), ("/\n", "/"), ('"x" // ', ""), ("# ", '\n"x"'), ("<", ">"), ('"', "")]
+"""What may be around a schema, so that it is a text, an expression, a comment or a special token."""
 
 
 @pytest.mark.parametrize(
@@ -180,7 +183,11 @@ def test_objects_that_say_more_of_other_names(
         (lark('start: a\na: %json {"multipleOf": 5000011}'), "grammar: the values of `multipleOf`"),
         (regex("a?" * MAX_REGEX_CHARS), "regex has 8192 characters, at most 4096"),
         (regex(""), "regex is empty"),
-        (lark("start: " + '"a"' * 4000), "grammar has 12007 characters, at most 8192"),
+        (lark("start: " + '"a"' * 4000), "grammar without its JSON schemas has 12007 characters, at most 8192"),
+        (lark('start: %json {"title": "' + "x" * 70_000 + '"}'), "grammar: its JSON schemas have 70013 characters"),
+        (lark('start: %json {"title": "' + "x" * 80_000 + '"}'), "grammar has 80026 characters, at most 73728"),
+        (lark('start: %json {"pattern": "' + "a?" * 3000 + '"}'), "grammar: the patterns have 6000 characters"),
+        *((lark(f"start: {before}%json{LONG}{after}"), "without its JSON schemas has") for before, after in NO_SCHEMAS),
         (choice(), "choice must have 1 to 1024 texts, got 0"),
         (choice("a", ""), "choice: a text is empty"),
     ],
@@ -374,12 +381,15 @@ ws    ::= [ \t\n]*
 
 
 def test_white_space_that_may_be_what_follows(compiler: GrammarCompiler) -> None:
-    """As docs/structured-output.md has it: llama.cpp's own example, and its white space as a rule that recurs."""
+    """llama.cpp's own example, its white space as a rule that recurs, and other spellings."""
     equations = "a=1\n(b_2) *3 =4\n\n"
-    assert not accepts(compiler, lark(ARITHMETIC), equations)
-    recurring = lark(ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?"))
-    assert accepts(compiler, recurring, equations)
-    assert not accepts(compiler, recurring, equations.rstrip("\n"))
+    recurring = ARITHMETIC.replace(r"[ \t\n]*", r"([ \t\n] ws)?")
+    for source in (ARITHMETIC, recurring, ARITHMETIC.replace(r'"\n"', r'"\x0A"') + "# end"):
+        assert accepts(compiler, lark(source), equations)
+        assert not accepts(compiler, lark(source), equations.rstrip("\n"))
+    once = lark('root ::= "a" blanks "\\n"\nblanks ::= [\\n-]+ # some')
+    assert accepts(compiler, once, "a-\n\n")
+    assert not accepts(compiler, once, "a\n")
 
 
 def test_the_notation_of_vllms_users(compiler: GrammarCompiler, repaired: Repaired) -> None:

@@ -51,13 +51,14 @@ def test_text_is_not_cut_or_padded_by_the_tokenizers_file(tmp_path: Path) -> Non
 def test_text_becomes_what_the_router_makes_of_it(tmp_path: Path) -> None:
     """Chats that end with an answer end with it; others with the beginning of one."""
     question, answer = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}
-    prompts = read(
-        tmp_path, {"prompt": "Hi there"}, {"messages": [question]}, {"messages": [question, answer]}, ids(1, 2)
-    )
-    text, asked, answered = prompts.calibration
+    lines = [{"prompt": "Hi there"}, {"messages": [question]}, {"messages": [question, answer]}, ids(1, 2)]
+    text, asked, answered, referred = read(
+        tmp_path, *lines, {"messages": [question], "reference": answer["content"]}
+    ).calibration
     assert 1 not in text
     assert asked == (1, 4, *asked[2:-2], 2, 5), "begin, user, ..., end, assistant"
     assert answered[: len(asked)] == asked
+    assert answered[: len(referred)] == referred != asked
     assert answered[-1] == 2
 
 

@@ -119,6 +119,7 @@ def test_who_runs_where_is_said_in_a_line() -> None:
         "cores: prefill-0 on 0, decode-0 on 1 "
         "(so prefill does not delay decode; partners lend their cores while idle); router on any"
     )
+    assert assign_cores([0, 1], num_prefill=0, num_decode=1).describe() == "cores: decode-0 on 0,1; router on any"
     assert "fewer cores than workers" in assign_cores([0], num_prefill=1, num_decode=1).describe()
 
 

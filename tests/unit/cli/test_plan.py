@@ -60,6 +60,7 @@ def test_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
         "start",
     ):
         assert said in out
+    assert "measured ms" not in out
 
 
 def test_a_batch_that_does_not_fit_says_so(capsys: pytest.CaptureFixture[str]) -> None:
@@ -97,6 +98,8 @@ def test_measured_figures_come_beside(capsys: pytest.CaptureFixture[str], tmp_pa
     assert step["measured_tokens_per_s"] == 2000
     assert found["workers"]["measured"]["prefill"] == pytest.approx(2 * 0.05)
     assert found["workers"]["measured"]["decode"] == pytest.approx(2 * 63 * 0.004 / 8)
+    assert main([*ON_H100, "--measured", str(file)]) == 0
+    assert "measured ms" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

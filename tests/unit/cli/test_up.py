@@ -587,6 +587,12 @@ def test_two_services_of_a_mesh_do_not_share_a_port(
     repaired("D24", "equal ports are refused before anything is loaded")
 
 
+@pytest.mark.parametrize("flags", [("--host", "0.0.0.0"), ("--http-host", "0.0.0.0", "--http-port", "0")])
+def test_other_machines_need_keys(capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]) -> None:
+    said = f"{flags[0]} 0.0.0.0 lets other machines in, so clients need keys"
+    assert said in refusal(capsys, "--port", str(_free_port()), *flags)
+
+
 def test_ports_of_different_addresses_may_be_equal(prepared: Prepared) -> None:
     port = str(_free_port())
     deployment, _ = prepared("--port", port, "--http-port", port, "--http-host", "127.0.0.2")

@@ -12,7 +12,7 @@ from gateway.openai.parameters import chat_arguments
 from gateway.openai.reading import Reading
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.tool_choice import CALL_FORMATS, parse_tool_use
-from mesh.domain.request import Structure, StructureKind
+from mesh.domain.request import MAX_GRAMMAR_CHARS, Structure, StructureKind
 from tandem import FinishReason, GenerateArguments, InvalidRequest
 from tests.fakes.router_model import byte_level_tokenizer, write_checkpoint
 
@@ -91,6 +91,14 @@ def test_an_answer_is_calls_or_what_the_client_asked_for(compiler: GrammarCompil
         assert not accepts(compiler, grammar, WRITTEN[name](calls))
     for text in ("text", '{"name": "Bob"}', '{"name":\n"Ann"}', ANSWERS[0] + WRITTEN[name]([ADD])):
         assert not accepts(compiler, grammar, text)
+
+
+def test_as_many_tools_as_agents_have(compiler: GrammarCompiler) -> None:
+    parameters = {"type": "object", "properties": {f"p{i}": {"type": "string", "minLength": i} for i in range(9)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": parameters}} for i in range(40)]
+    grammar = arguments_of("hermes", tools=tools)["grammar"]
+    assert len(grammar) > 2 * MAX_GRAMMAR_CHARS
+    assert accepts(compiler, grammar, WRITTEN["hermes"](['{"name": "f39", "arguments": {"p1": "x"}}']))
 
 
 def test_complaints_name_what_the_client_sent() -> None:

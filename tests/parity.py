@@ -25,6 +25,7 @@ rounding would choose. A type that a family cannot have is named below its row w
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import random
@@ -246,6 +247,8 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
         theirs = ROWS[family].reference(model_dir)
         apart, together = [await check(model_dir, theirs, colocated=colocated) for colocated in (False, True)]
         attention = load_model_runner(runner_settings(model_dir)).attention_backend
+    gc.unfreeze()  # each service has frozen what it found, for the life of its process
+    gc.collect()
     ok = apart.ok and together.ok
     architecture = load_config(model_dir).architecture
     return f"{family:24}{architecture:28}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok

@@ -247,6 +247,14 @@ def places(model_dir: Path) -> dict[str, StoredTensor]:
     return open_stored(model_dir, parameter_specs(load_decoder_config(model_dir)))
 
 
+def numbers_of(tensors: Mapping[str, Tensor], place: StoredTensor) -> Tensor:
+    """The numbers of a matrix where they lie in the tensor that it is a part of."""
+    assert place.whole is not None
+    numbers = tensors[place.whole].view(-1)[place.first :]
+    strides = (1, place.column_step) if place.column_step else (place.shape[-1], 1)
+    return numbers.as_strided(place.shape, strides)
+
+
 def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
@@ -270,7 +278,7 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
         if place.whole is None:
             twin[name] = means
         else:
-            twin[place.whole].view(-1)[place.first : place.first + means.numel()] = means.view(-1)
+            numbers_of(twin, place).copy_(means)
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)

@@ -81,7 +81,7 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.stored import Addresses, Kinds, kernel, load
+from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 from engine.kernels.cpu.vectors import address
 
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _, *_BESIDE = range(9)
@@ -89,7 +89,7 @@ _MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
 _ONE = np.float32(1.0)
 
 
-@kernel
+@Kernel
 def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
     ModelConstants, ThreadMemory, StepBatch and Team.
@@ -372,7 +372,7 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
         expand(adapted, layer, site, acts.residual, rows)
 
 
-@kernel
+@Kernel
 def output_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
     """Compute logits from rows of the residual. Every thread of every rank runs this kernel, on ModelConstants,
     Operand, OutputRows and Team.

@@ -139,7 +139,6 @@ class Kernel:
         return self._addresses[numbers]
 
 
-kernel = Kernel
 _NUMBERS = (types.UniTuple(types.int64, NUM_STORED), typeof(Range(0, 0)))
 _CALLED = (types.Tuple([types.TypeRef(types.none)] * NUM_STORED), *_NUMBERS)
 

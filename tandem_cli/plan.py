@@ -226,7 +226,9 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
 
         return precision_of(*resolve(replace(_worker_settings(args, model_dir), quantize=args.quantize)))
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
-    return Precision(dtype if args.quantize == "none" else args.quantize, dtype, args.kv_dtype or "")
+    if args.quantize == "none":
+        return Precision(dtype, dtype, args.kv_dtype or "")
+    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "")
 
 
 def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:

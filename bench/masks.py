@@ -20,7 +20,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from checkpoint.grammar import GrammarCompiler
-from engine.device_copies import SharedMemory
+from engine.device_copies import NoCopies
 from engine.masks import TokenMasks
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
@@ -129,7 +129,7 @@ def measure(folder: Path, vocab_size: int, eos_token: int, num_seqs: int, num_st
         logits = torch.randn(num_seqs, vocab_size, generator=generator)
         costs.make_s.append(_cpu_s(lambda: masks.make(sequences)) / num_seqs)
         started_s = time.process_time()
-        chosen = masks.apply(logits, logits, SharedMemory()).argmax(1).tolist()
+        chosen = masks.apply(logits, logits, NoCopies()).argmax(1).tolist()
         plain_s = _cpu_s(lambda logits=logits: logits.argmax(1))
         costs.apply_s.append((time.process_time() - started_s - 2 * plain_s) / num_seqs)
         for index, token in enumerate(chosen):

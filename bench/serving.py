@@ -25,14 +25,14 @@ import tandem
 from bench.closed_loop import Measured, Workload, median_run, run_closed_loop, through
 from bench.shapes import write_shape
 from decode_worker.settings import DecodeSettings
-from engine.loop import EngineLoop, LoopCallbacks, StepResult
+from engine.loop import EngineLoop, StepResult
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, mint_id
 from mesh.interrupts import run_async, run_program
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import percentile
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 _ENGINE = "engine"
 
@@ -84,7 +84,7 @@ class EngineAlone:
     def __init__(self, model_dir: Path, quantize: str) -> None:
         settings = DecodeSettings(model=str(model_dir), registry_address="none", load_format="dummy", quantize=quantize)
         host = load_engine_host(settings, EngineLimits(settings.step_tokens, settings.max_rolling_batch_size))
-        self._engine = EngineLoop(host.engine(), LoopCallbacks(self._on_step, self._on_death))
+        self._engine = EngineLoop(host.engine(), on_step=self._on_step, on_death=self._on_death)
         self._streams: dict[str, tuple[Callable[[], None], asyncio.Future[None]]] = {}
         self._engine.start()
 

@@ -34,7 +34,7 @@ from router.text.tokenizer import Tokenizer
 from tandem_cli.capacity.measurement import clock_for
 from tandem_cli.model_folders import BUNDLED, BUNDLED_MODELS
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 _ARMS = ("none", "ngram", "draft")
 _MAX_NEW_TOKENS = 96

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.config_json import read_json
+from checkpoint.source import home_expanded
 from checkpoint.tensors import StoredTensor, read_header
 from checkpoint.text_part import other_part
 from mesh.domain.errors import ConfigurationError
@@ -102,7 +103,7 @@ def find_adapters(text: str) -> dict[str, Path]:
     folders: dict[str, Path] = {}
     for item in filter(None, (item.strip() for item in text.split(","))):
         name, is_named, path = item.partition("=")
-        folder = Path(path if is_named else item).expanduser()
+        folder = home_expanded(path if is_named else item)
         folder_of = {name: folder} if is_named else {config.parent.name: config.parent for config in _configs(folder)}
         for name, folder in folder_of.items():
             if not _NAME.fullmatch(name):

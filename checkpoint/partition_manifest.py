@@ -13,7 +13,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
-VERSION = 13
+VERSION = 14
 """Counts changes of the manifest, and of the layout of packed weights (engine/kernels/cpu/packing.py)."""
 _READ_BYTES = 1 << 24
 

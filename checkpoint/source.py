@@ -64,7 +64,7 @@ class ModelSource:
         if self.is_remote:
             return self.name.rstrip("/").rpartition("/")[2]
         try:
-            return Path(self.name).expanduser().resolve().name
+            return home_expanded(self.name).resolve().name
         except FileNotFoundError as error:
             raise ConfigurationError("the current folder has been deleted: change to another") from error
 
@@ -76,10 +76,10 @@ class ModelSource:
         if self.name.startswith("s3://"):
             from checkpoint.s3 import download
 
-            return _with_config(download(self.name, Path(self.cache_dir).expanduser(), on_progress), self.name)
+            return _with_config(download(self.name, home_expanded(self.cache_dir), on_progress), self.name)
         if self._is_on_hub:
             return _with_config(_hub_snapshot(self.name, self.revision, on_progress), self.name)
-        folder = Path(self.name).expanduser()
+        folder = home_expanded(self.name)
         if folder.is_file() and is_gguf(folder):
             raise ConfigurationError(f"{self.name} is in llama.cpp's format: run tandem convert {self.name} OUT")
         if folder.is_file():
@@ -87,6 +87,14 @@ class ModelSource:
         if not folder.is_dir():
             raise ConfigurationError(f"there is no model folder {self.name}")
         return _with_config(folder.resolve(), f"the folder {self.name}")
+
+
+def home_expanded(path: str) -> Path:
+    """The path with its `~` or `~user` replaced. Raises ConfigurationError if there is no such home."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"{path}: there is no home folder for {path.partition('/')[0]}") from error
 
 
 def split_models(text: str) -> list[tuple[str, str]]:

@@ -12,9 +12,10 @@ from engine.sharded_kv_cache import AnyKVCache
 from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc
+from worker.engine_settings import EngineLimits
 from worker.metrics import DecodeMetrics
 from worker.ranks.link import RankLink
-from worker.role import EngineLimits, Role, RoleServices
+from worker.role import Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 

@@ -6,15 +6,15 @@ step together, each on a GPU or cores of its own (ranks/); scheduler and sampler
 Life of a step (`Engine.step` in loop.py):
 
     commands    loop.py           add, reserve, commit and abort run between two steps
-    schedule    scheduler.py      picks sequences and token counts, allocates KV blocks     -> ScheduledBatch (batch.py)
+    schedule    scheduler.py      picks sequences, token counts, blocks (block_tables.py)  -> ScheduledBatch (batch.py)
     draft       speculation/      optional: appends draft tokens to sequences that decode
     build       step_input.py     flattens the batch to plain arrays                        -> StepInput
     forward     model_runner.py   models/ and attention/ compute hidden states and write KV (kv_cache.py)
     sample      sampler.py        penalties, masks, temperature, truncation, draw           -> RunnerOutput (runner.py)
     update      scheduler.py      appends the tokens, publishes or frees blocks             -> SequenceOutput
 
-Pure (ints and lists; no torch, no grpc): sequence, block_pool, batch, runner (its contract), scheduler, settings,
-speculation/.
+Pure (ints and lists; no torch, no grpc): sequence, block_pool, block_sharing, block_tables, windows, snapshots, batch,
+runner (its contract), scheduler, settings, speculation/.
 The step in torch: model_runner, model (the contract), step_input, sampler, penalties, masks, finite, kv_cache.
 Models: stored_parameters (what a checkpoint has of them), weights, models/, attention/; partition (weights packed
 ahead of time); kernels/ are the CPU's loops, which compiled_code compiles ahead of time (`tandem compile`).

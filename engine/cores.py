@@ -25,7 +25,6 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
 
 import structlog
 
@@ -40,45 +39,27 @@ _MAX_WAIT_NS = 40_000_000  # a decode step on a busy machine; the step then shar
 _POLL_INTERVAL_S = 0.0002
 
 
-class ComputeCores(Protocol):
-    """Plug point: OwnCores and SharedCores decide which cores a step uses. Called by the engine's thread only."""
+class ComputeCores:
+    """The cores that steps use: those of a worker without a partner. Called by the engine's thread only."""
 
     def begin_step(self, *, borrow: bool = True) -> Cores:
         """Record that a step begins. Returns the cores that it may use besides the worker's own: none if it does not
         `borrow` any.
         """
-        ...
-
-    def must_yield(self) -> bool:
-        """True if the partner needs the lent cores that the current step uses."""
-        ...
-
-    def end_step(self) -> None:
-        """Record that the step no longer uses lent cores."""
-        ...
-
-    def set_idle(self) -> None:
-        """Record that there is nothing to compute, until the next `begin_step`."""
-        ...
-
-
-class OwnCores:
-    """A worker without a partner."""
-
-    def begin_step(self, *, borrow: bool = True) -> Cores:
         return ()
 
     def must_yield(self) -> bool:
+        """True if the partner needs the lent cores that the current step uses."""
         return False
 
     def end_step(self) -> None:
-        pass
+        """Record that the step no longer uses lent cores."""
 
     def set_idle(self) -> None:
-        pass
+        """Record that there is nothing to compute, until the next `begin_step`."""
 
 
-class SharedCores:
+class SharedCores(ComputeCores):
     """A worker of a pair: `own` cores, and cores `lent` by its partner while that is idle, each in ascending order.
 
     Raises OSError if the table cannot be opened, ValueError if it has no lines for these cores.

@@ -20,7 +20,7 @@ Tensors = Mapping[str, Tensor]
 
 
 class DeviceCopies(Protocol):
-    """Plug point: SharedMemory, PackedCopies. One thread uses it."""
+    """Plug point: NoCopies, PackedCopies. One thread uses it."""
 
     def to_device(self, arrays: Arrays) -> Tensors:
         """The arrays as tensors of the same shapes and dtypes, valid until the second next call. The host does not
@@ -33,7 +33,7 @@ class DeviceCopies(Protocol):
         ...
 
 
-class SharedMemory:
+class NoCopies:
     """DeviceCopies of the CPU: tensors share the memory of the arrays."""
 
     def to_device(self, arrays: Arrays) -> Tensors:
@@ -109,4 +109,4 @@ def part(buffer: Tensor, offset: int, like: NDArray[Any]) -> Tensor:
 
 
 def copies_for(device: torch.device) -> DeviceCopies:
-    return SharedMemory() if device.type == "cpu" else PackedCopies(device)
+    return NoCopies() if device.type == "cpu" else PackedCopies(device)

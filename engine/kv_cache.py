@@ -7,7 +7,7 @@ when it is complete. On CUDA they run beside the model, on streams of their own:
 
 from collections.abc import Callable, Iterator, Sequence
 from types import EllipsisType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
 Buffer = bytes | bytearray | memoryview
+Copy = Callable[[Sequence[int], KVSpan, Buffer], None]
 
 
 class BlockParts(NamedTuple):
@@ -48,7 +49,7 @@ class KVCache:
     The cache starts as zeros: masked attention multiplies stale values by 0, so they must not be NaN or infinite. For
     the same reason blocks are cleared after a step that wrote NaN or infinity into them. `memory`: zeros that several
     processes see; by default the cache allocates its own. `num_spare` blocks follow the others; nobody can read or
-    write them but the model. `parts`: of each layer, by default whole blocks.
+    write them but the model. `parts`: of each layer in the blocks of each group, by default whole blocks.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class KVCache:
         reservation: KVReservation | None = None,
         memory: Bytes | None = None,
         num_spare: int = 0,
-        parts: Sequence[BlockParts] = (),
+        parts: Sequence[Sequence[BlockParts]] = (),
     ) -> None:
         self.layout = layout
         self.span = span or layout.whole
@@ -76,7 +77,7 @@ class KVCache:
             flat = torch.from_numpy(memory[: self.payload_bytes(num_all, self.span)])
         self._tensor = flat.view(dtype).view(shape)
         self._layers = list(self._tensor.unbind(0))
-        self._parts = parts or [BlockParts(1, heads, layout.head_dim)] * layers
+        self._parts = parts or [[BlockParts(1, heads, layout.head_dim)] * layers] * layout.groups.count
         if not self._tensor.is_cuda:
             prepare()
         # [layers, planes, num_blocks + num_spare, units, heads, bytes of a unit]
@@ -107,20 +108,23 @@ class KVCache:
         self._units[:, :, target] = self._units[:, :, source]
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
-        """Fill blocks with zeros, from this token of each on, in all layers. Called by the model's thread only."""
+        """Fill blocks with zeros, in all layers. With `first_token` there is one of each group, in order, and only what
+        is from this token on is filled. Called by the model's thread only.
+        """
         if first_token:
-            for layer, parts in zip(self._units, self._parts, strict=True):
-                self._clear_tails(layer, parts, block_ids, first_token)
+            for block_id, of_group in zip(block_ids, self._parts, strict=True):
+                for layer, parts in zip(self._units, of_group, strict=True):
+                    self._clear_tail(layer, parts, block_id, first_token)
         else:
             self._units[:, :, list(block_ids)] = 0
         if self._copies is not None:
             self._copies.note_changed()
 
-    def _clear_tails(self, layer: Tensor, parts: BlockParts, block_ids: Sequence[int], first_token: int) -> None:
-        """Clear blocks of a layer [planes, num_blocks, units, heads, bytes of a unit] from this token of each on."""
+    def _clear_tail(self, layer: Tensor, parts: BlockParts, block_id: int, first_token: int) -> None:
+        """Clear a block of a layer [planes, num_blocks, units, heads, bytes of a unit] from this token on."""
         planes, num_blocks, num_units, *_ = layer.shape
         units = layer.view(planes, num_blocks * parts.num_parts, num_units, parts.num_heads, -1)
-        blocks = [block_id * parts.num_parts + part for block_id in block_ids for part in range(parts.num_parts)]
+        blocks = [block_id * parts.num_parts + part for part in range(parts.num_parts)]
         unit, token = divmod(first_token, self.layout.unit_tokens)
         units[:, blocks, unit + (token > 0) :] = 0
         if token:  # int8: rows are zero if their scales are, which follow the numbers
@@ -189,10 +193,10 @@ class KVCache:
         """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
         if self._copies is not None:
-            return read_and_hash(self, block_ids, span, out, seed)
+            return read_and_hash(self.read_blocks, block_ids, span, out, seed)
         pieces, num_bytes = self._pieces(block_ids, span)
         if not can_copy(pieces, num_bytes):
-            return read_and_hash(self, block_ids, span, out, seed)
+            return read_and_hash(self.read_blocks, block_ids, span, out, seed)
         return gather(pieces, num_bytes, np.frombuffer(out, np.uint8), seed)
 
     def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
@@ -202,7 +206,7 @@ class KVCache:
             return self._land(block_ids, span, data, seed)
         pieces, num_bytes = self._pieces(block_ids, span)
         if not can_copy(pieces, num_bytes):
-            return hash_and_write(self, block_ids, span, data, seed)
+            return hash_and_write(self.write_blocks, block_ids, span, data, seed)
         return scatter(pieces, num_bytes, np.frombuffer(data, np.uint8), seed)
 
     def _land(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int = 0) -> int:
@@ -244,24 +248,16 @@ class KVCache:
         return layers if span.heads == self.span.heads else layers[..., span.heads.slice_in(self.span.heads), :]
 
 
-class Blocks(Protocol):
-    """Plug point: KVCache, and `engine.sharded_kv_cache.ShardedKVCache`."""
-
-    def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None: ...
-
-    def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None: ...
-
-
-def read_and_hash(cache: Blocks, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
-    """`KVCache.copy_out` in two passes."""
-    cache.read_blocks(block_ids, span, out)
+def read_and_hash(read: Copy, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
+    """`KVCache.copy_out` in two passes, by `read_blocks`."""
+    read(block_ids, span, out)
     return xxhash.xxh3_64_intdigest(out, seed=seed)
 
 
-def hash_and_write(cache: Blocks, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
-    """`KVCache.copy_in` by way of a copy, which nobody else can change."""
+def hash_and_write(write: Copy, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
+    """`KVCache.copy_in` by way of a copy, which nobody else can change, and `write_blocks`."""
     copy = np.frombuffer(data, np.uint8).copy().data
-    cache.write_blocks(block_ids, span, copy)
+    write(block_ids, span, copy)
     return xxhash.xxh3_64_intdigest(copy, seed=seed)
 
 

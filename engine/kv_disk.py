@@ -258,8 +258,10 @@ class DiskCache:
         self._queue.put((block_hash, copy))
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Read the leading ones of these blocks that are on disk. With recurrent states: the last state on disk at the
-        end of one of them, and those up to there that are on disk.
+        """Read the leading ones of these blocks that are on disk, but for those named b"". With groups of layers
+        (mesh/domain/kv_groups.py) that see a window, theirs may be missing: a longer prefix does without them. With
+        recurrent states: the last state on disk at the end of one of the blocks, and those up to there that are on
+        disk.
         """
         return self._reader.submit(self._fetch, hashes)
 
@@ -281,14 +283,19 @@ class DiskCache:
         found, begun_ns = BlockPayloads(), time.time_ns()
         if self._state_blocks:
             hashes = self._up_to_a_state(hashes)
+        groups = self._cache.layout.groups
         for number, block_hash in enumerate(hashes):
+            if not block_hash:
+                continue
             if not self._reads.take(self._block_bytes):
                 break
             # The beginning goes last: without it the rest is worth nothing.
             payload = self._read(block_hash, begun_ns - number * _MARK_STEP_NS)
             if payload is None:
                 self._reads.give_back(self._block_bytes)
-                break
+                if number % groups.count < groups.num_full:
+                    break
+                continue
             found[block_hash] = payload
         if self._state_blocks and len(found) < len(hashes):
             self._reads.give_back(len(found) * self._block_bytes)

@@ -15,36 +15,12 @@ import torch
 
 from engine.memory import DeviceMemory, device_memory
 from engine.memory_ledger import Entry, HeldEntry, MemoryLedger, open_ledger
+from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)
 
 _GIB = 1 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class KVMemorySettings:
-    """Settings for a worker's share of the memory for KV.
-
-    All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
-    that fraction of the device's total memory, minus weights and all other memory in use. A worker gets one of `shares`
-    equal parts, or, with 0 shares, half of the unreserved budget. `ledger` is the folder of the ledger: "" means the
-    default folder, None disables the ledger. `owner` names the worker in messages.
-    """
-
-    fraction: float = 0.6
-    utilization: float = 0.0
-    shares: int = 0
-    ledger: str | None = None
-    owner: str = ""
-
-    def __post_init__(self) -> None:
-        if not 0.0 < self.fraction <= 1.0:
-            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.fraction}")
-        if not 0.0 <= self.utilization <= 1.0:
-            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.utilization}")
-        if self.shares < 0:
-            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.shares}")
 
 
 @dataclass(frozen=True, slots=True)

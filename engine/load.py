@@ -10,6 +10,7 @@ from checkpoint.grammar import GrammarCompiler
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint
 from engine.adapter_slots import AdapterSlots
+from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
@@ -31,12 +32,15 @@ from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.share import RankShare, share_specs
 from engine.partition import read_rank
-from engine.resolve import attention_shape_of, kv_layout, why_eager
+from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
 from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
+
+_MATRIX_BYTES = {"int8": 1, "int4": 1, "fp8": 2}
+"""Of a number of a matrix. Models in int4 may have some in 8 bits, models in fp8 some in bf16."""
 
 
 def assemble_runner(
@@ -72,32 +76,38 @@ def load_packed(
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress, wide_vectors=True), share)
+    return pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
 
 
 def decoder_memory(
     settings: RunnerSettings, config: AnyConfig, cache: KVCache, query_heads: Span | None = None
 ) -> DecoderMemory:
-    """The cache and the attention backend for its heads, whose kernels are compiled now. `query_heads`: those of the
-    rank, by default all that read its KV heads.
+    """The cache and an attention backend for each shape of its heads, with kernels compiled now. `query_heads`: the
+    rank's, by default all that read its KV heads.
     """
     target = AttentionTarget(cache.tensor.device, getattr(torch, settings.dtype), cache.layout)
-    shapes = [shape.shard(cache.span.heads, query_heads) for shape in [attention_shape_of(config)]]
-    layers = [View(cache.span.layers.first)]
     if isinstance(config, ModelConfig) and config.mixed is not None:
-        layers = [view_of_layer(config, layer) for layer in range(config.num_layers)]
-        shapes = [attention_shape_of(config.of_layer(layer)) for layer in range(config.num_layers)]
-    windows = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
-    attentions = {}
-    for shape, view in dict(zip(shapes, layers, strict=True)).items():
-        attention = attentions[shape] = select_backend(shape, target, settings.attention)
-        layer_cache = parts_of(cache.layer(view.layer), view.num_parts, shape)
+        layers, windows = range(config.num_layers), cache.layout.windows
+        views = {attention_shape(config.of_layer(layer)): view_of_layer(config, layer, windows) for layer in layers}
+    else:
+        views = {_heads_of(config).shard(cache.span.heads, query_heads): View(cache.span.layers.first)}
+    spans = {None} if isinstance(config, EncoderDecoderConfig) else set(config.windows)
+    attentions = {shape: select_backend(shape, target, settings.attention) for shape in views}
+    for shape, attention in attentions.items():
+        layer_cache = parts_of(cache.layer(views[shape].layer), views[shape].num_parts, shape)
         if isinstance(attention, CpuAttention):
             attention.compile(layer_cache)
         if isinstance(attention, TritonAttention):
-            attention.compile(layer_cache, windows, target.dtype)
+            attention.compile(layer_cache, spans, target.dtype)
     scales = read_kv_scales(settings.model_dir) if _scales_kv(settings) else NO_SCALES
-    return DecoderMemory(cache, attention, scales, attentions)
+    return DecoderMemory(cache, attentions, scales)
+
+
+def _heads_of(config: AnyConfig) -> AttentionShape:
+    """The heads of all ranks; an encoder-decoder's scores are not scaled."""
+    if isinstance(config, EncoderDecoderConfig):
+        return AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
+    return attention_shape(config)
 
 
 def load_parameters(
@@ -123,11 +133,11 @@ def _parameters(
     specs: list[ParameterSpec],
     on_progress: Progress | None,
     *,
-    wide_vectors: bool = False,
+    is_packed: bool = False,
 ) -> Parameters:
     """The parameters, read when they are taken."""
     dtype = getattr(torch, settings.dtype)
-    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, wide_vectors)
+    target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
         return dummy_weights(specs, target, settings.seed, on_progress)
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
@@ -169,6 +179,11 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
 
 
 def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
-    """Memory of the parts that are held, in the dtype of the model, before quantisation."""
+    """Memory of the parts that are held, but for scales."""
     target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype))
-    return sum(prod(spec.held_shape) * target.dtype_of(spec).itemsize for spec in specs if spec.is_held)
+
+    def itemsize(spec: ParameterSpec) -> int:
+        own = target.dtype_of(spec).itemsize
+        return _MATRIX_BYTES.get(settings.encoding, own) if spec.is_matrix else own
+
+    return sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)

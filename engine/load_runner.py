@@ -71,7 +71,7 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
             device,
             reservation=reservation,
             num_spare=1 if captured_bytes else 0,
-            parts=block_parts(config) if isinstance(config, ModelConfig) else (),
+            parts=block_parts(config, layout.windows) if isinstance(config, ModelConfig) else (),
         )
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)

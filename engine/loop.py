@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeVar
 import structlog
 
 from engine.batch import ScheduledBatch
-from engine.cores import ComputeCores, OwnCores
+from engine.cores import ComputeCores
 from engine.prompt_pace import PromptPace
 from engine.runner import FinishBatch, LayerHook, Runner
 from engine.scheduler import Scheduler
@@ -55,14 +55,17 @@ class StepResult:
 
     outputs: list[SequenceOutput]
     preempted: list[SequenceState]
-    is_idle: bool
-    """True if the step computed no tokens."""
     num_seqs: int = 0
     """Number of sequences in the step."""
     num_tokens: int = 0
     """Number of tokens that the step computed."""
     failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
     """Sequences that cannot continue, each with its error."""
+
+    @property
+    def is_idle(self) -> bool:
+        """True if the step computed no tokens."""
+        return self.num_seqs == 0
 
 
 class _Step(NamedTuple):
@@ -81,6 +84,7 @@ class Engine:
         self,
         scheduler: Scheduler,
         runner: Runner,
+        *,
         on_layers: LayerHook | None = None,
         cores: ComputeCores | None = None,
         speculator: Speculator | None = None,
@@ -90,7 +94,7 @@ class Engine:
         """Tokens of the steps in flight, or of the last ones. Any thread may read it."""
         self._runner = runner
         self._on_layers = on_layers
-        self._cores = cores or OwnCores()
+        self._cores = cores or ComputeCores()
         self._speculator = speculator
         self._pace = PromptPace(scheduler.config.max_step_stretch)
         self._in_flight: deque[_Step] = deque()  # oldest first
@@ -118,7 +122,6 @@ class Engine:
         return StepResult(
             outputs,
             preempted,
-            is_idle=not batch.items,
             num_seqs=len(batch.items),
             num_tokens=batch.num_tokens,
             failed=self.scheduler.take_failed(),
@@ -165,8 +168,8 @@ class Engine:
         self._pace = PromptPace(config.max_step_stretch)
 
     def close(self) -> None:
-        if self.scheduler.evicted is not None:
-            self.scheduler.evicted.close()
+        if self.scheduler.tables.evicted is not None:
+            self.scheduler.tables.evicted.close()
         self._runner.close()
 
     def prepare(self, choices: Sequence[SequenceState]) -> "list[Future[None]]":
@@ -183,10 +186,7 @@ class Engine:
         before they are freed.
         """
         if sequence.status is SequenceStatus.WAITING_FOR_KV:
-            config, table = self.scheduler.config, sequence.block_table
-            num_shared = sequence.num_cached_tokens // config.block_size * config.groups.count
-            first = config.state_blocks
-            self._runner.clear_blocks([*table[:first], *table[first + num_shared :]])
+            self._runner.clear_blocks(self.scheduler.tables.unverified(sequence))
         self.scheduler.remove(sequence)
         if not self.scheduler.is_computing(sequence):
             self._forget(sequence)
@@ -220,22 +220,25 @@ class _Queued:
             self.future.set_exception(error)
 
 
-@dataclass(frozen=True, slots=True)
-class LoopCallbacks:
-    """Callbacks to the owner. `on_step` and `on_death` run on the event loop's thread."""
-
-    on_step: Callable[[StepResult], None]
-    on_death: Callable[[BaseException], None]
-    on_computed: Callable[[int, int, float], None] | None = None
-    """Called on the engine's thread after each step with the number of sequences, tokens and seconds."""
-
-
 class EngineLoop:
-    """Runs an Engine in its own thread. Commands come from, and results go to, one asyncio event loop."""
+    """Runs an Engine in its own thread. Commands come from, and results go to, one asyncio event loop.
 
-    def __init__(self, engine: Engine, callbacks: LoopCallbacks) -> None:
+    `on_step` and `on_death` run on the event loop's thread, `on_computed` on the engine's: after each step, with the
+    number of sequences, tokens and seconds.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        on_step: Callable[[StepResult], None],
+        on_death: Callable[[BaseException], None],
+        on_computed: Callable[[int, int, float], None] | None = None,
+    ) -> None:
         self._engine = engine
-        self._callbacks = callbacks
+        self._on_step = on_step
+        self._on_death = on_death
+        self._on_computed = on_computed
         self._commands: queue.SimpleQueue[_Queued] = queue.SimpleQueue()
         self._closing = threading.Lock()  # between "is it closed?" and putting a command
         self._closed = False
@@ -302,8 +305,8 @@ class EngineLoop:
 
         A disk that is too slow costs _MAX_FETCH_S; then the blocks are computed, as they would be without a disk.
         """
-        evicted = self._engine.scheduler.evicted
-        if evicted is not None and (missing := await self.call(lambda scheduler: scheduler.missing(sequence))):
+        evicted = self._engine.scheduler.tables.evicted
+        if evicted is not None and (missing := await self.call(lambda scheduler: scheduler.tables.missing(sequence))):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_MAX_FETCH_S):
                     sequence.from_disk = await asyncio.wrap_future(evicted.fetch(missing))
@@ -337,16 +340,15 @@ class EngineLoop:
                     break
                 begun_s = time.monotonic()
                 result = self._timed(self._engine.step)
-                if self._callbacks.on_computed is not None and result.num_seqs:
-                    seconds = time.monotonic() - begun_s
-                    self._callbacks.on_computed(result.num_seqs, result.num_tokens, seconds)
+                if self._on_computed is not None and not result.is_idle:
+                    self._on_computed(result.num_seqs, result.num_tokens, time.monotonic() - begun_s)
                 # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted or result.failed:
-                    self._loop.call_soon_threadsafe(self._callbacks.on_step, result)
+                    self._loop.call_soon_threadsafe(self._on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)
-            self._loop.call_soon_threadsafe(self._callbacks.on_death, error)
+            self._loop.call_soon_threadsafe(self._on_death, error)
         finally:
             self._close()
 

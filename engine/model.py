@@ -5,7 +5,6 @@ A forward pass computes its layers in groups, each announced once its KV is writ
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -63,14 +62,18 @@ def finish_with(wait: Callable[[], None], hidden: Tensor) -> Finish:
 
 
 class DecoderMemory(NamedTuple):
-    """The KV cache, the attention backend that reads it, and the scales of KV by layer where they are not 1.
-    `attentions`: the backends of a model whose layers have heads of several shapes.
+    """The KV cache; attention backends that read it, by the shape of a layer's heads; the scales of KV by layer, where
+    they are not 1.
     """
 
     cache: KVCache
-    attention: AttentionBackend
+    attentions: Mapping[AttentionShape, AttentionBackend]
     scales: Mapping[int, KVScale] = NO_SCALES
-    attentions: Mapping[AttentionShape, AttentionBackend] = MappingProxyType({})
+
+    @property
+    def attention(self) -> AttentionBackend:
+        """The only backend, or that of the last shape."""
+        return [*self.attentions.values()][-1]
 
 
 class Model(Protocol):

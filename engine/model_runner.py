@@ -21,7 +21,7 @@ from engine.finite import items_not_finite, scores_are_finite, sum_of
 from engine.masks import TokenMasks
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
-from engine.models.kv_groups import final_kv_layers
+from engine.models.kv_groups import num_final_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
@@ -71,9 +71,10 @@ class ModelRunner:
             masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
         )
         self._adapters = adapters
+        self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)
         layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
         # A builder's arrays, and their copies, are in use until the step ends.
-        facts = layout.block_size, slots, layout.state_blocks, layout.windows
+        facts = layout.block_size, slots, layout.state_blocks, layout.windows, layout.windows_are_chunks
         self._builders = cycle([(StepInputBuilder(*facts), copies_for(device)) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
@@ -102,7 +103,7 @@ class ModelRunner:
         sequences = _sampled_sequences(batch)
         self._masks.begin(sequences)  # while the model computes
         if self.kv_cache.layout.state_blocks:
-            self._clear_ends(batch)
+            self._clear_new(batch)
         announce = partial(self._announce, partial(on_layers, batch)) if on_layers is not None else None
         finish, sample_rows = self._forward(step, copies, announce)
         return partial(self._finish, batch, sequences, finish, step.query_starts.tolist(), sample_rows)
@@ -164,20 +165,21 @@ class ModelRunner:
 
     def _final_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers of the model are computed."""
-        windows = self.kv_cache.layout.windows
-        if windows and isinstance(self.config, ModelConfig):
-            return final_kv_layers(self.config, windows, computed)
-        return self.config.kv_layers(computed)
+        if not self._num_final:
+            return self.config.kv_layers(computed)
+        first, end = self._num_final[computed.first], self._num_final[computed.end]
+        return Span(first, end - first)
 
-    def _clear_ends(self, batch: ScheduledBatch) -> None:
-        """Clear blocks that the step fills in part, if it is the first to write to them: they may have held states,
-        and attention multiplies by 0 what follows a sequence's tokens, which must be no NaN then.
+    def _clear_new(self, batch: ScheduledBatch) -> None:
+        """Clear blocks that the step is the first to write to: they may have held states, and attention multiplies by 0
+        what follows a token in its block, which must be no NaN then. The step fills it later, or in another row share.
         """
         layout = self.kv_cache.layout
+        size, states = layout.block_size, layout.state_blocks
         for item in batch.items:
-            last, used = divmod(item.end, layout.block_size)
-            if used and last * layout.block_size >= item.start:
-                self.clear_blocks([item.sequence.block_table[layout.state_blocks + last]])
+            new = slice(states - (-item.start // size), states - (-item.end // size))
+            if blocks := item.sequence.block_table[new]:
+                self.clear_blocks(blocks)
 
     def _output(
         self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
@@ -275,6 +277,11 @@ class ModelRunner:
             scored = self._sampler.score(logits, token_ids, [sequence.request.top_logprobs] * len(token_ids))
             scores += map(PromptLogprob, scored.logprobs, scored.top)
         return tuple(scores)
+
+
+def _num_final_layers(config: AnyConfig, windows: Sequence[int]) -> list[int]:
+    """See `num_final_kv_layers`; nothing if blocks have all layers."""
+    return num_final_kv_layers(config, windows) if windows and isinstance(config, ModelConfig) else []
 
 
 def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:

@@ -1,4 +1,5 @@
-"""Resolves the settings of a runner against its model: device, dtypes, KV layout, fingerprint, and which decoder runs.
+"""Resolves the settings of a runner against its model: device, dtypes, ranks, KV layout, fingerprint, and which decoder
+runs.
 
 Only config.json and headers of the checkpoint are read, no weights.
 """
@@ -10,9 +11,9 @@ from pathlib import Path
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
-from engine.attention.backend import AttentionShape, attention_shape
-from engine.devices import find_device
+from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
+from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import PACKED
@@ -23,7 +24,7 @@ from engine.models.read_config import load_config
 from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.stored_parameters import has_fp8, is_exact, stored_in_int4
+from engine.stored_parameters import is_exact, stored_in_fp8, stored_in_int4
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 
@@ -58,15 +59,30 @@ def why_eager(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -
         return f"attention backend {settings.attention} is requested"
     if settings.device != "cpu":
         return f"{settings.dtype} on {settings.device}"
-    if config.experts is not None and settings.adapters:
-        return "adapters of a model with experts"
-    if config.latent is not None and settings.adapters:
+    if settings.adapters and config.latent is not None:
         return "adapters of a model with latent attention"
-    if config.recurrent is not None and settings.adapters:
-        return "adapters of a model with recurrent layers"
-    if config.mixed is not None and settings.adapters:
-        return "adapters of a model with heads of several sizes"
+    if settings.adapters and config.experts is not None and change_experts(settings.adapters, parameter_specs(config)):
+        return "adapters of experts"
     return why_not_compiled(config, layout, settings.degrees.num_ranks)
+
+
+def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
+    """The most ranks of a stage that are of use. On GPUs, of which `devices` names some or the first: one for each, as
+    far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
+    partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
+    """
+    if (partition := read_partition(settings.model_dir)) is not None:
+        return partition.degrees.tensor
+    num_gpus = num_devices(devices) // settings.pipeline_parallel
+    size = max(settings.tensor_parallel, num_gpus)
+    if size == 1:
+        return 1
+    settings, config = resolve(settings)
+    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.mixed is not None:
+        return 1
+    if not num_gpus and why_eager(settings, config, kv_layout(config, settings)) is not None:
+        return 1
+    return min(num_gpus or size, config.num_kv_heads)
 
 
 def kv_layout(config: AnyConfig, settings: RunnerSettings) -> KVLayout:
@@ -101,19 +117,21 @@ def _layout(config: AnyConfig, settings: RunnerSettings, model_fingerprint: str,
     )
     if isinstance(config, EncoderDecoderConfig):
         return layout
-    layout = replace(layout, keys_are_values=config.kv_planes == 1)
+    layout = replace(
+        layout,
+        keys_are_values=config.kv_planes == 1,
+        windows_are_chunks=bool(windows) and config.windows_are_chunks,
+    )
     if config.recurrent is None:
         return layout
     return replace(layout, state_blocks=state_rows(config.recurrent, layout).num_blocks)
 
 
 def freed_windows(config: AnyConfig, settings: RunnerSettings) -> tuple[int, ...]:
-    """The windows of the groups of layers whose KV is freed behind them. Stages have consecutive layers of all groups,
-    so theirs is kept.
-    """
-    if isinstance(config, EncoderDecoderConfig) or settings.keep_all_kv or settings.pipeline_parallel > 1:
+    """The windows of the groups of layers whose KV is freed behind them."""
+    if isinstance(config, EncoderDecoderConfig) or settings.keep_all_kv:
         return ()
-    return group_windows(config)
+    return group_windows(config, settings.pipeline_parallel)
 
 
 def fingerprint(
@@ -205,14 +223,14 @@ def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
 def _why_not_packed(settings: RunnerSettings, config: AnyConfig, quantize: str) -> str | None:
     """The reason why matrices in int4 or fp8 cannot be multiplied as such, or None."""
     if quantize == "fp8" and read_partition(settings.model_dir) is None and not _has_fp8(settings, config):
-        return "the matrices of the checkpoint are not in fp8 with a scale for each output"
+        return "no matrix of the checkpoint is in fp8 (e4m3) with scales for whole outputs, groups or blocks"
     return _why_eager_unresolved(replace(settings, quantize=quantize), config)
 
 
 def _has_fp8(settings: RunnerSettings, config: AnyConfig) -> bool:
     if settings.load_format == "dummy" or isinstance(config, EncoderDecoderConfig):
         return False
-    return has_fp8(settings.model_dir, parameter_specs(config))
+    return stored_in_fp8(settings.model_dir, parameter_specs(config)) is not None
 
 
 def _why_eager_unresolved(settings: RunnerSettings, config: AnyConfig) -> str | None:
@@ -245,8 +263,8 @@ def _quantize(settings: RunnerSettings, config: AnyConfig) -> str:
 
 
 def _arithmetic(settings: RunnerSettings, config: AnyConfig) -> str:
-    """How products of linear layers differ from those in fp32: "int8", "int4", "fp8" (scaled last), "bf16", "none"."""
-    if (quantize := _quantize(settings, config)) != "none":
+    """How products of linear layers differ from those in fp32: "int8", "int4", "bf16", "none". fp8 is exact."""
+    if (quantize := _quantize(settings, config)) not in ("none", "fp8"):
         return quantize
     has_bf16_products = _dtype(settings, config) == "bfloat16" and _is_compiled(settings, config) and knows_bf16()
     return "bf16" if has_bf16_products else "none"
@@ -258,7 +276,7 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
     arithmetic = _arithmetic(settings, config)
     if arithmetic == "bf16":
         return "float16"  # finer than bf16, and half of what fp32 takes
-    if arithmetic in ("none", "fp8"):
+    if arithmetic == "none":
         dtype = _dtype(settings, config)
         return "float32" if _is_compiled(replace(settings, dtype=dtype), config) else dtype
     can_multiply = config.head_dim % KEYS == 0 and (config.head_dim <= MAX_SHORTS or knows_vnni())
@@ -266,10 +284,3 @@ def _kv_dtype(settings: RunnerSettings, config: AnyConfig) -> str:
         return "float16"  # one scale for rotated keys and latents, which differ in size, is coarse
     fits = can_multiply and settings.block_size % KEYS == 0 and why_no_loops() is None
     return "int8" if fits else "float16"
-
-
-def attention_shape_of(config: AnyConfig) -> AttentionShape:
-    """The heads of a layer; an encoder-decoder's scores are not scaled."""
-    if isinstance(config, EncoderDecoderConfig):
-        return AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
-    return attention_shape(config)

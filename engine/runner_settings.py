@@ -5,8 +5,7 @@ from pathlib import Path
 
 from checkpoint.adapters import AdapterFiles, adapters_bytes
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride
-from engine.kv_memory import KVMemorySettings
-from engine.settings import LAYERS_PER_GROUP, NO_GRAPHS, GraphSettings, require_known
+from engine.settings import LAYERS_PER_GROUP, NO_GRAPHS, GraphSettings, KVMemorySettings, require_known
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 

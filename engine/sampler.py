@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.device_copies import DeviceCopies, SharedMemory, Tensors
+from engine.device_copies import DeviceCopies, NoCopies, Tensors
 from engine.masks import TokenMasks
 from engine.penalties import Penalties, apply_penalties
 from engine.row_math import HostRows, RowMath
@@ -72,7 +72,7 @@ class Sampler:
     ) -> None:
         self._masks = masks
         self._penalties = Penalties(encoded_prompts=encoded_prompts)
-        self._copies = copies or SharedMemory()
+        self._copies = copies or NoCopies()
         self._rows = rows or HostRows()
 
     def draw(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Drawn:

@@ -2,7 +2,8 @@
 block pool has a clock, for the time to live of cached KV.
 
 A step is built, computed and sampled elsewhere: `schedule()` here -> `StepInputBuilder.build` (step_input.py) ->
-`ModelRunner` forward and sample (model_runner.py, sampler.py) -> `update()` here.
+`ModelRunner` forward and sample (model_runner.py, sampler.py) -> `update()` here. Which blocks a sequence holds is said
+in block_tables.py.
 
 Life of a sequence here:
 
@@ -32,56 +33,27 @@ evenly: a batch has no more of them than its part, so that the stages have equal
 Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may exceed the budget if it comes first.
 """
 
-from collections.abc import Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from itertools import takewhile
-from typing import Protocol
+from dataclasses import asdict, dataclass
 
 from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, batch_order
-from engine.block_pool import BlockPool, Forks, PrefixCache
+from engine.block_pool import BlockPool
+from engine.block_tables import BlockTables, EvictedBlocks
 from engine.runner import RunnerOutput
-from engine.sequence import BlockPayloads, SequenceKey, SequenceState, SequenceStatus
+from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
-from engine.snapshots import Snapshots
-from engine.windows import Windows
 from mesh.domain.errors import InvalidRequest, MeshError, TooLarge, WorkerBusy
-from mesh.domain.kv import BlockHash, group_hash
-from mesh.domain.kv_groups import NO_BLOCK
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerLoad
 
 
 @dataclass(slots=True)
 class _Counters:
+    """Totals, as in WorkerLoad."""
+
     generated_tokens: int = 0
     computed_tokens: int = 0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
-
-
-@dataclass(slots=True)
-class _Pending:
-    """Sequences that left the scheduler and are still to be reported."""
-
-    preempted: list[SequenceState] = field(default_factory=list)
-    failed: list[tuple[SequenceState, MeshError]] = field(default_factory=list)
-
-
-class EvictedBlocks(Protocol):
-    """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
-
-    def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
-        """Start to read the leading ones of these blocks that are there. Any thread may call it."""
-        ...
-
-    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
-        """Copy payloads into blocks of the cache."""
-        ...
-
-    def close(self) -> None:
-        """Keep what was evicted so far. Called once, at the end."""
-        ...
 
 
 class Scheduler:
@@ -92,27 +64,21 @@ class Scheduler:
 
     All blocks of a sequence are freed in `_free`: by `_end`, after its last token, unless it is handed over; by
     `_preempt`; and by `remove`, which ends it in any state, or by the `update` of the batch in flight that it is in.
-    Single blocks go earlier: those of wrong drafts (`_free_draft_blocks`), the original of a copied fork (`Forks`),
-    snapshots once they are taken (`Snapshots`), and those behind a sliding window (`Windows`).
+    Some blocks go earlier, see `BlockTables.trim` and `CopyOnWrite.end_step`.
     """
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None = None) -> None:
         self.config = config
         self.pool = pool
-        self.evicted = evicted
+        self.tables = BlockTables(config, pool, evicted)
         self._waiting: dict[SequenceKey, SequenceState] = {}
         self._slots: dict[SequenceKey, SequenceState] = {}  # RUNNING and WAITING_FOR_KV, oldest first
         self._held: dict[SequenceKey, SequenceState] = {}
-        self._groups = config.groups
-        self._windows = Windows(pool, self._groups, config.max_batch_tokens)
-        self._forks = Forks(pool, self._groups, config.state_blocks)
-        self._prefixes = PrefixCache(
-            pool, self._groups, config.prefix_caching, config.whole_prompts, config.state_blocks
-        )
-        self._snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
         self._in_flight = BatchesInFlight()
         self._counters = _Counters()
-        self._pending = _Pending()
+        # Sequences that left the scheduler and are still to be reported.
+        self._preempted: list[SequenceState] = []
+        self._failed: list[tuple[SequenceState, MeshError]] = []
 
     def begin_role(self, config: SchedulerConfig) -> None:
         """Plan by other limits from now on; counters begin at zero, cached blocks stay. Raises ValueError while
@@ -120,7 +86,7 @@ class Scheduler:
         if num_left := len(self._waiting) + len(self._slots) + len(self._held):
             raise ValueError(f"{num_left} sequences are left of the former role")
         self.config = config
-        self._windows.step_tokens = config.max_batch_tokens
+        self.tables.windows.step_tokens = config.max_batch_tokens
         self._counters = _Counters()
 
     # -- commands ---------------------------------------------------------------------------------------------------
@@ -141,13 +107,10 @@ class Scheduler:
         """
         self._require_new(sequence)
         self._require_fits(sequence)
-        hashes = self._prefixes.hashes(sequence)
-        if self.config.state_blocks:  # the last token is computed once more, and writes to its block
-            hashes = hashes[: (sequence.num_tokens - 1) // self.config.block_size]
-        last = sequence.num_tokens - 1
-        matched = self._windows.match(hashes, last)
-        if not (self._has_slot_for(sequence) and self._take_slot(sequence, hashes, matched, last_seen=last)):
+        oldest = self._oldest_beside(sequence)
+        if not (self._has_slot_for(sequence) and self.tables.reserve(sequence, self._slots.values(), oldest)):
             raise WorkerBusy(f"no capacity for {sequence.num_tokens} tokens now")
+        self._slots[sequence.key] = sequence
         sequence.status = SequenceStatus.WAITING_FOR_KV
         return sequence.num_cached_tokens
 
@@ -160,13 +123,15 @@ class Scheduler:
         if sequence is None or sequence.status is not SequenceStatus.WAITING_FOR_KV:
             return
         sequence.num_computed_tokens = sequence.num_tokens - (self.config.state_blocks > 0)  # see _repeats_last
-        self._prefixes.publish(sequence)
+        self.tables.publish(sequence, sequence.num_computed_tokens)
         sequence.token_ids.append(first_token_id)
         sequence.status = SequenceStatus.RUNNING
         sequence.is_transferred = True
         self._start_forks(sequence)
         if sequence.finish_reason(first_token_id, self.config.max_model_len) is not None:
             self._end(sequence)
+        else:
+            self.tables.trim(sequence)
 
     def remove(self, sequence: SequenceState) -> None:
         """End a sequence in any state and free its blocks. Idempotent; unknown sequences are ignored.
@@ -186,22 +151,14 @@ class Scheduler:
 
     def take_preempted(self) -> list[SequenceState]:
         """Sequences preempted since the last call."""
-        preempted, self._pending.preempted = self._pending.preempted, []
+        preempted, self._preempted = self._preempted, []
         return preempted
 
     def take_failed(self) -> list[tuple[SequenceState, MeshError]]:
         """Sequences that ended with an error since the last call: the runner's, or WorkerBusy for a fork that found no
         slot or block."""
-        failed, self._pending.failed = self._pending.failed, []
+        failed, self._failed = self._failed, []
         return failed
-
-    def missing(self, sequence: SequenceState) -> list[BlockHash]:
-        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here."""
-        hashes = self._prefixes.reusable(sequence)
-        if self.config.state_blocks:
-            return self._snapshots.missing(hashes)
-        num_matched = len(self._windows.match(hashes)) // self._groups.count
-        return [group_hash(each, group) for each in hashes[num_matched:] for group in range(self._groups.count)]
 
     # -- state ------------------------------------------------------------------------------------------------------
 
@@ -226,16 +183,12 @@ class Scheduler:
             num_running=len(running),
             num_waiting=len(self._waiting) + len(in_slots) - len(running),
             pending_tokens=pending + sum(s.num_uncomputed_tokens for s in running if not s.is_decoding),
-            generated_tokens=self._counters.generated_tokens,
-            computed_tokens=self._counters.computed_tokens,
-            drafted_tokens=self._counters.drafted_tokens,
-            accepted_tokens=self._counters.accepted_tokens,
+            **asdict(self._counters),
         )
 
     def check_integrity(self) -> None:
         """Raise ValueError unless the known sequences account for every held block. For tests and idle checks."""
-        holders = (*self._slots.values(), *self._held.values(), *self._in_flight.aborted)
-        self.pool.check_integrity([self._windows.kept, *(sequence.held_blocks for sequence in holders)])
+        self.tables.check_integrity([*self._slots.values(), *self._held.values(), *self._in_flight.aborted])
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -262,8 +215,8 @@ class Scheduler:
             return self.schedule(max_prompt_tokens) if self._give_up_youngest() else ScheduledBatch(())
         sequences = [item.sequence for item in items]
         number = self._in_flight.begin(sequences)
-        copies = self._forks.copies(number, sequences)
-        return ScheduledBatch(tuple(items), copies, number, self._snapshots.take(items))
+        copies = self.tables.copies.begin_step(number, sequences)
+        return ScheduledBatch(tuple(items), copies, number, self.tables.snapshots.take(items))
 
     def _part_of_sequences(self) -> int:
         """Most sequences of a batch, so that as many batches as may be in flight have about as many."""
@@ -329,7 +282,7 @@ class Scheduler:
     def _add_chunk(self, chunks: list[ScheduledSequence], sequence: SequenceState, budget: int) -> int:
         """Add a chunk of a prompt to `chunks`, unless no blocks are free for it now; returns its number of tokens."""
         chunk = self._chunk(sequence, budget)
-        num_tokens = self._windows.fill(sequence, chunk.num_tokens)
+        num_tokens = self.tables.windows.fill(sequence, chunk.num_tokens)
         if num_tokens:
             chunks.append(chunk if num_tokens == chunk.num_tokens else self._chunk(sequence, num_tokens))
         return num_tokens
@@ -340,7 +293,7 @@ class Scheduler:
         """
         running = list(self._slots.values())
         is_stuck = bool(running) and all(self._may_run(sequence) for sequence in running)
-        if not (self._windows.kept and is_stuck) or self._held:
+        if not (self.config.groups.have_windows and is_stuck) or self._held:
             return False
         self._preempt(running[-1])
         return True
@@ -350,11 +303,7 @@ class Scheduler:
 
         Returns False if the sequence itself was preempted, or must wait for a younger one that is in flight.
         """
-        while len(sequence.block_table) < self._num_entries_for(sequence):
-            blocks = self.pool.allocate(self._groups.count)
-            if blocks is not None:
-                sequence.block_table += blocks
-                continue
+        while not self.tables.grow(sequence):
             younger = [s for s in self._slots.values() if s.status is SequenceStatus.RUNNING]
             younger = younger[younger.index(sequence) :]
             victim = next(s for s in reversed(younger) if self._may_run(s))
@@ -370,22 +319,16 @@ class Scheduler:
 
         Drafts never preempt a sequence, nor do they use the headroom. `update` frees the blocks of wrong drafts.
         """
-        size, count, states = self.config.block_size, self._groups.count, self.config.state_blocks
-        num_positions = self._groups.num_positions(sequence.num_tokens + num_drafts)
-        num_missing = num_positions - (len(sequence.block_table) - states) // count
-        num_new = max(0, min(num_missing, (self.pool.num_free - self._headroom()) // count))
-        if num_new > 0:
-            sequence.block_table += self.pool.allocate(num_new * count) or []
-        return min(num_drafts, (len(sequence.block_table) - states) // count * size - sequence.num_tokens)
+        return self.tables.grow_for_drafts(sequence, num_drafts, self._slots.values())
 
     def _preempt(self, victim: SequenceState) -> None:
         del self._slots[victim.key]
         self._free(victim)
-        self._pending.preempted.append(victim)
+        self._preempted.append(victim)
 
     def _chunk(self, sequence: SequenceState, budget: int) -> ScheduledSequence:
         start = sequence.num_computed_tokens
-        num_tokens = self._snapshots.tokens_until(sequence, min(sequence.num_uncomputed_tokens, budget))
+        num_tokens = self.tables.snapshots.tokens_until(sequence, min(sequence.num_uncomputed_tokens, budget))
         if self.config.whole_prompts:
             num_tokens = max(num_tokens, sequence.num_prompt_tokens - start)
         is_repeated = start + num_tokens == sequence.num_tokens and self._repeats_last(sequence)
@@ -396,6 +339,8 @@ class Scheduler:
         forks, which need its logits. A recurrent state behind that token does not give them; the one before it does.
         """
         return bool(self.config.state_blocks and (sequence.hand_over or sequence.forks))
+
+    # -- admission --------------------------------------------------------------------------------------------------
 
     def _admit_oldest(self, budget: int, *, is_first: bool) -> SequenceState | None:
         """Admit the oldest waiting sequence. None if none waits or it does not fit now: later ones do not overtake."""
@@ -410,9 +355,11 @@ class Scheduler:
         """Admit a waiting sequence if there are a slot and blocks for it, and enough of both remain for the oldest
         waiting one.
         """
-        if not (self._has_slot_for(sequence) and self._take_computed_slot(sequence)):
+        oldest = self._oldest_beside(sequence)
+        if not (self._has_slot_for(sequence) and self.tables.admit(sequence, self._slots.values(), oldest)):
             return False
         del self._waiting[sequence.key]
+        self._slots[sequence.key] = sequence
         sequence.status = SequenceStatus.RUNNING
         return True
 
@@ -426,106 +373,18 @@ class Scheduler:
         num_kept = 0 if self._oldest_beside(sequence) is None else 1
         return len(self._slots) + num_kept < self.config.max_num_seqs
 
-    def _take_computed_slot(self, sequence: SequenceState) -> bool:
-        """Occupy a slot with blocks for a sequence that is computed here; False, and no change, as in `_take_slot`."""
-        hashes = self._prefixes.reusable(sequence)
-        if self.config.state_blocks and self.evicted is not None:
-            self._snapshots.restore(sequence, hashes, self.evicted.restore)
-        matched = self._windows.match(hashes)
-        if not self.config.state_blocks:
-            return self._take_slot(sequence, hashes, matched)
-        reused = self._snapshots.find(hashes[: len(matched)])
-        snapshot = self.pool.snapshot(hashes[reused - 1]) if reused else ()
-        # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
-        if not self._take_slot(sequence, hashes, matched[:reused], snapshot) and not (
-            reused and self._take_slot(sequence, hashes, [])
-        ):
-            return False
-        self._snapshots.begin(sequence, len(matched))
-        return True
-
-    def _take_slot(
-        self,
-        sequence: SequenceState,
-        hashes: list[BlockHash],
-        matched: list[int],
-        snapshot: Sequence[int] = (),
-        last_seen: int | None = None,
-    ) -> bool:
-        """Occupy a slot with blocks for the tokens of the sequence: those `matched` by `hashes`, and others. The state
-        begins as the one in `snapshot`. `last_seen`: the token whose window counts, see `Windows.match`.
-
-        Returns False, and changes nothing, if too few blocks would remain for the oldest waiting sequence.
-        """
-        oldest, num_tokens, states = self._oldest_beside(sequence), sequence.num_tokens, self.config.state_blocks
-        spare = 0 if oldest is None else self._num_blocks_for(oldest)
-        kept = self._hashes_on_disk(sequence, hashes, len(matched))
-        num_reused = (len(matched) + len(kept)) // self._groups.count
-        num_cached_tokens = num_reused * self.config.block_size
-        wanted = self._windows.wanted(num_tokens, num_reused, last_seen)
-        if kept:  # the window is further on
-            matched = [each if is_wanted else NO_BLOCK for each, is_wanted in zip(matched, wanted, strict=False)]
-        unheld = wanted[len(matched) :]
-        num_missing = states + sum(unheld)
-        promised = self._windows.num_promised(self._slots.values()) + spare
-        if last_seen is None:
-            promised += self._windows.num_passing(num_tokens, num_cached_tokens)
-        if num_missing > self.pool.num_allocatable_beside([*matched, *snapshot]) - self._headroom() - promised:
-            return False
-        self.pool.hold([*matched, *snapshot, *[NO_BLOCK] * unheld.count(False)])
-        own = self.pool.allocate(num_missing) or []
-        remaining = iter(own[states:])
-        others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
-        sequence.block_table += own[:states] + matched + others
-        self._forks.copy(snapshot, sequence, own[: len(snapshot)])
-        self._restore(sequence, kept, states + len(matched))
-        sequence.block_hashes = hashes[:num_reused]
-        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
-        self._slots[sequence.key] = sequence
-        return True
-
-    def _hashes_on_disk(self, sequence: SequenceState, hashes: list[BlockHash], num_matched: int) -> list[BlockHash]:
-        """Hashes of the blocks that were kept behind those that are matched, of all groups of each position."""
-        count = self._groups.count
-        wanted = (group_hash(each, group) for each in hashes[num_matched // count :] for group in range(count))
-        found = list(takewhile(sequence.from_disk.__contains__, wanted))
-        return found[: len(found) // count * count] if self.evicted is not None else []
-
-    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], first: int) -> None:
-        """Fill the entries of the sequence's table from `first` on with the blocks that were kept by these hashes."""
-        kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
-        entries = zip(sequence.block_table[first : first + len(hashes)], hashes, strict=True)
-        found = [entry for entry in entries if entry[0] != NO_BLOCK or not self._windows.kept]
-        if self.evicted is not None and found:
-            self.evicted.restore([block_id for block_id, _ in found], [kept[each] for _, each in found])
-            for block_id, block_hash in found:
-                self.pool.publish(block_id, block_hash)
-
     def _start_forks(self, sequence: SequenceState) -> None:
         """Start the forks of a sequence whose prompt is computed and published, and whose blocks are still held."""
         forks, sequence.forks = sequence.forks, []
         for fork in forks:
             if fork.status is not SequenceStatus.WAITING:
                 continue  # removed while waiting
-            if len(self._slots) < self.config.max_num_seqs and self._forks.share(fork, sequence):
+            if len(self._slots) < self.config.max_num_seqs and self.tables.share(fork, sequence):
                 fork.status = SequenceStatus.RUNNING
                 self._slots[fork.key] = fork
-                self._windows.free_behind(fork)
             else:
                 fork.status = SequenceStatus.FINISHED
-                self._pending.failed.append((fork, WorkerBusy("no slot or block is free for a fork")))
-
-    def _headroom(self) -> int:
-        """Blocks kept free for running sequences to grow into, so that a newcomer is not preempted at once."""
-        return len(self._slots) * self._groups.count
-
-    def _num_blocks_for(self, sequence: SequenceState) -> int:
-        """The most blocks that the sequence needs now, if it has none yet."""
-        num_tokens = sequence.num_tokens
-        return self.config.state_blocks + self._groups.num_blocks_at_once(num_tokens, self.config.max_batch_tokens)
-
-    def _num_entries_for(self, sequence: SequenceState) -> int:
-        return self.config.state_blocks + self._groups.num_positions(sequence.num_tokens) * self._groups.count
+                self._failed.append((fork, WorkerBusy("no slot or block is free for a fork")))
 
     def _require_new(self, sequence: SequenceState) -> None:
         tables = (self._waiting, self._slots, self._held)
@@ -533,9 +392,7 @@ class Scheduler:
             raise InvalidRequest(f"attempt {sequence.key[1]} of request {sequence.key[0]} is already on this worker")
 
     def _require_fits(self, sequence: SequenceState) -> None:
-        num_blocks = self.pool.num_blocks - self.config.state_blocks
-        limits = self.config.max_batch_tokens, self.config.max_model_len
-        max_tokens = self._groups.max_tokens_in(num_blocks, *limits)
+        max_tokens = self.tables.max_tokens(self.config.max_model_len)
         # A sequence that is handed over needs no block for the KV of its first token.
         needed = sequence.num_tokens + (not sequence.hand_over)
         if needed > max_tokens:
@@ -559,7 +416,7 @@ class Scheduler:
         if not batch.items:
             return results
         aborted = self._in_flight.end(batch.number)
-        self._forks.copied(batch.number)
+        self.tables.copies.end_step(batch.number)
         for sequence in aborted:
             self._free(sequence)
         for item, output in zip(batch.items, outputs, strict=True):
@@ -569,21 +426,16 @@ class Scheduler:
                 continue
             sequence.prompt_logprobs.extend(output.prompt_logprobs)
             if output.failure:
-                self._pending.failed.append((sequence, output.failure))
+                self._failed.append((sequence, output.failure))
                 self._end(sequence)
             elif output.tokens:
                 results.append(self._append(item, output.tokens))
-            elif item.needs_sampling:  # its drafts have spoiled the step
-                self._free_draft_blocks(sequence)
             else:
-                sequence.num_computed_tokens = item.end
-                self._publish(item)
-                self._windows.free_behind(sequence)
+                if not item.needs_sampling:  # otherwise its drafts have spoiled the step
+                    sequence.num_computed_tokens = item.end
+                    self.tables.publish(sequence, item.end)
+                self.tables.trim(sequence)
         return results
-
-    def _publish(self, item: ScheduledSequence) -> None:
-        self._prefixes.publish(item.sequence)
-        self._snapshots.publish(item)
 
     def _count(self, item: ScheduledSequence, output: RunnerOutput) -> None:
         num_known, counters = item.num_tokens - len(item.drafts), self._counters
@@ -598,7 +450,7 @@ class Scheduler:
         is_first = index == sequence.request.num_generated
         tokens, reason = self._extend(sequence, sampled)
         sequence.num_computed_tokens = sequence.num_tokens - 1 - item.is_repeated
-        self._publish(item)
+        self.tables.publish(sequence, item.end)
         self._start_forks(sequence)
         result = SequenceOutput(
             *sequence.key,
@@ -611,8 +463,7 @@ class Scheduler:
         if sequence.hand_over or reason is not None:
             self._end(sequence)
         else:
-            self._free_draft_blocks(sequence)
-            self._windows.free_behind(sequence)
+            self.tables.trim(sequence)
         return result
 
     def _end(self, sequence: SequenceState) -> None:
@@ -636,17 +487,6 @@ class Scheduler:
         self._counters.generated_tokens += count
         return sampled[:count], reason
 
-    def _free_draft_blocks(self, sequence: SequenceState) -> None:
-        """Free blocks that `allocate_for_drafts` allocated for drafts that were wrong."""
-        needed = self._num_entries_for(sequence)
-        if len(sequence.block_table) > needed:
-            self.pool.free(sequence.block_table[needed:])
-            del sequence.block_table[needed:]
-
     def _free(self, sequence: SequenceState) -> None:
         sequence.status = SequenceStatus.FINISHED
-        self._forks.drop(sequence)
-        self._snapshots.end(sequence)
-        request = sequence.request
-        self.pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
-        sequence.block_table.clear()
+        self.tables.free(sequence)

@@ -1,4 +1,6 @@
-"""Settings of one engine that need no torch: names of dtypes and encodings, the scheduler's limits, speculation."""
+"""Settings of one engine that need no torch: names of dtypes and encodings, memory for KV, the scheduler's limits, CUDA
+graphs, speculation.
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,8 +49,8 @@ class SchedulerConfig:
 
     With `whole_prompts` an encoder reads the prompt: its tokens attend to each other, so a prompt is computed in one
     step and shares KV only with equal prompts. `adapters` are the digests of the LoRA adapters that requests may use.
-    `state_blocks` and `windows`: see KVLayout. One batch is in flight with either; with the former, no token is
-    computed that may be wrong.
+    `state_blocks`, `windows` and `windows_are_chunks`: see KVLayout. With a state one batch is in flight, and no token
+    is computed that may be wrong.
     """
 
     block_size: int
@@ -62,6 +64,7 @@ class SchedulerConfig:
     adapters: frozenset[str] = frozenset()
     state_blocks: int = 0
     windows: tuple[int, ...] = ()
+    windows_are_chunks: bool = False
 
     def __post_init__(self) -> None:
         for name in ("block_size", "max_batch_tokens", "max_num_seqs", "max_model_len", "max_in_flight"):
@@ -74,12 +77,37 @@ class SchedulerConfig:
             )
         if self.state_blocks and self.max_in_flight > 1:
             raise ConfigurationError("a model with recurrent layers computes one batch at a time")
-        if self.windows and (self.state_blocks or self.max_in_flight > 1):
-            raise ConfigurationError("a model whose windows are freed has no recurrent layers or pipeline stages")
+        if self.windows and self.state_blocks:
+            raise ConfigurationError("a model whose windows are freed has no recurrent layers")
 
     @property
     def groups(self) -> KVGroups:
-        return KVGroups(self.block_size, self.windows or (0,))
+        return KVGroups(self.block_size, self.windows or (0,), self.windows_are_chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class KVMemorySettings:
+    """Settings for a worker's share of the memory for KV.
+
+    All workers on a device together use `fraction` of the memory that is free or holds KV. With `utilization` they use
+    that fraction of the device's total memory, minus weights and all other memory in use. A worker gets one of `shares`
+    equal parts, or, with 0 shares, half of the unreserved budget. `ledger` is the folder of the ledger: "" means the
+    default folder, None disables the ledger. `owner` names the worker in messages.
+    """
+
+    fraction: float = 0.6
+    utilization: float = 0.0
+    shares: int = 0
+    ledger: str | None = None
+    owner: str = ""
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.fraction <= 1.0:
+            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.fraction}")
+        if not 0.0 <= self.utilization <= 1.0:
+            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.utilization}")
+        if self.shares < 0:
+            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.shares}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,10 +53,10 @@ class ShardedKVCache:
             shard.write_part(block_ids, span, data)
 
     def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
-        return read_and_hash(self, block_ids, span, out, seed)
+        return read_and_hash(self.read_blocks, block_ids, span, out, seed)
 
     def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
-        return hash_and_write(self, block_ids, span, data, seed)
+        return hash_and_write(self.write_blocks, block_ids, span, data, seed)
 
     def note_written(self, layers: Span) -> None:
         """Ranks on CPU have written what they announce."""

@@ -113,17 +113,16 @@ class Snapshots:
         is_answer = item.end > len(sequence.request.token_ids) and not sequence.is_transferred
         return is_answer and item.end - sequence.last_snapshot >= self._gap
 
-    def publish(self, item: ScheduledSequence) -> None:
-        """Add the snapshot that the step of this item has taken, if any, once its blocks of tokens are published."""
-        sequence = item.sequence
+    def publish(self, sequence: SequenceState, end: int) -> None:
+        """Add the snapshot that a step up to position `end` has taken, if any. Its blocks of tokens are published."""
         if not sequence.saving:
             return
         if sequence.last_snapshot > len(sequence.request.token_ids):
             self._pool.drop_snapshot(self._hash_at(sequence, sequence.last_snapshot))
         elif sequence.last_snapshot == sequence.num_cached_tokens:
             self._supersede(sequence)
-        self._pool.publish_snapshot(sequence.saving, self._hash_at(sequence, item.end))
-        sequence.last_snapshot = item.end
+        self._pool.publish_snapshot(sequence.saving, self._hash_at(sequence, end))
+        sequence.last_snapshot = end
         self._release(sequence, sequence.saving)
         sequence.saving = []
 

@@ -101,8 +101,9 @@ class StepInputBuilder:
         adapters: Mapping[str, int] = MappingProxyType({}),
         state_blocks: int = 0,
         windows: tuple[int, ...] = (),
+        windows_are_chunks: bool = False,
     ) -> None:
-        self._groups = KVGroups(block_size, windows or (0,))
+        self._groups = KVGroups(block_size, windows or (0,), windows_are_chunks)
         self._state_blocks = state_blocks
         self._adapters = adapters
         self._buffers: dict[str, NDArray[Any]] = {}

@@ -1,7 +1,5 @@
 """Memory of a GPU that steps need besides weights and KV: it is subtracted before the KV cache is sized."""
 
-from dataclasses import dataclass
-
 import torch
 
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -14,24 +12,18 @@ _WORKSPACE_BYTES = 128 << 20
 _LOGIT_BYTES = 56
 
 
-@dataclass(frozen=True, slots=True)
-class StepSize:
-    """The largest step: its tokens, and the rows that it samples."""
-
-    num_tokens: int
-    num_sampled: int
-
-
-def activation_bytes(config: AnyConfig, size: StepSize, itemsize: int, *, experts_on_device: bool = False) -> int:
-    """Return the bytes that the tensors of a step take at most, with numbers of `itemsize` bytes. The layers are over
-    when the step is sampled, so memory is counted for the larger of the two. With `experts_on_device`, kernels compute
-    the experts of small steps.
+def activation_bytes(
+    config: AnyConfig, itemsize: int, *, num_tokens: int, num_sampled: int, experts_on_device: bool = False
+) -> int:
+    """Bytes that the tensors of a step take at most, with numbers of `itemsize` bytes: of a step of `num_tokens` tokens
+    that samples `num_sampled` rows. The layers are over when the step is sampled, so the larger of the two counts. With
+    `experts_on_device`, kernels compute the experts of small steps.
     """
-    layers = size.num_tokens * row_numbers(config) * itemsize
+    layers = num_tokens * row_numbers(config) * itemsize
     if experts_on_device:
-        few = min(size.num_tokens, FEW_ROWS)
+        few = min(num_tokens, FEW_ROWS)
         layers = max(layers, few * row_numbers(config, experts_on_device=True) * itemsize)
-    sampling = size.num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * size.num_tokens * config.hidden_size * itemsize
+    sampling = num_sampled * config.vocab_size * _LOGIT_BYTES + 2 * num_tokens * config.hidden_size * itemsize
     return max(layers, sampling)
 
 
@@ -60,7 +52,13 @@ def step_bytes(settings: RunnerSettings, config: AnyConfig) -> int:
     """Memory of the largest step on a GPU; 0 on CPU, where free memory is shared with everything else anyway."""
     if torch.device(settings.device).type != "cuda":
         return 0
-    size = StepSize(settings.max_batch_tokens, settings.max_sampled_rows)
     itemsize = int(getattr(torch, settings.dtype).itemsize)
     on_device = settings.attention != "torch"  # see why_not_on_device
-    return activation_bytes(config, size, itemsize, experts_on_device=on_device) + _WORKSPACE_BYTES
+    activations = activation_bytes(
+        config,
+        itemsize,
+        num_tokens=settings.max_batch_tokens,
+        num_sampled=settings.max_sampled_rows,
+        experts_on_device=on_device,
+    )
+    return activations + _WORKSPACE_BYTES

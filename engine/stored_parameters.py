@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 from checkpoint.tensors import StoredTensor, open_checkpoint
 from checkpoint.text_part import possible_names
-from engine.models.encodings import OUTPUT
-from engine.models.parameters import ParameterSpec, Stack
+from engine.kernels.cpu.machine import IN_BF16, IN_FP32
+from engine.models.encodings import OUTPUT, Forms, StoredMatrices
+from engine.models.parameters import ParameterSpec, Source, Stack
 from engine.quantized_formats.config import Quantization, read_quantization
 from engine.quantized_formats.modules import QuantizedModule, find_module, find_stacked, stores_quantized
 from mesh.domain.errors import ConfigurationError
@@ -139,35 +139,55 @@ def is_exact(model_dir: Path, specs: list[ParameterSpec], dtype: str) -> bool:
     names = {stored_name(name, stored) for name in sources}
     if any(name not in stored or stored[name].dtype != _STORED_NAMES[dtype] for name in names):
         return False
-    return all((spec.factor, spec.offset, spec.unit_rows) == (1.0, 0.0, False) for spec in matrices)
+    return all((spec.offset, spec.unit_rows) == (0.0, False) for spec in matrices)
 
 
-class Int4(NamedTuple):
-    """How the compiled decoder multiplies a checkpoint in 4 bits: with scales of `group` inputs. It rounds the matrices
-    `in_int8`, which the checkpoint has in another form, to 8 bits.
-    """
-
-    group: int
-    in_int8: frozenset[str]
-
-
-def stored_in_int4(model_dir: Path, specs: list[ParameterSpec]) -> Int4 | None:
+def stored_in_int4(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices | None:
     """See `int4_of`. Reads headers. Raises ConfigurationError."""
     return int4_of(specs, find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir)))
 
 
-def has_fp8(model_dir: Path, specs: list[ParameterSpec]) -> bool:
-    """True if a checkpoint stores all matrices of its layers in fp8 as the compiled decoder multiplies them. Reads
-    headers. Raises ConfigurationError.
+def stored_in_fp8(model_dir: Path, specs: list[ParameterSpec]) -> StoredMatrices | None:
+    """See `fp8_of`. Reads headers. Raises ConfigurationError."""
+    stored = open_stored(model_dir, specs)
+    return fp8_of(specs, stored, find_modules(specs, stored, read_quantization(model_dir)))
+
+
+def fp8_of(
+    specs: Iterable[ParameterSpec], stored: Mapping[str, StoredTensor], modules: Mapping[str, QuantizedModule]
+) -> StoredMatrices | None:
+    """None unless a checkpoint stores matrices of its layers in fp8 as the compiled decoder multiplies them. Each other
+    one keeps its type, or is in fp32.
     """
-    modules = find_modules(specs, open_stored(model_dir, specs), read_quantization(model_dir))
-    matrices = [spec for spec in specs if spec.is_matrix and spec.name != OUTPUT]
-    found = [modules.get(source.name) for spec in matrices for source in spec.sources]
-    is_plain = not any(spec.unit_rows or spec.offset for spec in matrices)
-    return is_plain and bool(found) and all(module is not None and module.is_e4m3 for module in found)
+    forms: dict[str, Forms] = {}
+    for spec in specs:
+        if spec.is_matrix and spec.is_held:
+            rows = [(source.num_rows, _form(spec, source, stored, modules)) for source in spec.held_sources()]
+            forms[spec.name] = tuple(rows)
+    of_layers = {form for name, rows in forms.items() if name != OUTPUT for _, form in rows}
+    return StoredMatrices(forms=forms) if of_layers - {IN_FP32, IN_BF16} else None
 
 
-def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> Int4 | None:
+def _form(
+    spec: ParameterSpec, source: Source, stored: Mapping[str, StoredTensor], modules: Mapping[str, QuantizedModule]
+) -> int:
+    """The form in which the outputs of a source are stored, one that holds all of their numbers exactly."""
+    if spec.unit_rows or spec.offset or spec.factor != 1.0:
+        return IN_FP32
+    if (module := modules.get(source.name)) is not None:
+        return module.fp8_group or IN_FP32
+    tensor = stored.get(stored_name(source.name, stored))
+    return IN_BF16 if tensor is not None and tensor.dtype == "BF16" else IN_FP32
+
+
+def rounded_beside_int8(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> frozenset[str]:
+    """The matrices of layers that are rounded to int8 beside some that a checkpoint has in it."""
+    in_int8 = {name for name, module in modules.items() if module.storage.is_int8}
+    matrices = [spec for spec in specs if in_int8 and spec.is_matrix and spec.name != OUTPUT]
+    return frozenset(spec.name for spec in matrices if not in_int8 >= {source.name for source in spec.sources})
+
+
+def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModule]) -> StoredMatrices | None:
     """None unless a checkpoint stores matrices of its layers in 4 bits as the compiled decoder multiplies them, and the
     others in 8 bits or more.
     """
@@ -183,4 +203,4 @@ def int4_of(specs: Iterable[ParameterSpec], modules: Mapping[str, QuantizedModul
         if len(in_int4) < len(spec.sources):
             in_int8.add(spec.name)
     known = [group for group in groups if group is not None]
-    return Int4(min(known), frozenset(in_int8)) if known and len(known) == len(groups) else None
+    return StoredMatrices(min(known), frozenset(in_int8)) if known and len(known) == len(groups) else None

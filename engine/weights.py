@@ -22,18 +22,28 @@ from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
+from engine.kernels.cpu.machine import IN_BF16, IN_FP32
 from engine.kernels.cpu.nibbles import E2M1_ZERO
 from engine.load_times import load_phase
 from engine.mapped_files import open_mapped, read_part
 from engine.memory import release_pages
-from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, LinearParameters, Parameters, Values
+from engine.models.encodings import (
+    ALL_FLOAT,
+    OUTPUT,
+    OUTPUT_ENCODINGS,
+    Forms,
+    LinearParameters,
+    Parameters,
+    StoredMatrices,
+    Values,
+)
 from engine.models.parameters import ParameterSpec, Source
-from engine.models.rounding import INT4_GROUP, round_to_int8
+from engine.models.rounding import round_to_int8
 from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
 from engine.quantized_formats.mxfp4 import levels_of
-from engine.stored_parameters import Int4, find_modules, int4_of, open_stored, stored_name
+from engine.stored_parameters import find_modules, fp8_of, int4_of, open_stored, rounded_beside_int8, stored_name
 from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
@@ -41,8 +51,8 @@ log = structlog.get_logger(__name__)
 
 Progress = Callable[[float], None]
 _DUMMY_STD = 0.02
-_ROUNDED = Int4(INT4_GROUP, frozenset())
-"""Of checkpoints that are not in 4 bits."""
+_TABLES = ("embed", "layer_inputs")
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _NAN_OF_E4M3 = 0x7F
 """The bits of NaN without its sign."""
 _DTYPES = ("F64", "F32", "BF16", "F16")
@@ -50,17 +60,18 @@ _DTYPES = ("F64", "F32", "BF16", "F16")
 
 @dataclass(frozen=True, slots=True)
 class WeightsTarget:
-    """Device, dtype and encoding of loaded parameters; `encoding`: see LinearParameters. With `wide_vectors`, norms and
-    biases are fp32, whatever the dtype of matrices.
+    """Device, dtype and encoding of loaded parameters; `encoding`: see LinearParameters. If they will be packed
+    for the compiled decoder, `is_packed`, norms and biases are fp32, whatever the dtype of matrices, and matrices are
+    without the factors of their products.
     """
 
     device: torch.device
     dtype: torch.dtype
     encoding: str = "float"
-    wide_vectors: bool = False
+    is_packed: bool = False
 
     def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
-        if spec.in_fp32 or (self.wide_vectors and len(spec.shape) == 1):
+        if spec.in_fp32 or (self.is_packed and len(spec.shape) == 1):
             return torch.float32
         return torch.float32 if spec.wide and self.dtype is torch.float16 else self.dtype
 
@@ -91,11 +102,16 @@ def load_weights(
     used |= {name for module in modules.values() for name in (*module.parts.values(), *module.unused)}
     tied = None if tied is None else (stored_name(tied[0], stored), stored_name(tied[1], stored))
     report_unused(model_dir, stored, used, tied)
-    int4 = int4_of(specs, modules) if target.encoding == "int4" else None
-    if int4 is not None and int4.in_int8:
-        log.info("matrices that the checkpoint does not have in 4 bits are rounded to 8", matrices=len(int4.in_int8))
-    values = _stored_values(specs, target, _Contents(stored, modules, int4))
-    return _parameters(specs, target, values, on_progress, int4 or _ROUNDED)
+    factors = {spec.name: spec.factor for spec in specs if spec.is_matrix and target.is_packed}
+    specs = [replace(spec, factor=1.0) if spec.name in factors else spec for spec in specs]
+    kept = None
+    if target.encoding in ("int4", "fp8"):
+        kept = int4_of(specs, modules) if target.encoding == "int4" else fp8_of(specs, stored, modules)
+    in_int8 = rounded_beside_int8(specs, modules) if target.encoding == "int8" else kept.in_int8 if kept else ()
+    if in_int8:
+        log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
+    values = _stored_values(specs, target, _Contents(stored, modules, kept))
+    return _parameters(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
 
 
 def dummy_weights(
@@ -114,7 +130,8 @@ def _parameters(
     target: WeightsTarget,
     values: Iterable[Tensor | LinearParameters],
     on_progress: Progress | None,
-    int4: Int4 = _ROUNDED,
+    kept: StoredMatrices = ALL_FLOAT,
+    factors: Mapping[str, float] | None = None,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
     specs = _held(specs)
@@ -127,23 +144,23 @@ def _parameters(
                 on_progress(done / total)
             yield spec.name, parameter, spec.is_matrix
 
-    return Parameters(target.encoding, (spec.name for spec in specs), source(), *int4)
+    return Parameters(target.encoding, (spec.name for spec in specs), source(), kept, factors)
 
 
 class _Contents(NamedTuple):
     """The tensors of a checkpoint, and the quantised modules that they make, by the names of their sources.
-    `int4`: see int4_of; None to dequantise int4.
+    `kept`: how matrices in int4 or fp8 are multiplied; None to dequantise them.
     """
 
     stored: Mapping[str, StoredTensor]
     modules: Mapping[str, QuantizedModule]
-    int4: Int4 | None
+    kept: StoredMatrices | None
 
 
 def _stored_values(
     specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
 ) -> Iterator[Tensor | LinearParameters]:
-    int4 = contents.int4
+    kept = contents.kept
     with ExitStack() as stack:
         reader = _Reader(contents.stored, contents.modules, stack)
         for spec in _held(specs):
@@ -151,17 +168,25 @@ def _stored_values(
             encoding = OUTPUT_ENCODINGS.get(own, own) if spec.name == OUTPUT else own
             parameter: Tensor | LinearParameters
             with load_phase("read"):
-                if int4 is not None and spec.is_matrix and spec.name not in (OUTPUT, *int4.in_int8):
-                    parameter = reader.int4(spec, int4.group)
+                if kept is not None and spec.name in kept.forms:
+                    parameter = reader.fp8(spec, kept.forms[spec.name])
+                elif kept is not None and encoding == "int4" and spec.is_matrix and spec.name not in kept.in_int8:
+                    parameter = reader.int4(spec, kept.group)
                 elif encoding == "int4" and reader.has_mxfp4(spec):
                     parameter = reader.mxfp4(spec)
-                elif encoding == "fp8" and spec.is_matrix:
-                    parameter = reader.fp8(spec)
                 elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
-                    parameter = reader.fill(spec, target)
+                    parameter = reader.fill(spec, _of_table(spec, contents.stored, target))
             yield parameter
+
+
+def _of_table(spec: ParameterSpec, stored: Mapping[str, StoredTensor], target: WeightsTarget) -> WeightsTarget:
+    """The target with the checkpoint's own type for tables of tokens, if these are packed beside rounded matrices."""
+    if spec.name not in _TABLES or not target.is_packed or target.encoding == "float":
+        return target
+    tensor = stored[stored_name(spec.sources[0].name, stored)]
+    return replace(target, dtype=_NARROW.get(tensor.dtype, target.dtype))
 
 
 def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
@@ -265,22 +290,30 @@ class _Reader:
             first += source.num_rows
         return LinearParameters(weight, "int8", scales.mul_(spec.factor))
 
-    def fp8(self, spec: ParameterSpec) -> LinearParameters:
-        """A matrix with the numbers and scales of the checkpoint, all of whose parts are fp8. Raises ConfigurationError
-        if a number is not finite.
+    def fp8(self, spec: ParameterSpec, forms: Forms) -> LinearParameters:
+        """A matrix with the numbers and scales of the checkpoint; outputs that it has in other forms are floats. Raises
+        ConfigurationError if a number is not finite.
         """
-        weight = torch.empty(spec.held_shape, dtype=torch.float8_e4m3fn)
-        scales, first = torch.empty(spec.held_shape[0]), 0
-        for source in spec.held_sources():
-            rows, matrix = slice(first, first + source.num_rows), self._quantized(source)
-            weight[rows], scales[rows] = matrix.values, matrix.scales[:, 0]
-            self._release()
+        kinds = {form for _, form in forms}
+        groups = kinds - {IN_FP32, IN_BF16}
+        if not groups:
+            dtype = torch.bfloat16 if kinds == {IN_BF16} else torch.float32
+            return LinearParameters(self.fill(spec, replace(_FLOAT32, dtype=dtype)))
+        num_outputs, num_inputs = spec.held_shape
+        weight = torch.zeros(spec.held_shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        scales, first = torch.zeros(num_outputs, max(-(-num_inputs // group) for group in groups)), 0
+        for source, (count, form) in zip(spec.held_sources(), forms, strict=True):
+            rows, first = slice(first, first + count), first + count
+            if form not in groups:
+                continue
+            matrix = self._quantized(source)
+            weight[rows], scales[rows, : matrix.scales.shape[1]] = matrix.values, matrix.scales
             has_nan = bool((weight[rows].view(torch.uint8) & _NAN_OF_E4M3 == _NAN_OF_E4M3).any())
-            if has_nan or not is_finite(scales[rows]):
-                name = self._modules[source.name].name
-                raise ConfigurationError(_not_finite(weight[rows].float() * scales[rows, None], name))
-            first += source.num_rows
-        return LinearParameters(weight, "fp8", scales.mul_(spec.factor))
+            if has_nan or not is_finite(matrix.scales):
+                raise ConfigurationError(_not_finite(matrix.dequantized(), self._modules[source.name].name))
+            self._release()
+        numbers = self.fill(spec, _FLOAT32) if len(kinds) > 1 else None
+        return LinearParameters(weight, "fp8", scales, numbers=numbers)
 
     def int4(self, spec: ParameterSpec, group: int) -> LinearParameters:
         """A matrix with the integers, scales and zeros of the checkpoint, all of whose parts are int4. Raises

@@ -10,7 +10,7 @@ Admission leaves free what prompts will still need in their chunks (`num_promise
 all of its blocks, and all of this comes to nothing.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from engine.block_pool import BlockPool
 from engine.sequence import SequenceState, SequenceStatus
@@ -29,31 +29,57 @@ class Windows:
         self.step_tokens = step_tokens
         self._numbers = [group for group, window in enumerate(groups.windows) if window]
 
-    def match(self, hashes: Sequence[BlockHash], token: int | None = None) -> list[int]:
-        """Entries of a table for the longest prefix of `hashes` whose blocks are indexed, as far as this token sees
-        them; None: the token behind the prefix. They are not held yet, see BlockPool.match.
+    def match(
+        self, hashes: Sequence[BlockHash], token: int | None = None, kept: Collection[BlockHash] = ()
+    ) -> list[int | None]:
+        """Entries of a table for the longest prefix of `hashes` whose blocks are indexed or `kept`, as far as this
+        token sees them; `token` None: the one behind the prefix. Indexed blocks are not held yet, see BlockPool.match;
+        kept ones are None.
         """
-        if not self._numbers:
-            return self._pool.match(hashes)
         groups, length = self._groups, len(hashes)
+        if not (self._numbers or kept):
+            return [*self._pool.match(hashes)]
         for group in range(groups.num_full):
-            length = len(self._pool.match(group_hash(block_hash, group) for block_hash in hashes[:length]))
-        while (missing := self._last_missing(hashes[:length], token)) is not None:
-            length = missing
-        entries = [NO_BLOCK] * (length * groups.count)
+            names = [group_hash(block_hash, group) for block_hash in hashes[:length]]
+            length = len(self._pool.match(names))
+            while kept and length < len(names) and self._has(names[length], kept):
+                length += 1
+        length = self._longest(hashes, length, token, kept)
+        entries: list[int | None] = [NO_BLOCK] * (length * groups.count)
         for group, first in enumerate(self._firsts(length, token)):
             seen = hashes[min(first, length) : length]
-            found = self._pool.match(group_hash(block_hash, group) for block_hash in seen)
+            found = [self._pool.find(group_hash(block_hash, group)) for block_hash in seen]
             entries[(length - len(seen)) * groups.count + group :: groups.count] = found
         return entries
 
-    def _last_missing(self, hashes: Sequence[BlockHash], token: int | None) -> int | None:
-        """The last position at which a group with a window lacks a block that the token sees."""
-        firsts = self._firsts(len(hashes), token)
-        for position in range(len(hashes) - 1, min((firsts[group] for group in self._numbers), default=0) - 1, -1):
-            for group in self._numbers:
-                if position >= firsts[group] and self._pool.find(group_hash(hashes[position], group)) is None:
+    def _has(self, name: BlockHash, kept: Collection[BlockHash]) -> bool:
+        return self._pool.find(name) is not None or name in kept
+
+    def _longest(self, hashes: Sequence[BlockHash], length: int, token: int | None, kept: Collection[BlockHash]) -> int:
+        """The most leading positions, of at most `length`, of which groups with a window have what the token sees."""
+        present: set[BlockHash] = set()
+        while (missing := self._first_missing(hashes, length, token, kept, present)) is not None:
+            length = missing  # whatever is longer sees this position, too
+        return length
+
+    def _first_missing(
+        self,
+        hashes: Sequence[BlockHash],
+        length: int,
+        token: int | None,
+        kept: Collection[BlockHash],
+        present: set[BlockHash],
+    ) -> int | None:
+        """A position before `length` at which a group with a window lacks a block that the token sees: the first in
+        its group. `present`: names that need not be looked up again.
+        """
+        firsts = self._firsts(length, token)
+        for group in self._numbers:
+            for position in range(firsts[group], length):
+                name = group_hash(hashes[position], group)
+                if name not in present and not self._has(name, kept):
                     return position
+                present.add(name)
         return None
 
     def _firsts(self, num_positions: int, token: int | None) -> list[int]:

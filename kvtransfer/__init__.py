@@ -27,11 +27,12 @@ The prefill worker's side:
 
 sender.py                  KVSender, the entry point, and OutgoingTransfer, the handle of one transfer
 outgoing_conversation.py   the sender's half of the gRPC conversation of one transfer
-push_call.py               the gRPC call `Push` and its connections
+push_call.py               the gRPC call `Push` and its connections, and the same over a link (transports/link.py)
 
 The decode worker's side:
 
 receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
+direct_writes.py           a conversation over a link
 incoming_transfer.py       ExpectedTransfer, the checks of a transfer's messages, and its flows (no I/O)
 
 Both:

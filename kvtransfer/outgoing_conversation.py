@@ -3,7 +3,8 @@
     open ──▶ granted     the receiver chooses one of the paths and grants credit; then four tasks run concurrently:
     gather               waits for announced KV, a credit (its own, and one of those of the receiver) and a slot, and
                          gives the slot to the threads to copy KV into
-    send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit
+    send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit. Over
+                         a link the threads that fill chunks send them
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees a slot and returns a credit; Committed, the end, frees the other slots
 
@@ -11,11 +12,14 @@ At the end, on success or failure, the call is cancelled, no thread reads the st
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+
+import grpc
 
 from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
@@ -30,7 +34,7 @@ from kvtransfer.messages import (
     TransferOpen,
     request_to_bytes,
 )
-from kvtransfer.push_call import ChannelPool, PushCall
+from kvtransfer.push_call import ChannelPool, LinkCall, PushCall
 from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports.base import SendPath, SendTransport, Slot
@@ -86,6 +90,7 @@ class _Filled:
     checksum: int
 
 
+AnyCall = PushCall | LinkCall
 _Chunks = asyncio.Queue[asyncio.Task[_Filled] | None]  # in order of their numbers; then None
 
 
@@ -105,6 +110,7 @@ class OutgoingConversation:
         self._num_bytes = 0
         self._paths: dict[str, SendPath] = {}  # by name of the transport, in order of preference
         self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
+        self._outbox: _Outbox | None = None
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
@@ -121,7 +127,7 @@ class OutgoingConversation:
     async def run(self) -> TransferResult:
         """Run from open to committed. Raises MeshError; any other error is a bug or a broken store."""
         with self._resources.channels.use(self._spec.address) as connection:
-            call = PushCall(connection.channel, self._resources.metadata)
+            call = self._call(connection.channel)
             try:
                 async with self._watchdog.watch():
                     return await self._converse(call, connection.places)
@@ -132,13 +138,18 @@ class OutgoingConversation:
                 for path in self._paths.values():
                     path.leave()
 
-    async def _converse(self, call: PushCall, places: asyncio.Semaphore) -> TransferResult:
-        await self._find_paths()
+    def _call(self, channel: grpc.aio.Channel) -> AnyCall:
+        link = self._resources.transports[0].link(self._spec.address, self._spec.receiver_incarnation)
+        return PushCall(channel, self._resources.metadata) if link is None else LinkCall(link.call())
+
+    async def _converse(self, call: AnyCall, places: asyncio.Semaphore) -> TransferResult:
+        await self._find_paths(self._resources.transports[: 1 if isinstance(call, LinkCall) else None])
         await call.write(request_to_bytes(self._opening()))
         granted = await self._granted(call)
         path = self._paths[granted.transport]
         await path.join(granted.rendezvous)
         chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
+        self._outbox = _Outbox(call) if isinstance(call, LinkCall) else None
         async with _credit(granted.credit_chunks, places) as credit, task_group() as tasks:
             tasks.create_task(self._gather(path, credit, chunks, tasks))
             tasks.create_task(self._send(call, chunks))
@@ -147,13 +158,13 @@ class OutgoingConversation:
             renewal.cancel()
         return TransferResult(granted.transport, self._num_bytes, self._num_chunks)
 
-    async def _find_paths(self) -> None:
-        for transport in self._resources.transports:
+    async def _find_paths(self, transports: Sequence[SendTransport]) -> None:
+        for transport in transports:
             path = await transport.path(self._spec.address, self._spec.receiver_incarnation)
             if path is not None:
                 self._paths[transport.name] = path
         if not self._paths:
-            names = ", ".join(transport.name for transport in self._resources.transports)
+            names = ", ".join(transport.name for transport in transports)
             raise TransferFailed(f"{names} cannot reach {self._spec.address} now; the log says why")
 
     def _opening(self) -> TransferOpen:
@@ -169,7 +180,7 @@ class OutgoingConversation:
             span=self._spec.span,
         )
 
-    async def _granted(self, call: PushCall) -> Granted:
+    async def _granted(self, call: AnyCall) -> Granted:
         try:
             granted = await self._read(call)
         except LayoutMismatch:  # it may be that no path works for the receiver
@@ -210,28 +221,36 @@ class OutgoingConversation:
         seed = chunk_seed(self._seed, number, chunk_range, len(buffer))
         checksum = self._resources.store.copy_out(block_ids, chunk_range.span, buffer, seed)
         message = Chunk(number, chunk_range, len(buffer), checksum, slot.seal())
-        return _Filled(request_to_bytes(message), len(buffer), checksum)
+        filled = _Filled(request_to_bytes(message), len(buffer), checksum)
+        if self._outbox is not None:
+            self._outbox.put(number, filled, self._count)
+        return filled
 
-    async def _send(self, call: PushCall, chunks: _Chunks) -> None:
+    def _count(self, chunk: _Filled) -> None:
+        """The next chunk goes out."""
+        self._digest.add(chunk.checksum)
+        self._num_chunks += 1
+        self._num_bytes += chunk.num_bytes
+
+    async def _send(self, call: AnyCall, chunks: _Chunks) -> None:
         while (filling := await chunks.get()) is not None:
             chunk = await filling
-            self._digest.add(chunk.checksum)
-            self._num_chunks += 1
-            self._num_bytes += chunk.num_bytes
             self._watchdog.on_request()
-            await call.write(chunk.request)
+            if self._outbox is None:
+                self._count(chunk)
+                await call.write(chunk.request)
         self._is_committing = True
         num_tokens, first_token_id = await self._prompt_end
         commit = Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id)
         self._watchdog.on_request()
         await call.write_last(request_to_bytes(commit))
 
-    async def _renew(self, call: PushCall, interval_s: float) -> None:
+    async def _renew(self, call: AnyCall, interval_s: float) -> None:
         while True:
             await asyncio.sleep(interval_s)
             await call.write(request_to_bytes(Renew()))
 
-    async def _listen(self, call: PushCall, credit: "_Credit") -> None:
+    async def _listen(self, call: AnyCall, credit: "_Credit") -> None:
         while not isinstance(reply := await self._read(call), Committed):
             if isinstance(reply, Renewed):
                 continue
@@ -247,10 +266,29 @@ class OutgoingConversation:
             self._slots.popitem()[1].release(is_acknowledged=True)
         await call.ended()
 
-    async def _read(self, call: PushCall) -> ReceiverMessage:
+    async def _read(self, call: AnyCall) -> ReceiverMessage:
         reply = await call.read()
         self._watchdog.on_message()
         return reply
+
+
+class _Outbox:
+    """Sends the chunks of a conversation over a link, in order, from the threads that fill them."""
+
+    def __init__(self, call: LinkCall) -> None:
+        self._call = call
+        self._lock = threading.Lock()
+        self._filled: dict[int, _Filled] = {}
+        self._next = 0
+
+    def put(self, number: int, chunk: _Filled, count: Callable[[_Filled], None]) -> None:
+        """Send the chunk with this number behind those before it, at once or when they are full."""
+        with self._lock:
+            self._filled[number] = chunk
+            while (chunk_to_send := self._filled.pop(self._next, None)) is not None:
+                count(chunk_to_send)
+                self._call.send(chunk_to_send.request)
+                self._next += 1
 
 
 class _Credit:

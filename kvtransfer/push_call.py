@@ -1,4 +1,6 @@
-"""A sender's gRPC: a connection per decode worker, closed after a time without transfers, and a call per transfer."""
+"""A sender's calls, one per transfer: over gRPC, by a connection per decode worker that is closed after a time without
+transfers, or over a link.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from kvtransfer.messages import SERVICE_NAME, ReceiverMessage, reply_from_proto
+from kvtransfer.transports.link import Call
 from mesh.domain.errors import MeshError, ReceiverLost, TransferFailed, WorkerLost
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Metadata, TlsIdentity
@@ -135,4 +138,44 @@ class PushCall:
         error = error_from_rpc(status)
         if status.code() is grpc.StatusCode.CANCELLED:
             return ReceiverLost(str(error))
-        return TransferFailed(f"the receiver cannot be reached: {error}") if type(error) is WorkerLost else error
+        return _unreachable(error) if type(error) is WorkerLost else error
+
+
+class LinkCall:
+    """Like PushCall, over a link."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def send(self, request: bytes) -> None:
+        """Like `write`, from any thread."""
+        try:
+            self._call.send(request)
+        except WorkerLost as error:
+            raise _unreachable(error) from None
+
+    async def write(self, request: bytes) -> None:
+        self.send(request)
+
+    async def write_last(self, request: bytes) -> None:
+        self.send(request)
+
+    async def read(self) -> ReceiverMessage:
+        try:
+            return reply_from_proto(pb.PushResponse.FromString(await self._call.read()))
+        except WorkerLost as error:
+            raise _unreachable(error) from None
+        except asyncio.CancelledError:  # as over gRPC, the receiver learns of it before threads of ours have ended
+            self.cancel()
+            raise
+
+    async def ended(self) -> None:
+        """The last reply has come: the call is over on both sides."""
+        self._call.leave()
+
+    def cancel(self) -> None:
+        self._call.leave(TransferFailed("the sender has given up"))
+
+
+def _unreachable(error: MeshError) -> TransferFailed:
+    return TransferFailed(f"the receiver cannot be reached: {error}")

@@ -150,16 +150,11 @@ class RankedSender:
         """The shape of the whole model's KV."""
         return self._own.layout
 
-    @property
-    def whole(self) -> KVSpan:
-        """All KV of the model."""
-        return self._own.layout.whole
-
     def receivers(self, address: str, endpoints: Sequence[KVEndpoint]) -> tuple[KVEndpoint, ...]:
         """The ranks of a decode worker that take KV: these, or, if there are none, the process at `address` takes all.
         Raises LayoutMismatch if the ranks here lack KV that one of them needs, or cannot reach it.
         """
-        receivers = tuple(endpoints) or (KVEndpoint(address, self.whole),)
+        receivers = tuple(endpoints) or (KVEndpoint(address, self.layout.whole),)
         for flow in self._flows_to(receivers):
             to = receivers[flow.target].address
             host = self._ranks[flow.source - 1].host if flow.source else ""

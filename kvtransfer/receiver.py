@@ -6,6 +6,7 @@ Life of a transfer here:
     push()        runs the conversation, one gRPC call: checks open and chooses a transport; checks each chunk, waits
                   for it, writes and verifies it on a thread, acknowledges it; checks commit. If the sender's KV lies in
                   several processes, there are as many conversations, see incoming_transfer.py
+    serve()       runs one over a link; the link's thread checks, writes, verifies and acknowledges chunks
     on_committed  all KV has arrived and is verified
     on_failed     the transfer failed: a chunk did not verify, the layout differs, or the sender disconnected, was
                   silent for a lease, or never came
@@ -16,6 +17,7 @@ and none follows.
 """
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -24,6 +26,7 @@ from functools import partial
 import grpc
 import structlog
 
+from kvtransfer.direct_writes import DirectWrites, LinkRequests
 from kvtransfer.incoming_transfer import Assembly, ExpectedTransfer, TransferChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
@@ -44,6 +47,7 @@ from kvtransfer.settings import TransferSettings
 from kvtransfer.store import KVStore
 from kvtransfer.transports import open_receive_transports
 from kvtransfer.transports.base import PayloadSource, ReceiveTransport, TransportOffer
+from kvtransfer.transports.link import Call
 from mesh.domain.errors import LayoutMismatch, LeaseExpired, MeshError, TransferFailed
 from mesh.tasks import mark_retrieved, run_to_end, task_group
 
@@ -92,7 +96,10 @@ class KVReceiver:
         self._settings = settings or TransferSettings()
         self._transports = transports or open_receive_transports(self._settings)
         self._executor = ThreadPoolExecutor(self._settings.num_threads, thread_name_prefix="kv-scatter")
+        self._copying = threading.BoundedSemaphore(self._settings.num_threads)  # of the threads of links
         self._incoming: dict[str, _Incoming] = {}
+        for transport in self._transports:
+            transport.serve(self.serve)
 
     def expect(self, expected: ExpectedTransfer) -> None:
         """Let a transfer come. Raises ValueError if its id is in use, or its blocks do not fit its tokens."""
@@ -145,7 +152,17 @@ class KVReceiver:
             await asyncio.wait([task])
             mark_retrieved(task)
 
-    async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply) -> None:
+    async def serve(self, call: Call) -> None:
+        """Run one conversation over a link."""
+        task = asyncio.current_task()
+        assert task is not None
+        call.on_end = task.cancel
+        try:
+            await self._converse(LinkRequests(call), lambda reply: call.send(reply_to_bytes(reply)), call)
+        except MeshError as error:
+            call.leave(error)
+
+    async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply, call: Call | None = None) -> None:
         opening = await self._next(requests)
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
@@ -159,7 +176,7 @@ class KVReceiver:
             incoming.assembly.open(opening.span)
             if incoming.assembly.is_opened:
                 incoming.opening_lease.cancel()
-            commit = await self._fill(checks, opening, requests, reply)
+            commit = await self._fill(checks, opening, requests, reply, call)
             incoming.assembly.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
@@ -187,10 +204,16 @@ class KVReceiver:
         return incoming
 
     async def _fill(
-        self, checks: TransferChecks, opening: TransferOpen, requests: AsyncIterator[SenderMessage], reply: Reply
+        self,
+        checks: TransferChecks,
+        opening: TransferOpen,
+        requests: AsyncIterator[SenderMessage],
+        reply: Reply,
+        call: Call | None,
     ) -> Commit:
         transport, source = await self._connect(opening.transports)
         credit = self._settings.credit_chunks
+        direct = None if call is None else DirectWrites(call, partial(self._take, checks, source, reply))
         try:
             reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
             async with task_group() as writes:  # the block exits only when every write has ended
@@ -205,10 +228,16 @@ class KVReceiver:
                     checks.accept(request, credit)
                     writes.create_task(self._write(checks, source, request, reply))
                 checks.is_committing = True
+            if direct is not None:
+                direct.require_good()
             checks.check_commit(request)
             return request
         finally:
-            source.close()
+            try:
+                if direct is not None:
+                    await direct.close()
+            finally:
+                source.close()
 
     async def _next(self, requests: AsyncIterator[SenderMessage]) -> SenderMessage | None:
         """Return the sender's next message, None if it has disconnected. Raises LeaseExpired after a silent lease."""
@@ -226,6 +255,14 @@ class KVReceiver:
         checks.acknowledge(chunk)
         if not checks.is_committing:  # Committed will acknowledge what is still to be written
             reply(Ack(chunk.sequence_number))
+
+    def _take(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
+        """Runs on a link's thread."""
+        checks.accept(chunk, self._settings.credit_chunks)
+        with self._copying:
+            self._verify_and_write(checks, source, chunk)
+        checks.acknowledge(chunk)
+        reply(Ack(chunk.sequence_number))
 
     def _verify_and_write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk) -> None:
         """Runs on a thread. A corrupt chunk may be partly written; its blocks stay invisible until the commit."""

@@ -30,7 +30,7 @@ class TransferSettings:
     channel_idle_s: float = 60.0
     """A connection to a decode worker is closed after this long without a transfer."""
     num_threads: int = 2
-    """Threads that copy KV, per process and direction."""
+    """Threads that copy KV at once, per process and direction."""
     arena_bytes: int = 64 << 20
     """Shared memory that a sender allocates for payload in transit."""
     max_arena_bytes: int = 1 << 30

@@ -60,7 +60,7 @@ _LOAD = tuple(field.name for field in fields(WorkerLoad))
 
 _LAYOUT = (
     *("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size"),
-    *("dtype", "state_blocks", "keys_are_values"),
+    *("dtype", "state_blocks", "keys_are_values", "windows_are_chunks"),
 )
 
 

@@ -11,9 +11,10 @@ from mesh.v1 import prefill_pb2_grpc
 from prefill_worker.service import PrefillService
 from prefill_worker.servicer import PrefillServicer
 from prefill_worker.settings import PrefillSettings
+from worker.engine_settings import EngineLimits
 from worker.metrics import PrefillMetrics
 from worker.ranks.link import RankLink
-from worker.role import EngineLimits, Role, RoleServices
+from worker.role import Role, RoleServices
 from worker.runtime import WorkerRuntime
 
 

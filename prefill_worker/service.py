@@ -267,7 +267,7 @@ class PrefillService:
                 address=destination.address,
                 receiver_incarnation=destination.incarnation,
                 block_ids=block_table,
-                span=self._sender.whole,
+                span=self._layout.whole,
                 first_block=self._layout.num_sent_before(
                     prompt.sequence.num_tokens, destination.ready_tokens // self._layout.block_size
                 ),

@@ -25,7 +25,7 @@ from engine.kv_cache import KVCache
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import read_settings
 from engine.ranks.remote import OwnMemoryRank, require_remote
-from engine.ranks.remote_messages import BlockCopy, Step
+from engine.ranks.remote_messages import BlockCopy, StepMessage
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import (
@@ -174,7 +174,7 @@ class JoinedRank:
         self._metadata = settings.leader_credentials().metadata()
         self._stub = rank_pb2_grpc.RanksStub(group.channel)
         self._loop = asyncio.get_running_loop()
-        self._messages: SimpleQueue[int | Step | BlockCopy] = SimpleQueue()
+        self._messages: SimpleQueue[int | StepMessage | BlockCopy] = SimpleQueue()
         self._writing = asyncio.Lock()
         self._failed: asyncio.Future[Exception] = self._loop.create_future()
         self._is_ready = False
@@ -319,12 +319,12 @@ class JoinedRank:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-def _message(response: rank_pb2.JoinResponse) -> int | Step | BlockCopy:
+def _message(response: rank_pb2.JoinResponse) -> int | StepMessage | BlockCopy:
     """Raises ValueError for a message that a rank does not expect."""
     match response.WhichOneof("message"):
         case "step":
             step = response.step
-            return Step(step.command, step.token_ids, step.positions, step.sequences)
+            return StepMessage(step.command, step.token_ids, step.positions, step.sequences)
         case "copy":
             return BlockCopy(response.copy.source, response.copy.target)
         case "allocate":

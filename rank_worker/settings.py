@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from checkpoint.source import ModelSource
-from engine.kv_memory import KVMemorySettings
+from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import host_and_port
 from mesh.rpc.credentials import Credentials, MeshKey, require_trusted_fabric

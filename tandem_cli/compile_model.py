@@ -26,7 +26,8 @@ from tandem_cli.hardware import available_cores
 from tandem_cli.model_folders import find_model
 from tandem_cli.parser import given
 from tandem_cli.up_settings import UpSettings
-from worker.engine_host import load_runner_with_ranks, model_settings
+from worker.engine_host import load_runner_with_ranks
+from worker.engine_settings import model_settings
 
 
 def compile_model(args: argparse.Namespace) -> int:

@@ -12,8 +12,7 @@ from engine.load import load_packed
 from engine.models.model_config import ModelConfig
 from engine.models.share import rank_share, require_own_heads
 from engine.partition import write_partition
-from engine.ranks.launch import fitting_ranks
-from engine.resolve import kv_layout, resolve, rounded_to, weights_digest, why_eager
+from engine.resolve import fitting_ranks, kv_layout, resolve, rounded_to, weights_digest, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

@@ -47,6 +47,7 @@ MODEL_HELP = (
     "s3://bucket/prefix, which is fetched whole"
 )
 _HERE = "here"
+_LENGTHS = (2048, 8192, 32_768, 131_072)
 
 
 def add_arguments(parser: CommandParser) -> None:
@@ -154,6 +155,7 @@ def run(args: argparse.Namespace) -> int:
         args.users,
         args.link_gbit_per_s,
         args.price_per_hour,
+        [length for length in _LENGTHS if length <= config.max_model_len],
     )
     plan = {
         "model": {
@@ -224,7 +226,9 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
 
         return precision_of(*resolve(replace(_worker_settings(args, model_dir), quantize=args.quantize)))
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
-    return Precision(dtype if args.quantize == "none" else args.quantize, dtype, args.kv_dtype or "")
+    if args.quantize == "none":
+        return Precision(dtype, dtype, args.kv_dtype or "")
+    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "")
 
 
 def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:

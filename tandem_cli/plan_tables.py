@@ -48,6 +48,9 @@ def show(plan: PlanResult, ranks: Sequence["RankMemory"], console: Console) -> N
     for weights, reason in plan["refused"].items():
         console.print(f"not in {weights}: {reason}", markup=False)
     console.print()
+    if plan["sequences"]:
+        console.print(FittingTable(_sequences(plan)))
+        console.print()
     if ranks:
         console.print(FittingTable(_ranks(ranks, plan["context_tokens"])))
         console.print()
@@ -83,6 +86,15 @@ def _memory(plan: PlanResult) -> Table:
             f"{row['kv_tokens']:,}" if fits else "does not fit",
             f"{row['users']:,}",
         )
+    return table
+
+
+def _sequences(plan: PlanResult) -> Table:
+    """The KV of sequences where it is freed behind windows."""
+    table = figures_table("tokens of a sequence", "KV bytes", "if all were kept", "sequences that fit")
+    for row in plan["sequences"]:
+        sizes = (f"{_number(row[name])}B" for name in ("kv_bytes", "all_kv_bytes"))
+        table.add_row(f"{row['tokens']:,}", *sizes, f"{row['users']:,}")
     return table
 
 

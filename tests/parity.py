@@ -25,6 +25,7 @@ rounding would choose. A type that a family cannot have is named below its row w
 import argparse
 import asyncio
 import contextlib
+import gc
 import io
 import os
 import random
@@ -72,7 +73,7 @@ from tests.component.multimodal import CASES as MULTIMODAL
 from tests.component.multimodal import build_multimodal
 from tests.component.parity import expect, run_mixed
 from tests.component.parity import prompts as mixed_prompts
-from tests.component.quantized import INT4_FORMS, quantize_checkpoint, twin_of
+from tests.component.quantized import INT4_FORMS, MIXED_FORMS, quantize_checkpoint, twin_of
 from tests.component.remote_families import REMOTE_FAMILIES
 from tests.component.steady_routing import steady
 from tests.component.test_half_weights import copy_narrow
@@ -246,6 +247,8 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
         theirs = ROWS[family].reference(model_dir)
         apart, together = [await check(model_dir, theirs, colocated=colocated) for colocated in (False, True)]
         attention = load_model_runner(runner_settings(model_dir)).attention_backend
+    gc.unfreeze()  # each service has frozen what it found, for the life of its process
+    gc.collect()
     ok = apart.ok and together.ok
     architecture = load_config(model_dir).architecture
     return f"{family:24}{architecture:28}{attention:10}{apart!s:34}{together!s:34}{'ok' if ok else 'NOT EQUAL'}", ok
@@ -253,8 +256,9 @@ async def run(family: str, model_dir: Path) -> tuple[str, bool]:
 
 _FAMILY = ("family", 24), ("architecture", 28)
 _MESHES = (*_FAMILY, ("attention", 10), ("separated", 34), ("colocated", 34))
-_QUANTIZED = (*((form, 34) for form in ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *INT4_FORMS)),)
-_ROUNDED = ("bf16", "int8", "w8a8", *INT4_FORMS)
+_TYPES = ("fp32", "bf16", "int8", "awq", "gptq", "w8a8", "w4a16", "fp8", *INT4_FORMS, *MIXED_FORMS)
+_QUANTIZED = (*((form, 34) for form in _TYPES),)
+_ROUNDED = ("bf16", "int8", "w8a8", "w8a8-mixed", *INT4_FORMS)
 """Types of weights with which the compiled decoder rounds activations, or, in int8, weights too."""
 _RANKS = (*_FAMILY, ("over shared memory", 34), ("over gloo", 34))
 RunRow = Callable[[str, Path], Coroutine[Any, Any, tuple[str, bool]]]

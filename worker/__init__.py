@@ -1,7 +1,8 @@
 """Code that prefill and decode workers share.
 
 worker.py                 composition of a worker process: engine, metrics, registration
-engine_host.py            builds the engine from the settings; load_watch.py limits the time that it takes
+engine_settings.py        from the worker's settings to those of its engine
+engine_host.py            builds the engine; load_watch.py limits the time that it takes
 runtime.py                listen, register, serve, drain, stop; reports of the engine, and detection of a stuck one
 agent.py, redis_agent.py  registration and heartbeats, with one router or through Redis; the Worker gRPC service
 settings.py               settings of both kinds of worker

@@ -3,7 +3,7 @@
 A model is loaded by these functions, from the outside in:
 
     download_and_load_host       downloads it if needed, limits the time, reports progress and memory
-      load_engine_host           settings of the runner; then the runner, the drafter, the scheduler       -> EngineHost
+      load_engine_host           engine_settings.py; then the runner, the drafter, the scheduler           -> EngineHost
         load_runner_with_ranks   ends the process when a rank ends; load tests pass another `LoadRunner` instead
           load_ranked_runner     engine/ranks/launch.py: starts ranks that share memory; goes straight on without
             load_model_runner    engine/load_runner.py: weights, KV cache, attention of one rank          -> ModelRunner
@@ -29,34 +29,31 @@ from checkpoint.partition_manifest import WeightFiles
 from engine.block_pool import BlockPool
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
-from engine.kv_memory import KVMemorySettings
-from engine.load_runner import draft_block_bytes, draft_bytes, load_model_runner, load_speculator
+from engine.load_runner import load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
-from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.ranks.launch import fitting_ranks, load_ranked_runner
+from engine.ranks.launch import load_ranked_runner
 from engine.ranks.remote import load_remote_runner
-from engine.resolve import kv_layout
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
-from engine.settings import NO_GRAPHS, GraphSettings, SchedulerConfig, Speculation
+from engine.settings import KVMemorySettings, SchedulerConfig
 from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.kv import Degrees, KVLayout
+from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
 from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
+from worker.engine_settings import EngineLimits, engine_settings, longest_sequence
 from worker.load_watch import LoadProgress, limited, peak_memory
 from worker.ranks.link import RankLink
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
-from worker.role import EngineLimits
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -92,11 +89,10 @@ class EngineHost:
     settings: WorkerSettings
     runner: HostedRunner
     scheduler: Scheduler
-    speculation: Speculation
     speculator: Speculator | None
-    degrees: Degrees = field(default_factory=Degrees)
-    kv_disk: DiskCache | None = None
-    adapters: tuple[AdapterFiles, ...] = ()
+    degrees: Degrees
+    kv_disk: DiskCache | None
+    adapters: tuple[AdapterFiles, ...]
     load_seconds: Mapping[str, float] = field(default_factory=dict)
     """By phase, see engine.load_times; "other" is what no phase counts."""
     rank_links: tuple[RankLink, ...] = ()
@@ -104,11 +100,11 @@ class EngineHost:
 
     def engine(self) -> Engine:
         """Scheduler, runner and speculator, joined."""
-        return Engine(self.scheduler, self.runner, None, self.settings.compute_cores(), self.speculator)
+        return Engine(self.scheduler, self.runner, cores=self.settings.compute_cores(), speculator=self.speculator)
 
-    def worker_info(self, role: WorkerRole) -> WorkerInfo:
-        """Return the worker's registration. Its address is empty until the server listens."""
-        config = self.scheduler.config
+    def worker_info(self, role: WorkerRole, limits: EngineLimits, *, switchable: bool = False) -> WorkerInfo:
+        """The worker's registration in a role with these limits. Its address is empty until the server listens."""
+        cache = self.runner.kv_cache
         return WorkerInfo(
             worker_id=self.settings.identity,
             incarnation=mint_id(),
@@ -116,17 +112,18 @@ class EngineHost:
             address="",
             model=self.settings.served_name,
             tokenizer_fingerprint=tokenizer_fingerprint(Path(self.settings.model)),
-            layout=self.runner.kv_cache.layout,
-            max_batch_tokens=config.max_batch_tokens,
-            max_num_seqs=config.max_num_seqs,
-            num_blocks=self.scheduler.pool.num_blocks - self.runner.kv_cache.layout.num_unused,
-            max_model_len=config.max_model_len,
-            device=str(self.runner.kv_cache.tensor.device),
+            layout=cache.layout,
+            max_batch_tokens=limits.max_batch_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=self.scheduler.pool.num_blocks - cache.layout.num_unused,
+            max_model_len=self.scheduler.config.max_model_len,
+            device=str(cache.tensor.device),
             pid=os.getpid(),
-            speculative=self.speculation.kind,
+            speculative=limits.speculation.kind,
             tensor_parallel=self.degrees.tensor,
             pipeline_parallel=self.degrees.pipeline,
             adapters=tuple(Adapter(adapter.name, adapter.digest) for adapter in self.adapters),
+            switchable=switchable,
         )
 
 
@@ -139,10 +136,9 @@ def load_engine_host(
     """Load the model and size the KV cache. Raises ConfigurationError."""
     torch.set_num_threads(settings.num_threads or len(os.sched_getaffinity(0)))
     config = load_config(Path(settings.model), settings.rope_override())
-    max_model_len = _max_model_len(settings, config)
-    runner_settings = _runner_settings(settings, limits, max_model_len)
-    adapters = runner_settings.adapters
-    weights = _weights_of_kv(settings)
+    max_model_len = longest_sequence(settings, config)
+    runner_settings = engine_settings(settings, limits, max_model_len)
+    adapters, weights = runner_settings.adapters, _weights_of_kv(settings)
     runner = load(runner_settings, on_progress)
     num_blocks, layout = runner.kv_cache.num_blocks, runner.kv_cache.layout
     speculator = load_speculator(
@@ -164,6 +160,7 @@ def load_engine_host(
         adapters=frozenset(adapter.digest for adapter in adapters),
         state_blocks=layout.state_blocks,
         windows=layout.windows,
+        windows_are_chunks=layout.windows_are_chunks,
     )
     _announce_adapters(settings, adapters)
     log.info(
@@ -178,8 +175,7 @@ def load_engine_host(
     )
     disk = None if weights is None else _kv_disk(settings, scheduler_config, runner, weights)
     scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
-    degrees = runner_settings.degrees
-    return EngineHost(settings, runner, scheduler, limits.speculation, speculator, degrees, disk, adapters)
+    return EngineHost(settings, runner, scheduler, speculator, runner_settings.degrees, disk, adapters)
 
 
 def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles]) -> None:
@@ -222,100 +218,6 @@ def _kv_disk(
     planes = ":keys are values" if layout.keys_are_values else ""
     kind = f"{layout!r}{planes}{layout.windows or ''}:{weights.digest}:{runner.attention_backend}"
     return DiskCache(BlockFiles(Path(settings.kv_disk), kind, layout.block_bytes, max_bytes), runner.kv_cache)
-
-
-def model_settings(settings: WorkerSettings) -> RunnerSettings:
-    """The model and its arithmetic, without memory and limits. Raises ConfigurationError."""
-    degrees = settings.degrees()
-    return RunnerSettings(
-        model_dir=Path(settings.model),
-        device=first_device(settings.device),
-        dtype=settings.dtype,
-        load_format=settings.load_format,
-        quantize=settings.quantize,
-        kv_dtype=settings.kv_dtype,
-        enforce_eager=settings.enforce_eager,
-        attention=settings.attention,
-        tensor_parallel=degrees.tensor,
-        pipeline_parallel=degrees.pipeline,
-        rope=settings.rope_override(),
-        adapters=settings.adapters(),
-        max_loaded_adapters=settings.max_loaded_adapters,
-        block_size=settings.block_size,
-    )
-
-
-def _runner_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> RunnerSettings:
-    runner_settings = replace(
-        model_settings(settings),
-        max_batch_tokens=limits.max_batch_tokens,
-        max_sampled_rows=min(limits.max_num_seqs * (1 + limits.speculation.max_drafts), limits.max_batch_tokens),
-        kv_memory=KVMemorySettings(
-            settings.kv_memory_fraction,
-            settings.memory_utilization,
-            settings.kv_memory_shares,
-            settings.kv_memory_ledger,
-            settings.identity,
-        ),
-        layers_per_group=settings.layers_per_group,
-        group_bytes=settings.layer_group_bytes,
-        graphs=_graph_settings(settings, limits, max_model_len),
-    )
-    if settings.tensor_parallel == "max":
-        runner_settings = replace(runner_settings, tensor_parallel=fitting_ranks(runner_settings, settings.device))
-    if "," in settings.device:
-        rank_devices(settings.device, runner_settings.degrees)
-    runner_settings = replace(
-        runner_settings,
-        companion_block_bytes=draft_block_bytes(limits.speculation, runner_settings),
-        companion_bytes=draft_bytes(limits.speculation, runner_settings),
-    )
-    layout = kv_layout(load_config(runner_settings.model_dir, runner_settings.rope), runner_settings)
-    most_tokens = (max_model_len // settings.block_size + 2) * settings.block_size
-    most_blocks = layout.groups.num_blocks_at_once(most_tokens, limits.max_batch_tokens) + layout.state_blocks
-    return replace(
-        runner_settings,
-        num_blocks=_configured_blocks(limits, settings.kv_cache_bytes, layout, runner_settings.companion_block_bytes),
-        # Enough for all slots at full length: more blocks would never be used.
-        max_blocks=limits.max_num_seqs * most_blocks + layout.num_unused,
-    )
-
-
-def _graph_settings(settings: WorkerSettings, limits: EngineLimits, max_model_len: int) -> GraphSettings:
-    if settings.enforce_eager:
-        return NO_GRAPHS
-    return GraphSettings(limits.graph_sizes, max_model_len, limits.speculation.max_drafts)
-
-
-def _max_model_len(settings: WorkerSettings, config: AnyConfig) -> int:
-    """Return the maximum length of a sequence, hidden tokens included. Raises ConfigurationError."""
-    model_limit = config.max_model_len
-    is_bounded = config.max_position_embeddings is not None and not settings.rope_override().base
-    if is_bounded and settings.max_model_len > model_limit:
-        raise ConfigurationError(
-            f"max_model_len {settings.max_model_len} is over the model's {model_limit} positions; "
-            "if positions are rotary, rope_scaling or rope_theta can extend them"
-        )
-    # The decoder's start token follows an encoder's prompt; it occupies KV, but clients do not count it.
-    num_hidden = 1 if isinstance(config, EncoderDecoderConfig) else 0
-    return (settings.max_model_len or model_limit) + num_hidden
-
-
-def _configured_blocks(
-    limits: EngineLimits, kv_cache_bytes: int, layout: KVLayout, companion_block_bytes: int
-) -> int | None:
-    """Return the number of KV blocks that the settings give in tokens or bytes; None: as memory allows."""
-    block_bytes, count = layout.block_bytes + companion_block_bytes, layout.groups.count
-    if limits.max_kv_tokens:
-        num_blocks = limits.max_kv_tokens // layout.block_size * count + layout.num_unused
-        num_blocks += limits.max_num_seqs * layout.state_blocks
-    elif kv_cache_bytes:
-        num_blocks = kv_cache_bytes // block_bytes
-    else:
-        return None
-    if num_blocks < 2 * count + layout.state_blocks + layout.num_unused:
-        raise ConfigurationError(f"the KV cache would have {num_blocks} blocks of {block_bytes} bytes: give it more")
-    return num_blocks
 
 
 def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:

@@ -27,7 +27,7 @@ from mesh.process import announce
 from mesh.rpc.credentials import MeshKey
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import worker_pb2_grpc
-from worker.agent import CacheSnapshot, RegistryAgent, Report, ReportSource, WorkerServicer
+from worker.agent import CacheSnapshot, RegistryAgent, Report, WorkerServicer
 from worker.metrics import WorkerMetrics
 from worker.ranks.watch import log_ranks
 from worker.settings import WorkerSettings
@@ -44,15 +44,16 @@ _MAX_LOOK_INTERVAL_S = 1.0
 
 class WorkerRuntime:
     """The server and registration of a worker in one role. The constructor binds the server's port; `info` contains its
-    address.
+    address. Implements worker.agent.ReportSource: reports are made on the engine's thread, between two steps.
 
     `rank_pids` are the process ids of ranks 1 and up.
     """
 
     def __init__(
-        self, settings: WorkerSettings, info: WorkerInfo, source: ReportSource, rank_pids: Sequence[int] = ()
+        self, settings: WorkerSettings, info: WorkerInfo, engine: EngineLoop, rank_pids: Sequence[int] = ()
     ) -> None:
         self._settings = settings
+        self._engine = engine
         self._rank_pids = rank_pids
         self.credentials = settings.load_credentials()
         listen = Listen(settings.host, settings.port, self.credentials.key, tls=self.credentials.tls)
@@ -61,13 +62,13 @@ class WorkerRuntime:
         # The leader's own KV has the address of the worker, which is known now.
         endpoints = tuple(replace(endpoint, address=endpoint.address or address) for endpoint in info.kv_endpoints)
         self.info = replace(info, address=address, kv_endpoints=endpoints)
-        self._agent = RegistryAgent(self.info, source, self.credentials)
+        self._agent = RegistryAgent(self.info, self, self.credentials)
         self._stay_registered = _registration(settings, self.credentials.key, self._agent)
         self._is_stopping = self._is_out_of_service = self._is_stalled = False
         self._left_as: WorkerState | None = None
         self._next_role: WorkerRole | None = None
         self._wish_changed = asyncio.Event()
-        servicer = WorkerServicer(self.info, source, self.set_draining, self.switch_role)
+        servicer = WorkerServicer(self.info, self, self.set_draining, self.switch_role)
         worker_pb2_grpc.add_WorkerServicer_to_server(servicer, self.server.grpc)
         announce("listening", address=self.info.address)
 
@@ -85,7 +86,6 @@ class WorkerRuntime:
         services: Sequence[str],
         drained: Callable[[], Coroutine[object, object, None]],
         stopped: "asyncio.Task[None]",
-        engine: EngineLoop,
         engine_died: asyncio.Event,
     ) -> WorkerRole | None:
         """Serve until `stopped` is done, or until the worker is to have another role, which is returned. Either way
@@ -99,7 +99,7 @@ class WorkerRuntime:
         announce("ready")
         registered = asyncio.create_task(self._stay_registered())
         died = asyncio.create_task(engine_died.wait())
-        watch = asyncio.create_task(self._watch(engine))
+        watch = asyncio.create_task(self._watch())
         ends: tuple[asyncio.Task[Any], ...] = (stopped, registered, died)
         try:
             next_role = await self._until_switched(drained, ends)
@@ -142,6 +142,15 @@ class WorkerRuntime:
             if next_role is not None and not has_changed and not any(end.done() for end in ends):
                 return next_role
         return None
+
+    async def report(self) -> Report:
+        return await self._engine.call(_report)
+
+    async def load(self) -> WorkerLoad:
+        return await self._engine.call(Scheduler.load)
+
+    async def snapshot(self) -> CacheSnapshot:
+        return await self._engine.call(_snapshot)
 
     async def set_draining(self, is_drained: bool) -> None:
         """For an operator: finish running work and accept no new work, or accept it again. Routers hear at once. Either
@@ -187,7 +196,7 @@ class WorkerRuntime:
         self._agent.heartbeat_now()
         self.server.set_serving(self._agent.state is WorkerState.READY)
 
-    async def _watch(self, engine: EngineLoop) -> None:
+    async def _watch(self) -> None:
         """Report STALLED while the engine is stuck. End the process if the engine is wedged; a supervisor restarts
         it."""
 
@@ -198,10 +207,9 @@ class WorkerRuntime:
                 await log_ranks(self._rank_pids)
 
         settings = self._settings
-        watch = StallWatch(
-            engine, stall_after_s=settings.stall_after_s, wedged_exit_s=settings.wedged_exit_s, on_change=show
+        await watch_stalls(
+            self._engine, stall_after_s=settings.stall_after_s, wedged_exit_s=settings.wedged_exit_s, on_change=show
         )
-        await watch.run()
         log.error("engine wedged, exiting", after_s=settings.wedged_exit_s)
         # An orderly exit is impossible: other threads may be stuck in the same driver. Routers see broken streams and
         # replay.
@@ -240,66 +248,32 @@ def _raise_refusal(registered: asyncio.Task[None]) -> NoReturn:
     raise error or MeshError("registration ended")
 
 
-class StallWatch:
-    """Watches one engine. Calls `on_change(True)` at the start of each stall and `on_change(False)` at its end.
+async def watch_stalls(
+    engine: EngineLoop, *, stall_after_s: float, wedged_exit_s: float, on_change: Callable[[bool], Awaitable[None]]
+) -> None:
+    """Call `on_change(True)` at the start of each stall of the engine and `on_change(False)` at its end, until
+    cancelled. Returns if the engine is wedged, which it is once it has been stuck for `wedged_exit_s`; 0: never.
 
-    The limits are for a step of up to 64 tokens; larger steps get more in proportion. An engine that is stuck for
-    `wedged_exit_s` counts as wedged; 0 disables this limit.
+    The limits are for a step of up to 64 tokens; larger steps get more in proportion.
     """
-
-    def __init__(
-        self,
-        engine: EngineLoop,
-        *,
-        stall_after_s: float,
-        wedged_exit_s: float,
-        on_change: Callable[[bool], Awaitable[None]],
-    ) -> None:
-        self._engine = engine
-        self._stall_after_s = stall_after_s
-        self._wedged_exit_s = wedged_exit_s
-        self._on_change = on_change
-        self._is_stalled = False
-
-    async def run(self) -> None:
-        """Watch until cancelled. Returns if the engine is wedged."""
-        while True:
-            busy = self._engine.busy()
-            if self._is_over(busy, self._stall_after_s) != self._is_stalled:
-                self._is_stalled = not self._is_stalled
-                self._log(busy)
-                await self._on_change(self._is_stalled)
-            if self._is_over(busy, self._wedged_exit_s or float("inf")):
-                return
-            await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, self._stall_after_s / 10))
-
-    def _is_over(self, busy: Busy | None, limit_s: float) -> bool:
-        return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
-
-    def _log(self, busy: Busy | None) -> None:
-        if self._is_stalled and busy is not None:
-            stack = self._engine.stack()
-            log.error("engine stalled", for_s=round(busy.for_s, 1), num_tokens=busy.num_tokens, stack=stack)
-        else:
-            log.warning("engine goes on")
+    is_stalled = False
+    while True:
+        busy = engine.busy()
+        if _is_over(busy, stall_after_s) != is_stalled:
+            is_stalled = not is_stalled
+            if is_stalled and busy is not None:
+                for_s, num_tokens = round(busy.for_s, 1), busy.num_tokens
+                log.error("engine stalled", for_s=for_s, num_tokens=num_tokens, stack=engine.stack())
+            else:
+                log.warning("engine goes on")
+            await on_change(is_stalled)
+        if _is_over(busy, wedged_exit_s or float("inf")):
+            return
+        await asyncio.sleep(min(_MAX_LOOK_INTERVAL_S, stall_after_s / 10))
 
 
-class EngineReports:
-    """Reports of the engine's load and prefix cache; implements worker.agent.ReportSource. Each runs on the engine's
-    thread, so a call may take as long as an engine step.
-    """
-
-    def __init__(self, loop: EngineLoop) -> None:
-        self._loop = loop
-
-    async def report(self) -> Report:
-        return await self._loop.call(_report)
-
-    async def load(self) -> WorkerLoad:
-        return await self._loop.call(Scheduler.load)
-
-    async def snapshot(self) -> CacheSnapshot:
-        return await self._loop.call(_snapshot)
+def _is_over(busy: Busy | None, limit_s: float) -> bool:
+    return busy is not None and busy.for_s >= limit_s * max(1.0, busy.num_tokens / _PLAIN_STEP_TOKENS)
 
 
 def _report(scheduler: Scheduler) -> Report:

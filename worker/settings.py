@@ -12,7 +12,7 @@ import structlog
 from checkpoint.adapters import AdapterFiles, find_adapters, read_adapter
 from checkpoint.partition_manifest import read_partition
 from checkpoint.settings import ModelSettings
-from engine.cores import ComputeCores, OwnCores, SharedCores, num_numa_nodes
+from engine.cores import ComputeCores, SharedCores, num_numa_nodes
 from engine.settings import (
     ATTENTION_BACKENDS,
     DTYPES,
@@ -20,6 +20,7 @@ from engine.settings import (
     LAYERS_PER_GROUP,
     OF_CHECKPOINTS,
     QUANTIZATIONS,
+    KVMemorySettings,
     require_known,
 )
 from mesh.domain.errors import ConfigurationError
@@ -208,12 +209,7 @@ class WorkerSettings(ModelSettings):
         require_not_negative(self, *_NOT_NEGATIVE)
         self._check_kv_disk()
         self._check_transports()
-        if not 0 < self.kv_memory_fraction <= 1:
-            raise ConfigurationError(f"kv_memory_fraction must be in (0, 1], got {self.kv_memory_fraction}")
-        if not 0 <= self.memory_utilization <= 1:
-            raise ConfigurationError(f"memory_utilization must be in [0, 1], got {self.memory_utilization}")
-        if self.kv_memory_shares < 0:
-            raise ConfigurationError(f"kv_memory_shares must be >= 0, got {self.kv_memory_shares}")
+        self.kv_memory()
 
     def _check_advertised(self) -> None:
         try:
@@ -269,6 +265,16 @@ class WorkerSettings(ModelSettings):
             raise ConfigurationError(f"adapter {self.served_name} has the name of the model: give it another")
         return tuple(read_adapter(name, folder, self.max_lora_rank) for name, folder in folders.items())
 
+    def kv_memory(self) -> KVMemorySettings:
+        """The worker's share of the memory for KV. Raises ConfigurationError."""
+        return KVMemorySettings(
+            self.kv_memory_fraction,
+            self.memory_utilization,
+            self.kv_memory_shares,
+            self.kv_memory_ledger,
+            self.identity,
+        )
+
     def degrees(self) -> Degrees:
         """Return the parallel degrees as numbers. With "max" these are those of a partitioned model; another may have
         fewer tensor ranks. Raises ConfigurationError.
@@ -317,11 +323,11 @@ class WorkerSettings(ModelSettings):
     def compute_cores(self) -> ComputeCores:
         """Return the cores of this worker and those it may borrow. Raises ConfigurationError for bad settings."""
         if not self.core_table:
-            return OwnCores()
+            return ComputeCores()
         try:
             return SharedCores(Path(self.core_table), parse_cores(self.cpu_list), parse_cores(self.lent_cores))
         except OSError as error:  # a cleaner of temporary folders may have removed the file
             log.warning("no cores are lent", core_table=self.core_table, error=str(error))
-            return OwnCores()
+            return ComputeCores()
         except ValueError as error:
             raise ConfigurationError(f"core_table needs cpu_list and lent_cores: {error}") from error

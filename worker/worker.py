@@ -15,16 +15,17 @@ from dataclasses import replace
 
 import structlog
 
-from engine.loop import EngineLoop, LoopCallbacks
+from engine.loop import EngineLoop
 from mesh.domain.errors import ConfigurationError, MeshError
 from mesh.domain.worker import WorkerRole
 from mesh.metrics import serving_metrics, watching_loop
 from mesh.process import announce, keep_freed_memory, until_stopped
 from mesh.rpc.server import require_free
 from worker.engine_host import LoadRunner, download_and_load_host
+from worker.engine_settings import widest
 from worker.ranks.link import set_up_kv
-from worker.role import Role, RoleServices, widest
-from worker.runtime import EngineReports, WorkerRuntime
+from worker.role import Role, RoleServices
+from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
@@ -54,14 +55,17 @@ class Worker:
                 "worker, or with ranks that share memory"
             )
         self._engine_died = asyncio.Event()
-        self._services: RoleServices  # set before the engine starts
-        callbacks = LoopCallbacks(
-            lambda result: self._services.on_step(result),
-            lambda _: self._engine_died.set(),
-            lambda num_seqs, num_tokens, seconds: self._services.metrics.stepped(num_seqs, num_tokens, seconds),
+        self._engine = EngineLoop(
+            self._host.engine(),
+            on_step=lambda result: self._services.on_step(result),
+            on_death=lambda _: self._engine_died.set(),
+            on_computed=lambda num_seqs, num_tokens, seconds: self._services.metrics.stepped(
+                num_seqs, num_tokens, seconds
+            ),
         )
-        self._engine = EngineLoop(self._host.engine(), callbacks)
-        self._opened = self._open(roles[0])
+        self._services: RoleServices
+        self._runtime: WorkerRuntime
+        self._open(roles[0])
 
     async def run(self) -> None:
         """Start the engine and serve until stopped, in one role after the other; then stop the engine. Raises MeshError
@@ -72,50 +76,39 @@ class Worker:
         try:
             while (next_role := await self._serve(stopped)) is not None:
                 announce("switching", role=next_role.value)
-                self._opened = await self._reopen(self._roles[next_role])
+                await _free_port(self._settings.host, self._settings.port)
+                self._open(self._roles[next_role])
         finally:
             stopped.cancel()
             await self._engine.stop()
 
-    def _open(self, role: Role) -> tuple[Role, WorkerRuntime]:
+    def _open(self, role: Role) -> None:
         """Make what one role needs, with a new incarnation and a server that does not serve yet."""
-        host, limits = self._host, role.limits
-        info = replace(
-            host.worker_info(role.kind),
-            max_batch_tokens=limits.max_batch_tokens,
-            max_num_seqs=limits.max_num_seqs,
-            speculative=limits.speculation.kind,
-            switchable=len(self._roles) > 1,
-        )
+        host = self._host
+        info = host.worker_info(role.kind, role.limits, switchable=len(self._roles) > 1)
         info = replace(info, kv_endpoints=set_up_kv(host.rank_links, self._settings, info))
         rank_pids = host.runner.rank_pids
-        runtime = WorkerRuntime(self._settings, info, EngineReports(self._engine), rank_pids)
-        self._services = role.open(self._engine, host.runner.kv_cache, host.rank_links, runtime)
+        self._runtime = WorkerRuntime(self._settings, info, self._engine, rank_pids)
+        self._services = role.open(self._engine, host.runner.kv_cache, host.rank_links, self._runtime)
         metrics = self._services.metrics
         metrics.loaded(host.load_seconds)
-        runtime.export_load(metrics)
+        self._runtime.export_load(metrics)
         if rank_pids:
             metrics.watch_ranks(rank_pids)
         if host.kv_disk is not None:
             metrics.watch_kv_disk(host.kv_disk.counts)
-        return role, runtime
-
-    async def _reopen(self, role: Role) -> tuple[Role, WorkerRuntime]:
-        await _free_port(self._settings.host, self._settings.port)
-        return self._open(role)
 
     async def _serve(self, stopped: "asyncio.Task[None]") -> WorkerRole | None:
         """Serve in the role that is open until stopped, or until another role is wanted, which is returned."""
-        (role, runtime), services = self._opened, self._services
+        services = self._services
         registry = services.metrics.registry
         try:
-            await self._plan_for(role, services)
+            await self._plan_for(self._roles[self._runtime.info.role], services)
             async with serving_metrics(registry, self._settings), watching_loop(registry):
-                next_role = await runtime.serve(
+                next_role = await self._runtime.serve(
                     services=services.names,
                     drained=services.drained,
                     stopped=stopped,
-                    engine=self._engine,
                     engine_died=self._engine_died,
                 )
             if next_role is not None:

@@ -333,6 +333,8 @@ def _worker(message: mesh_pb2.WorkerStatus) -> Worker:
         max_batch_tokens=record.max_batch_tokens,
         block_size=record.block_size,
         state_blocks=record.state_blocks,
+        windows=tuple(record.windows),
+        windows_are_chunks=record.windows_are_chunks,
     )
 
 

@@ -34,6 +34,8 @@ class Worker:
     in each of `pipeline_parallel` stages. `adapters` are the names of its LoRA adapters. `switchable` workers can
     change their role, and have another incarnation then. `max_batch_tokens` limits the tokens of a step. A KV block has
     `block_size` tokens; a sequence holds `state_blocks` more for its recurrent state. Older routers tell 0 for these.
+    Where KV behind sliding windows is freed, blocks are those of groups of layers, and `windows` the tokens that each
+    group sees, 0 for all; these may be chunks.
     """
 
     worker_id: str
@@ -61,6 +63,8 @@ class Worker:
     max_batch_tokens: int = 0
     block_size: int = 0
     state_blocks: int = 0
+    windows: tuple[int, ...] = ()
+    windows_are_chunks: bool = False
 
     @property
     def degrees(self) -> str:

@@ -198,12 +198,14 @@ class AttentionBackend(Protocol):
     name: str
 
     def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        """Write keys and values to their slots of layer_cache, in place.
+        """Write keys and values to their slots of layer_cache, in place: with torch, for caches in floating point.
 
         keys, values: [num_tokens, num_kv_heads, head_dim], not necessarily contiguous. slot_mapping: [num_tokens].
         layer_cache: see `attend`.
         """
-        ...
+        slots = as_bytes(layer_cache).flatten(1, 2)  # [planes, num_slots, num_kv_heads, head_dim]
+        for to, rows in zip(slots, (keys, values), strict=False):  # with one plane, keys are values
+            to.index_copy_(0, slot_mapping, as_bytes(as_stored(rows, layer_cache.dtype)))
 
     def attend(
         self,
@@ -223,10 +225,3 @@ class AttentionBackend(Protocol):
         fp32 [num_heads] of a shape that has them. The caller owns the result.
         """
         ...
-
-
-def write_slots(keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-    """AttentionBackend.write for caches in floating point, with torch."""
-    slots = as_bytes(layer_cache).flatten(1, 2)  # [planes, num_slots, num_kv_heads, head_dim]
-    for to, rows in zip(slots, (keys, values), strict=False):  # with one plane, keys are values
-        to.index_copy_(0, slot_mapping, as_bytes(as_stored(rows, layer_cache.dtype)))

@@ -42,16 +42,19 @@ def kernel_batch(
     metadata: ForwardMetadata,
     block_size: int,
     rotations: Sequence[Rotation] = (),
-    parts: Sequence[tuple[int, int]] = ((0, 1),),
+    parts: Sequence[tuple[int, int, int]] = (),
 ) -> Batch:
-    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`. parts: of each
-    group of layers, see engine/attention/views.py.
+    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`. parts: of blocks in
+    which layers have their KV, as (group, part, parts of a block), see engine/attention/views.py; () for whole blocks.
     """
     tables = metadata.block_tables.numpy().astype(np.int64)
     slots = metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups)
+    if parts:
+        groups, numbers, counts = np.array(parts, np.int64).T
+        tables = tables.reshape(len(tables), metadata.num_groups, -1)[:, groups] * counts[:, None] + numbers[:, None]
+        slots = (slots[:, groups] // block_size * counts + numbers) * block_size + slots[:, groups] % block_size
     of_block = np.arange(0, block_size, KEYS)
-    segments = [((tables * count + part) * block_size)[:, :, None] + of_block for part, count in parts]
-    places = [(slots // block_size * count + part) * block_size + slots % block_size for part, count in parts]
+    segments = tables.reshape(len(tables), -1, 1) * block_size + of_block
     cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
         cos, sin = (
@@ -63,8 +66,8 @@ def kernel_batch(
         factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
         query_factors = torch.stack(factors).numpy()
     return Batch(
-        slots=np.concatenate(places, 1),
-        segments=np.concatenate([each.reshape(len(tables), -1) for each in segments], 1),
+        slots=np.ascontiguousarray(slots),
+        segments=np.ascontiguousarray(segments.reshape(len(tables), -1)),
         context_lens=metadata.context_lens.numpy(),
         prompt_lens=metadata.prompt_lens.numpy(),
         query_starts=metadata.query_starts.numpy(),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.attention.backend import AttentionShape, ForwardMetadata, write_slots
+from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 
 # FlashAttention 2 requires that the page size is a multiple of 256 tokens.
 PAGE_TOKENS = 256
@@ -37,7 +37,7 @@ def why_no_flash_attn() -> str | None:
     return None
 
 
-class FlashAttention:
+class FlashAttention(AttentionBackend):
     """Makes one library call for all decodes and one for all chunks."""
 
     name = "flash"
@@ -46,9 +46,6 @@ class FlashAttention:
         self._shape = shape
         self._slopes: Tensor | None = None
         self._library: Any = import_module("flash_attn")
-
-    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        write_slots(keys, values, layer_cache, slot_mapping)
 
     def attend(
         self,
@@ -60,7 +57,7 @@ class FlashAttention:
         metadata: ForwardMetadata,
         sinks: Tensor | None = None,
     ) -> Tensor:
-        write_slots(keys, values, layer_cache, metadata.slot_mapping)
+        self.write(keys, values, layer_cache, metadata.slot_mapping)
         span = (-1, -1) if window is None else (window - 1, 0)
         num_decodes = metadata.num_decodes
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata, write_slots
+from engine.attention.backend import AttentionBackend, AttentionShape, Chunk, ForwardMetadata
 from engine.kv_types import as_bytes, as_stored
 
 # Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """Computes all decodes in one padded batch, and each chunk separately."""
 
     name = "torch"
@@ -23,9 +23,6 @@ class TorchAttention:
     def __init__(self, shape: AttentionShape) -> None:
         self._shape = shape
         self._slopes: Tensor | None = None
-
-    def write(self, keys: Tensor, values: Tensor, layer_cache: Tensor, slot_mapping: Tensor) -> None:
-        write_slots(keys, values, layer_cache, slot_mapping)
 
     def attend(
         self,
@@ -39,7 +36,7 @@ class TorchAttention:
     ) -> Tensor:
         # A chunk sees its own tokens as later steps do, so that cuts of a prompt and replays change nothing.
         keys, values = as_stored(keys, layer_cache.dtype), as_stored(values, layer_cache.dtype)
-        write_slots(keys, values, layer_cache, metadata.slot_mapping)
+        self.write(keys, values, layer_cache, metadata.slot_mapping)
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
         if metadata.num_decodes:
             out[: metadata.num_decodes] = self._attend_decodes(queries, layer_cache, window, metadata, sinks)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata
 from engine.kv_cache import BlockParts
-from engine.models.kv_groups import kv_places
+from engine.models.kv_groups import kv_place, num_kv_layers
 from engine.models.model_config import ModelConfig
 
 
@@ -25,30 +25,26 @@ class View(NamedTuple):
     layer: int
     part: int = 0
     num_parts: int = 1
-    chunk: int | None = None
     group: int = 0
+    chunk: int | None = None
 
 
 def view_of_layer(config: ModelConfig, layer: int, windows: Sequence[int] = ()) -> View:
     """The view of a layer, with the windows of the cache's groups."""
-    if windows:
-        place = kv_places(config, windows)[layer]
-        return View(place.layer, group=place.group)
     chunk = config.windows[layer] if config.windows_are_chunks else None
-    if config.mixed is None:
-        return View(config.num_kv_layers_before(layer), chunk=chunk)
-    return View(*config.mixed.place(layer), chunk)
+    return View(*kv_place(config, layer, windows), chunk)
 
 
-def block_parts(config: ModelConfig) -> list[BlockParts]:
-    """How layers share each layer of the cache; nothing if none do."""
+def block_parts(config: ModelConfig, windows: Sequence[int]) -> list[list[BlockParts]]:
+    """How layers of the model share each layer of the cache, in the blocks of each group; nothing if none do."""
     if config.mixed is None:
         return []
-    parts = {}
+    whole = BlockParts(1, config.num_kv_heads, config.head_dim)
+    parts = [[whole] * num_kv_layers(config, windows) for _ in windows or (0,)]
     for layer, sizes in enumerate(config.mixed.layers):
-        place = config.mixed.place(layer)
-        parts[place.layer] = BlockParts(place.num_parts, sizes.num_kv_heads, sizes.head_dim)
-    return [parts[number] for number in range(config.num_kv_layers)]
+        place = kv_place(config, layer, windows)
+        parts[place.group][place.layer] = BlockParts(place.num_parts, sizes.num_kv_heads, sizes.head_dim)
+    return parts
 
 
 def seen_by(metadata: ForwardMetadata, view: View, block_size: int) -> ForwardMetadata:

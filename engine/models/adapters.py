@@ -52,6 +52,14 @@ def adapter_shapes(adapters: Sequence[AdapterFiles], specs: Sequence[ParameterSp
     return [_load(adapter, specs, _shape) for adapter in adapters]
 
 
+def change_experts(adapters: Sequence[AdapterFiles], specs: Sequence[ParameterSpec]) -> bool:
+    """True if any of them changes a matrix of an expert, or of a shared one."""
+    changed = {module for adapter in adapters for module in adapter.matrices}
+    of_experts = (spec for spec in specs if ".experts." in spec.name or ".shared." in spec.name)
+    modules = (name for spec in of_experts for source in spec.sources for name in possible_names(_module(source)))
+    return any(module in changed for module in modules)
+
+
 def _load(adapter: AdapterFiles, specs: Sequence[ParameterSpec], read: _Read) -> AdapterWeights:
     try:
         _require_known(adapter, specs)

@@ -77,7 +77,7 @@ class CompiledDecoder:
         self._has_amx = operands in AMX_OPERANDS and has_amx()
         layers = range(self.layers.first, self.layers.end)
         shapes = head_shapes(config, cache, layers)
-        self._block_size, self._parts = shapes[0].block_size, parts_of_blocks(config)
+        self._block_size, self._parts = shapes[0].block_size, parts_of_blocks(config, cache.layout.windows)
         bf16 = is_rounded and multiplies_bf16() and not any(each.head_dim % AMX_DEPTH for each in shapes)
         self._embed, self._layer_inputs = as_tensor(packed.embed), as_tensor(packed.layer_inputs)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)

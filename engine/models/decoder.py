@@ -48,7 +48,8 @@ class Decoder:
         self._ranks = ranks
         self._adapters = Adapters(adapter_shapes)
         self.num_torch_threads = torch.get_num_threads()
-        self._cache, self._attention, self._scales, self._attentions = memory
+        self._cache, self._attentions, self._scales = memory
+        self._attention = memory.attention
         share = rank_share(config) if ranks is None else rank_share(config, ranks.rank, ranks.degrees)
         self._heads = attention_shape(config).shard(share.heads, share.query_heads)
         self.layers = share.layers

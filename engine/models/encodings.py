@@ -7,8 +7,10 @@ encoding is stored in one way. `engine/models/linear.py` has the layers that mul
 are for the compiled decoder only.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,12 +23,15 @@ class LinearParameters:
     """A matrix [outputs, inputs] and its bias [outputs].
 
     Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": the same with `weight` in e4m3.
+    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": number [output, input] is
+    `weight[output, input] * scales[output, group]`, with `weight` in e4m3 and fp32 scales [outputs, groups]; of outputs
+    in other forms (engine/kernels/cpu/machine.py) it is `numbers[output, input]`, fp32.
     Encoding "int4": inputs are in groups, the last of which may be narrower. Number [output, input] is `(weight[output,
     input] - zeros[output, group]) * scales[output, group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32
     scales [outputs, groups]. If it `is_mxfp4`, `weight` has numbers of levels (engine/kernels/cpu/nibbles.py) in place
     of them, in groups of 32. Encoding "int8 in groups" is int4 with `weight` in [1, 255]. With an `order`, int64
-    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns.
+    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns. Products have a `factor`
+    besides.
     """
 
     weight: Tensor
@@ -36,6 +41,8 @@ class LinearParameters:
     bias: Tensor | None = None
     order: Tensor | None = None
     is_mxfp4: bool = False
+    numbers: Tensor | None = None
+    factor: float = 1.0
 
 
 def _keep(weight: Tensor) -> LinearParameters:
@@ -62,8 +69,10 @@ ENCODINGS: Mapping[str, Callable[[Tensor], LinearParameters]] = {
     "int8": _round_to_int8,
     "int4": _round_to_int4,
 }
-"""Conversions of floating-point weights [outputs, inputs] to each encoding; fp8 is only taken from checkpoints."""
-OUTPUT_ENCODINGS = {"int4": "int8", "fp8": "float"}
+"""Conversions of floating-point weights [outputs, inputs] to each encoding. fp8 is only taken from checkpoints;
+matrices beside it keep their type.
+"""
+OUTPUT_ENCODINGS = {"int4": "int8"}
 """Encodings of the output matrix where they are others than that of the model."""
 OUTPUT = "lm_head"
 """The name of the output matrix."""
@@ -75,13 +84,32 @@ made from whole rows, of weights and of activations.
 """
 
 
+Forms = tuple[tuple[int, int], ...]
+
+
+class StoredMatrices(NamedTuple):
+    """How the compiled decoder multiplies the matrices of a checkpoint that are not all in floating point.
+
+    In int4 `group` inputs share a scale; the matrices `in_int8`, which the checkpoint has in another form, are rounded
+    to 8 bits. In fp8 `forms` has, for each matrix, how many outputs that follow each other are stored alike, and their
+    form (engine/kernels/cpu/machine.py).
+    """
+
+    group: int = INT4_GROUP
+    in_int8: frozenset[str] = frozenset()
+    forms: Mapping[str, Forms] = MappingProxyType({})
+
+
+ALL_FLOAT = StoredMatrices()
+
 Values = tuple[str, Tensor | LinearParameters, bool]
 """Name and values of a parameter, and if it is a matrix; a matrix may be in the model's encoding already."""
 
 
 class Parameters:
     """The parameters of a model by name, with all matrices converted to one encoding; the output matrix: see
-    OUTPUT_ENCODINGS. `group`: inputs that share a scale in int4; `in_int8`: matrices that are in int8 in groups then.
+    OUTPUT_ENCODINGS. `stored` says what the matrices of a checkpoint in int4 or fp8 are; `factors` are those of
+    products with some matrices.
 
     `source` yields the parameters `names`. It is read as far as a taken parameter demands, so that a model that copies
     each parameter to its own layout never holds all of them twice. A parameter can be taken once.
@@ -92,12 +120,12 @@ class Parameters:
         encoding: str = "float",
         names: Iterable[str] = (),
         source: Iterable[Values] = (),
-        group: int = INT4_GROUP,
-        in_int8: Collection[str] = (),
+        stored: StoredMatrices = ALL_FLOAT,
+        factors: Mapping[str, float] | None = None,
     ) -> None:
         self.encoding = encoding
-        self.group = group
-        self.in_int8 = in_int8
+        self.stored = stored
+        self._factors = factors or {}
         self._source = iter(source)
         self._unread = set(names)
         self._tensors: dict[str, Tensor] = {}
@@ -115,10 +143,10 @@ class Parameters:
             self._tensors[name] = values
 
     def _converted(self, name: str, matrix: Tensor) -> LinearParameters:
-        if name in self.in_int8:
-            return _round_to_int8_groups(matrix, self.group)
+        if name in self.stored.in_int8:
+            return _round_to_int8_groups(matrix, self.stored.group)
         encoding = OUTPUT_ENCODINGS.get(self.encoding, self.encoding) if name == OUTPUT else self.encoding
-        return ENCODINGS[encoding](matrix)
+        return ENCODINGS.get(encoding, _keep)(matrix)
 
     def read_all(self) -> None:
         """Read what is left of the source. Raises ConfigurationError."""
@@ -143,7 +171,8 @@ class Parameters:
     def take_linear(self, name: str) -> LinearParameters:
         """Remove and return a matrix with its bias, `{name}_bias`, if any. Raises KeyError if it does not exist."""
         self._read(name)
-        return replace(self._linears.pop(name), bias=self.take_optional(f"{name}_bias"))
+        bias, factor = self.take_optional(f"{name}_bias"), self._factors.get(name, 1.0)
+        return replace(self._linears.pop(name), bias=bias, factor=factor)
 
     def take_output(self, embedding: Tensor) -> LinearParameters:
         """Remove and return the output matrix; if absent, it is `embedding` [vocab_size, hidden_size]."""

@@ -40,12 +40,15 @@ class ExpertsConfig:
     """The router is in fp32, whatever the model's dtype."""
 
 
+_MAX_EXPERTS = 4096
 NO_EXPERTS = ExpertsConfig(0, 0, 0, normalised=False, layers=())
 
 
 def check_experts(experts: ExpertsConfig) -> None:
     """Raise ConfigurationError unless a token can have `top_k` experts of its groups."""
     num_experts, num_groups = experts.num_experts, experts.num_groups
+    if num_experts > _MAX_EXPERTS:  # each takes memory before any tensor is looked for
+        raise ConfigurationError(f"config.json: {num_experts} experts are more than {_MAX_EXPERTS}: the file is broken")
     size = num_experts // num_groups
     if num_experts % num_groups or (num_groups > 1 and size < experts.group_best):
         raise ConfigurationError(f"config.json: {num_experts} experts cannot be divided into {num_groups} groups")

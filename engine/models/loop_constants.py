@@ -6,7 +6,7 @@ import numpy as np
 
 from engine.attention.backend import attention_shape
 from engine.attention.cpu import head_shape, kernel_slopes
-from engine.attention.views import parts_of, view_of_layer
+from engine.attention.views import View, parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
@@ -45,14 +45,14 @@ def model_constants(
 ) -> ModelConstants:
     """The constants of these layers, with heads of these shapes, KV in this cache and states in these places."""
     windows = cache.layout.windows
-    views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config)
+    views, parts = [view_of_layer(config, layer, windows) for layer in layers], parts_of_blocks(config, windows)
     heads = [(each.num_kv_heads, each.head_dim, each.row_bytes, each.num_slots) for each in shapes]
     num_before = [0 if config.recurrent is None else config.recurrent.num_before(layer) for layer in layers]
     return ModelConstants(
         weights=packed.weights,
         firsts=_first_matrices(config, layers),
-        numbers=np.array([view.layer - views[0].layer for view in views], np.int64),
-        groups=np.array([view.group or parts.index((view.part, view.num_parts)) for view in views], np.int64),
+        numbers=np.array([view.layer for view in views], np.int64) - min(view.layer for view in views),
+        groups=np.array([parts.index(_part_of(view)) if parts else view.group for view in views], np.int64),
         own_kv=np.array([config.stores_kv(layer) for layer in layers], np.int64),
         heads=np.array(heads, np.int64),
         widths=np.array([_widths(config.of_layer(layer)) for layer in layers], np.int64),
@@ -87,18 +87,25 @@ def head_shapes(config: ModelConfig, cache: KVCache, layers: Sequence[int]) -> l
     """The heads of each of these layers, those of which the cache has the KV."""
     if config.mixed is None:
         heads = attention_shape(config).shard(cache.span.heads)
-        return [head_shape(heads, cache.layer(layers[0]))] * len(layers)
+        return [head_shape(heads, cache.layer(cache.span.layers.first))] * len(layers)
     shapes = []
     for layer in layers:
-        view, heads = view_of_layer(config, layer), attention_shape(config.of_layer(layer))
+        view, heads = view_of_layer(config, layer, cache.layout.windows), attention_shape(config.of_layer(layer))
         shapes.append(head_shape(heads, parts_of(cache.layer(view.layer), view.num_parts, heads)))
     return shapes
 
 
-def parts_of_blocks(config: ModelConfig) -> list[tuple[int, int]]:
-    """The parts of blocks in which layers have their KV: (number, parts of a block) of each group of layers."""
-    views = (view_of_layer(config, layer) for layer in range(config.num_layers))
-    return sorted({(view.part, view.num_parts) for view in views})
+def parts_of_blocks(config: ModelConfig, windows: Sequence[int]) -> list[tuple[int, int, int]]:
+    """The parts of blocks in which layers have their KV: (group, number, parts of a block); nothing if all have whole
+    blocks.
+    """
+    if config.mixed is None:
+        return []
+    return sorted({_part_of(view_of_layer(config, layer, windows)) for layer in range(config.num_layers)})
+
+
+def _part_of(view: View) -> tuple[int, int, int]:
+    return view.group, view.part, view.num_parts
 
 
 def _recurrent(config: ModelConfig, packed: PackedDecoder, places: StatePlaces | None) -> Recurrent:

@@ -34,11 +34,12 @@ class LayerSizes:
 
 
 class KVPlace(NamedTuple):
-    """The layer's KV is part `part` of `num_parts` of each block, in this layer of the cache."""
+    """The KV of a layer of the model is part `part` of `num_parts` of a group's blocks, in this layer of the cache."""
 
     layer: int
     part: int = 0
     num_parts: int = 1
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -238,7 +238,11 @@ class ModelConfig:
 
     def stores_kv(self, layer: int) -> bool:
         """False if the layer reads the KV of an earlier one."""
-        return self.mixed is None or self.mixed.layers[layer].kv_source == layer
+        return self.kv_source(layer) == layer
+
+    def kv_source(self, layer: int) -> int:
+        """The layer whose KV this one reads."""
+        return layer if self.mixed is None else self.mixed.layers[layer].kv_source
 
     @property
     def num_kv_layers(self) -> int:
@@ -286,6 +290,8 @@ class ModelConfig:
 
 _HIDDEN_SIZE = ("hidden_size", "n_embd", "n_embed", "d_model")
 _INNER_SIZE = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size")
+_MAX_LAYERS = 4096
+_WIDEST = 2**62  # kernels have 64 bits for a window
 _NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _NUM_HEADS = ("num_attention_heads", "n_head", "n_heads")
 _HEAD_DIM = ("head_dim", "kv_channels")
@@ -296,7 +302,9 @@ _DEFAULT_POSITIONS = 2048
 
 def sliding_window(raw: RawConfig, default: int | None = None) -> int | None:
     """The window in tokens; null is none."""
-    return None if raw.get("sliding_window", default) is None else integer(raw, "sliding_window", default=default)
+    if raw.get("sliding_window", default) is None:
+        return None
+    return min(integer(raw, "sliding_window", default=default), _WIDEST)
 
 
 def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
@@ -304,6 +312,8 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     num_heads = integer(raw, *_NUM_HEADS)
     hidden_size = integer(raw, *_HIDDEN_SIZE)
     num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
+    if num_layers > _MAX_LAYERS:  # each takes memory before any tensor is looked for
+        raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
     max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(

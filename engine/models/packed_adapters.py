@@ -10,7 +10,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu.adapters import NUM_SITES, AdapterPieces, Piece, shrunk_width
+from engine.kernels.cpu.adapters import (
+    DOWN_SITE,
+    GATE_UP_SITE,
+    INPUT_GATE_SITE,
+    INPUT_PROJECTION_SITE,
+    NUM_SITES,
+    OUTPUT_SITE,
+    QKV_SITE,
+    RECURRENT_IN_SITE,
+    RECURRENT_OUT_SITE,
+    AdapterPieces,
+    Piece,
+    shrunk_width,
+)
 from engine.kernels.cpu.arguments import Floats
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.machine import PANEL
@@ -18,6 +31,19 @@ from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import matrix_names
 from engine.models.share import RankShare
+
+_SITES = {
+    "qkv": QKV_SITE,
+    "o": OUTPUT_SITE,
+    "gate_up": GATE_UP_SITE,
+    "up": GATE_UP_SITE,
+    "down": DOWN_SITE,
+    "recurrent_in": RECURRENT_IN_SITE,
+    "recurrent_out": RECURRENT_OUT_SITE,
+    "input_gate": INPUT_GATE_SITE,
+    "input_projection": INPUT_PROJECTION_SITE,
+}
+"""By the names of a layer's matrices."""
 
 
 class PackedAdapters:
@@ -54,12 +80,17 @@ class PackedAdapters:
 
 
 def _packed(config: ModelConfig, weights: AdapterWeights, share: RankShare, first_number: int = 0) -> "_PiecePacker":
-    packer = _PiecePacker(config.intermediate_size, first_number)
+    packer = _PiecePacker(first_number)
     for layer in range(share.layers.first, share.layers.end):
         packer.starts.append([])
-        for name in matrix_names(config, layer):
+        names = {_SITES.get(name): name for name in matrix_names(config, layer)}
+        for site in range(NUM_SITES):
             packer.starts[-1].append(len(packer.pieces))
-            packer.add(weights.get(f"layers.{layer}.{name}", ()), alternates=name == "gate_up")
+            if (name := names.get(site)) is not None:
+                changes = weights.get(f"layers.{layer}.{name}", ())
+                if name == "qkv" and config.attention_gate:
+                    changes = tuple(_with_gates_last(changes, config))
+                packer.add(changes, config.of_layer(layer).intermediate_size if name == "gate_up" else None)
         packer.starts[-1].append(len(packer.pieces))
     return packer
 
@@ -69,10 +100,9 @@ class _PiecePacker:
     piece of each layer's sites, and the end of the last.
     """
 
-    def __init__(self, intermediate_size: int, first_number: int) -> None:
+    def __init__(self, first_number: int) -> None:
         self.pieces: list[Piece] = []
         self.starts: list[list[int]] = []
-        self._intermediate = intermediate_size
         self._panels: list[Tensor] = []
         self._first = self._end = first_number
 
@@ -85,23 +115,17 @@ class _PiecePacker:
         """Numbers of all packed matrices."""
         return self._end - self._first
 
-    def add(self, changes: Sequence[ModulePiece], *, alternates: bool) -> None:
-        """Add what an adapter changes at one site. `alternates`: panels of gates and ups alternate in the product."""
-        parts = [part for change in changes for part in (self._halves(change) if alternates else (change,))]
+    def add(self, changes: Sequence[ModulePiece], inner: int | None) -> None:
+        """Add what an adapter changes at one site. `inner`: the number of gates, if their panels and those of ups
+        alternate in the product.
+        """
+        parts = [part for change in changes for part in (_halves(change, inner) if inner else (change,))]
         for a, b, first in parts:
             column, step = first, PANEL
-            if alternates:
-                half, offset = divmod(first, self._intermediate)
+            if inner:
+                half, offset = divmod(first, inner)
                 column, step = 2 * offset + half * PANEL, 2 * PANEL
-            self.pieces.append(Piece(self._put(a), self._put(b), len(a), column, step, len(b) // PANEL))
-
-    def _halves(self, change: ModulePiece) -> Iterator[ModulePiece]:
-        """The change of gates and that of ups; a module may be both."""
-        a, b, first = change
-        while len(b):
-            count = min(len(b), self._intermediate - first % self._intermediate)
-            yield ModulePiece(a, b[:count], first)
-            b, first = b[count:], first + count
+            self.pieces.append(Piece(self._put(a), self._put(b), len(a), column, step, len(b)))
 
     def _put(self, matrix: Tensor) -> int:
         """Keep a matrix [outputs, inputs] in panels [inputs, 16]; returns the index of its first number."""
@@ -115,3 +139,23 @@ class _PiecePacker:
         """Write the packed numbers to the start of `out`."""
         if self._panels:
             out[: self.num_numbers] = torch.cat(self._panels).numpy()
+
+
+def _with_gates_last(changes: Sequence[ModulePiece], config: ModelConfig) -> Iterator[ModulePiece]:
+    """The changes of queries with gates, keys and values, in the order of the packed matrix; see packed_decoder.py."""
+    width, of_kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    for a, b, first in changes:
+        if first == 0:
+            yield ModulePiece(a, b[:width], 0)
+            yield ModulePiece(a, b[width:], width + of_kv)
+        else:
+            yield ModulePiece(a, b, first - width)
+
+
+def _halves(change: ModulePiece, inner: int) -> Iterator[ModulePiece]:
+    """The change of gates and that of ups; a module may be both."""
+    a, b, first = change
+    while len(b):
+        count = min(len(b), inner - first % inner)
+        yield ModulePiece(a, b[:count], first)
+        b, first = b[count:], first + count

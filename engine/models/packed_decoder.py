@@ -9,11 +9,11 @@ from torch import Tensor
 
 from engine.attention.backend import attention_shape
 from engine.kernels.cpu.arguments import Array, Floats
-from engine.kernels.cpu.machine import EIGHT_BITS, PANEL
-from engine.kernels.cpu.packing import MatrixShape, Packer, as_array
+from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
+from engine.kernels.cpu.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.load_times import load_phase
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
-from engine.models.encodings import PACKED, LinearParameters, Parameters
+from engine.models.encodings import OUTPUT, PACKED, Forms, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
 from engine.models.latent_config import NO_LATENT
 from engine.models.model_config import ModelConfig
@@ -44,14 +44,15 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
     packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
-    output_dtype = embed.dtype if parameters.encoding in ("float", "fp8") else torch.int8
-    output_packer = Packer([MatrixShape(share.vocab.count, config.hidden_size)], output_dtype)
+    in_fp8 = parameters.encoding == "fp8"
+    output_dtype = torch.float8_e4m3fn if in_fp8 else embed.dtype if parameters.encoding == "float" else torch.int8
+    output_packer = Packer([_output_shape(config, share, parameters, embed)], output_dtype)
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
     routers, packed = _empty_routers(config, len(numbers)), 0
-    latents = _empty_latents(config, len(numbers), is_exact=output_dtype is torch.float32)
+    latents = _empty_latents(config, len(numbers), is_exact=in_fp8 or output_dtype is torch.float32)
     for i, number in enumerate(numbers):
         layer, packed = f"layers.{number}", _pack_layer(packer, packed, parameters, config, number)
         if has_experts(config, number):
@@ -244,18 +245,21 @@ def _with_gates_last(matrix: LinearParameters, config: ModelConfig) -> LinearPar
     """The matrix with gates of attention, if any, behind the values, not behind the queries."""
     if not config.attention_gate:
         return matrix
+    given = (matrix.scales, matrix.zeros, matrix.bias, matrix.numbers)
+    scales, zeros, bias, numbers = (None if values is None else _gates_last(values, config) for values in given)
+    weight = _gates_last(matrix.weight, config)
+    return replace(matrix, weight=weight, scales=scales, zeros=zeros, bias=bias, numbers=numbers)
+
+
+def _gates_last(values: Tensor, config: ModelConfig) -> Tensor:
+    """Rows of queries, gates, keys and values as rows of queries, keys, values and gates."""
     width = config.num_heads * config.head_dim
-
-    def ordered(values: Tensor) -> Tensor:
-        return torch.cat((values[:width], values[2 * width :], values[width : 2 * width]))
-
-    of_outputs = (matrix.scales, matrix.zeros, matrix.bias)
-    scales, zeros, bias = (None if values is None else ordered(values) for values in of_outputs)
-    return replace(matrix, weight=ordered(matrix.weight), scales=scales, zeros=zeros, bias=bias)
+    return torch.cat((values[:width], values[2 * width :], values[width : 2 * width]))
 
 
 def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters) -> list[MatrixShape]:
-    group = parameters.group if parameters.encoding == "int4" else 0
+    stored = parameters.stored
+    group = stored.group if parameters.encoding == "int4" else 0
 
     def mlp(own_width: int, width: int) -> list[MatrixShape]:
         outputs = (1 + config.gated) * own_width
@@ -280,8 +284,26 @@ def _matrix_shapes(config: ModelConfig, share: RankShare, parameters: Parameters
             shapes += dense
         shapes += routed if has_experts(config, layer) else []
     names += [PROJECTION] * len(of_model)
-    named = zip(names, shapes + of_model, strict=True)
-    return [replace(shape, numbers=EIGHT_BITS) if name in parameters.in_int8 else shape for name, shape in named]
+    named = dict(zip(names, shapes + of_model, strict=True))
+    if parameters.encoding == "fp8":
+        return [_in_forms(shape, stored.forms[name], name, config) for name, shape in named.items()]
+    return [replace(shape, numbers=EIGHT_BITS) if name in stored.in_int8 else shape for name, shape in named.items()]
+
+
+def _in_forms(shape: MatrixShape, forms: Forms, name: str, config: ModelConfig) -> MatrixShape:
+    """The shape of a matrix of a model in fp8, whose outputs have these forms."""
+    counts, of_outputs = torch.tensor(forms).T
+    rows = of_outputs.repeat_interleave(counts)
+    rows = _gates_last(rows, config) if config.attention_gate and name.endswith(".qkv") else rows
+    return replace(shape, runs=unit_runs(shape.columns, rows, gated=shape.gated))
+
+
+def _output_shape(config: ModelConfig, share: RankShare, parameters: Parameters, embed: Tensor) -> MatrixShape:
+    shape = MatrixShape(share.vocab.count, config.hidden_size)
+    if parameters.encoding != "fp8" or not shape.columns:
+        return shape
+    tied = ((shape.columns, IN_BF16 if embed.dtype is torch.bfloat16 else IN_FP32),)
+    return _in_forms(shape, parameters.stored.forms.get(OUTPUT, tied), OUTPUT, config)
 
 
 def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int) -> list[MatrixShape]:
@@ -307,10 +329,15 @@ def _mixing_shapes(config: ModelConfig, share: RankShare, layer: int, group: int
 
 def _pack(packer: Packer, index: int, matrix: LinearParameters) -> None:
     with load_phase("pack"):
-        if matrix.scales is None or matrix.zeros is None:
+        if packer.dtype is torch.float8_e4m3fn:
+            is_float = matrix.encoding == "float"
+            numbers, octets = (matrix.weight, None) if is_float else (matrix.numbers, matrix.weight)
+            packer.put_forms(index, numbers, octets, matrix.scales, matrix.bias)
+        elif matrix.scales is None or matrix.zeros is None:
             packer.put(index, matrix.weight, scales=matrix.scales, bias=matrix.bias)
         else:
             values = (matrix.weight, matrix.scales, matrix.zeros, matrix.bias)
             packer.put_groups(index, *values, is_mxfp4=matrix.is_mxfp4)
         if matrix.order is not None:
             packer.put_order(index, matrix.order)
+        packer.multiply(index, matrix.factor)

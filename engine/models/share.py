@@ -19,6 +19,7 @@ from typing import Literal
 
 import numpy as np
 
+from engine.models.kv_groups import stage_layers
 from engine.models.latent_config import LatentConfig
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, RowOrder
@@ -71,7 +72,7 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
             f"{degrees} ranks do not fit {config.architecture}: ranks cannot divide layers with heads of several sizes "
             "yet; use 1"
         )
-    held = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank]
+    heads = kv_spans(config.num_layers, config.num_kv_heads, degrees)[rank].heads
     num_experts, shared_size = (
         (0, 0) if config.experts is None else (config.experts.num_experts, config.experts.shared_size)
     )
@@ -84,9 +85,9 @@ def rank_share(config: ModelConfig, rank: int = 0, degrees: Degrees = ALONE) -> 
     return RankShare(
         rank,
         degrees,
-        layers=held.layers,
-        heads=held.heads,
-        query_heads=_query_heads(config, held.heads, number, size),
+        layers=stage_layers(config, degrees.pipeline)[stage],
+        heads=heads,
+        query_heads=_query_heads(config, heads, number, size),
         hidden=_part(config.hidden_size, number, size),
         inner=_part(config.intermediate_size, number, size),
         vocab=_part(config.vocab_size, number, size) if stage == 0 else Span(0, 0),

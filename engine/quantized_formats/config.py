@@ -46,11 +46,6 @@ class MatrixStorage:
         return per_output and (self.format, self.num_bits, self.is_float) == ("plain", 8, False)
 
     @property
-    def is_fp8(self) -> bool:
-        """True if the matrix is fp8 with a scale for each output or one for all."""
-        return self.is_float and self.block_rows in (0, 1) and self.block_inputs == 0 and self.is_symmetric
-
-    @property
     def int4_group(self) -> int | None:
         """Inputs that share a scale in int4 of the compiled decoder, as our encoding "int4" has it: as many as here, or
         fewer. None if the matrix is in another form.

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
+from engine.kernels.cpu.machine import LANES
 from engine.quantized_formats import awq, compressed_tensors, gptq, mxfp4
 from engine.quantized_formats.config import Format, MatrixStorage, Quantization
 from engine.quantized_formats.matrix import FLOATS, Part, Parts, QuantizedMatrix, Shape, Tensors
@@ -50,9 +51,11 @@ class QuantizedModule:
     dtype: str
 
     @property
-    def is_e4m3(self) -> bool:
-        """True if the matrix is e4m3 with a scale for each output or one for all, as our encoding "fp8" has it."""
-        return self.storage.is_fp8 and self.dtype == "F8_E4M3"
+    def fp8_group(self) -> int | None:
+        """Inputs that share a scale, if the matrix is as our encoding "fp8" has it; None if it is in another form."""
+        storage, group = self.storage, self.storage.block_inputs or self.shape[1]
+        is_plain = storage.format == "plain" and storage.is_symmetric and not storage.has_group_index
+        return group if is_plain and self.dtype == "F8_E4M3" and group % LANES == 0 else None
 
     @property
     def is_mxfp4(self) -> bool:

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 from engine.attention.backend import attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.models.encodings import LinearParameters, Parameters
-from engine.models.layer import Experts, Mlp, SharedExpert, run_layer, take_layer
+from engine.models.layer import Experts, Layer, LinearLayers, Mlp, SharedExpert, run_layer, take_layer, take_mlp
 from engine.models.linear import FloatOps
+from engine.models.mixed import MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.rope import RotaryEmbedding, rope_of_layer
@@ -21,6 +22,8 @@ from engine.quantizer.grids import RoundRows
 
 Observe = Callable[[str, Tensor], None]
 """Receives the name of a matrix and its inputs [tokens, inputs]."""
+KeptKV = dict[int, tuple[Tensor, Tensor]]
+"""Keys and values of layers whose KV later ones read, by the layer."""
 
 _PACK_TOKENS = 1024
 """Prompts go through a layer together, because threads mostly wait for each other in operations on few tokens."""
@@ -126,7 +129,8 @@ class FloatLayer:
     Takes its parameters. Raises ConfigurationError.
 
     `linears` are the matrices by name: qkv, o, gate_up or up, down, and those of experts as experts.3.down; a recurrent
-    layer has recurrent_in and recurrent_out in place of qkv and o.
+    layer has recurrent_in and recurrent_out in place of qkv and o, one with an input of its own input_gate and
+    input_projection besides.
     engine/models/parameters.py says which rows of a matrix are which. `routers`: the router of experts and the gate of
     a shared expert, which read what experts read and are not quantised. `changed`: norms, biases and routers that are
     no longer those of the file, as the file has them but for the order of rows.
@@ -139,10 +143,11 @@ class FloatLayer:
         self.config = config
         self.index = index
         self.layer = take_layer(parameters, index, config, None, linears)
+        self._mixed = _take_mixed(self.layer, parameters, index, config, linears)
         self.linears: Mapping[str, FloatLinear] = linears.made
         self.routers = _routers(self.layer.mlp)
         self.changed: dict[str, Tensor] = {}
-        self._heads = attention_shape(config)
+        self._heads = attention_shape(config.of_layer(index))
         self._attention = TorchAttention(self._heads)
 
     def forward(
@@ -150,10 +155,13 @@ class FloatLayer:
         residual: Tensor,
         pack: PackedPrompts,
         ropes: Sequence[RotaryEmbedding],
+        kept: KeptKV,
+        inputs: Tensor | None = None,
         observe: Observe | None = None,
         round_rows: RoundRows | None = None,
     ) -> Tensor:
-        """The residual [tokens, hidden_size] of whole prompts after this layer. `ropes`: see ropes_of.
+        """The residual [tokens, hidden_size] of whole prompts after this layer. `ropes`: see ropes_of; `inputs`: what
+        the layer adds for the tokens themselves [tokens, width].
 
         `observe` sees the inputs of matrices, before `round_rows` rounds them.
         """
@@ -162,13 +170,30 @@ class FloatLayer:
         rotation = None
         if ropes:
             rotation = ropes[rope_of_layer(self.config, self.index)].rotation(pack.positions, pack.lengths)
-        attend, recur = partial(self._attend, pack), partial(_recur, pack)
+        attend, recur = partial(self._attend, pack, kept), partial(_recur, pack)
+        if self._mixed is not None:
+            return self._mixed(residual, rotation, attend, inputs)
         return run_layer(self.layer, self._heads, residual, rotation, attend, recur)
 
-    def _attend(self, pack: PackedPrompts, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        window = self.config.windows[self.index]
+    def _attend(self, pack: PackedPrompts, kept: KeptKV, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        window, facts = self.config.windows[self.index], self.config.mixed
+        if facts is not None and not self.config.stores_kv(self.index):
+            keys, values = kept[facts.layers[self.index].kv_source]
+        elif facts is not None and self.index in facts.read_later:
+            kept[self.index] = keys, values
         mixed = self._attention.attend_whole(queries, keys, values, pack.distances(), window, self.layer.sinks)
         return mixed.flatten(1)
+
+
+def _take_mixed(
+    layer: Layer, parameters: Parameters, index: int, config: ModelConfig, linears: LinearLayers
+) -> MixedLayer | None:
+    """The layer with what it has besides, of a model with layers of several sizes."""
+    if config.mixed is None:
+        return None
+    own, has_experts = config.of_layer(index), config.experts is not None
+    mlp = take_mlp(parameters, f"layers.{index}.", own, linears) if has_experts else None
+    return take_mixed_layer(parameters, index, config, linears, layer, mlp)
 
 
 def _recur(pack: PackedPrompts, mixer: RecurrentMixer, rows: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from checkpoint.text_part import other_part
 from engine.finite import is_finite
 from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
+from engine.models.mixed import LayerInputs
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
 from engine.models.read_config import load_config
@@ -33,7 +34,7 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.compressed import describe, stored_tensors
 from engine.quantizer.grids import RoundRows
-from engine.quantizer.layer import FloatLayer, PackedPrompts, pack_prompts
+from engine.quantizer.layer import FloatLayer, KeptKV, Observe, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
 from engine.quantizer.rare_experts import find_rare, settle_rare
 from engine.quantizer.schemes import Factors, Scheme
@@ -88,10 +89,10 @@ def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
             f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
         )
     config = load_config(folder)
-    if not isinstance(config, ModelConfig) or config.mixed is not None:
+    if not isinstance(config, ModelConfig):
         raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, only decoder-only models with layers of one size can: `tandem "
-            "up --quantize int8` serves it in int8"
+            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
+            "serves it in int8"
         )
     in_order = sorted(parameter_specs(config), key=_when_needed)
     stored = open_stored(folder, in_order)
@@ -188,6 +189,17 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
     return list(dict.fromkeys(kept))
 
 
+@dataclass(slots=True)
+class _Prompts:
+    """Prompts on their way through a model: the residual [tokens, hidden_size] before the next layer, and KV that later
+    layers read.
+    """
+
+    pack: PackedPrompts
+    residual: Tensor
+    kept: KeptKV
+
+
 class _Maker:
     """The pass through the model: layers in order, then `quality`. `replaced`: tensors of the checkpoint that the
     result has in another form. `num_rare_experts`: of the layers that are done.
@@ -209,44 +221,56 @@ class _Maker:
         self._parameters = load_weights(checkpoint.folder, checkpoint.specs, target, tied=tied_names(config))
         self._embedding = Embedding(self._parameters, config)
         self._ropes = ropes_of(config, target.device, target.dtype)
+        has_inputs = config.mixed is not None and config.mixed.input_width
+        self._layer_inputs = LayerInputs(self._parameters, config) if has_inputs else None
         self._num_held_out = len(held_out)
-        self._held_out = list(pack_prompts(held_out))
-        self._calibration = list(pack_prompts(calibration)) if scheme.needs != "nothing" else []
-        # Residuals [tokens, hidden_size] before the next layer: of the original, and of the quantised model.
-        self._base = self._embedded(self._held_out)
-        self._judged = self._embedded(self._held_out)
-        self._calibrating = self._embedded(self._calibration)
+        judging = list(pack_prompts(held_out))
+        self._base, self._judged = self._stream(judging), self._stream(judging)  # through the original, and the result
+        self._calibrating = self._stream(list(pack_prompts(calibration)) if scheme.needs != "nothing" else [])
 
-    def _embedded(self, packs: list[PackedPrompts]) -> list[Tensor]:
-        return [self._embedding(pack.token_ids, pack.positions) for pack in packs]
+    def _stream(self, packs: list[PackedPrompts]) -> list["_Prompts"]:
+        return [_Prompts(pack, self._embedded(pack), {}) for pack in packs]
+
+    def _embedded(self, pack: PackedPrompts) -> Tensor:
+        return self._embedding(pack.token_ids, pack.positions)
 
     def make_layer(self, index: int) -> None:
         """Quantise and write a layer, and take all prompts through it."""
         layer = FloatLayer(self._parameters, index, self._checkpoint.config, self._checkpoint.product_factors)
-        self._base = self._through(layer, self._held_out, self._base)
+        self._take_through(layer, self._base)
         matrices = self._quantize(layer)
         self._write(layer, matrices)
         rounding = self._scheme.round_rows
-        self._judged = self._through(layer, self._held_out, self._judged, rounding)
-        self._calibrating = self._through(layer, self._calibration, self._calibrating, rounding)
+        self._take_through(layer, self._judged, rounding)
+        self._take_through(layer, self._calibrating, rounding)
 
-    def _through(
-        self, layer: FloatLayer, packs: list[PackedPrompts], residuals: list[Tensor], rounding: RoundRows | None = None
-    ) -> list[Tensor]:
-        pairs = zip(packs, residuals, strict=True)
-        results = [layer.forward(residual, pack, self._ropes, round_rows=rounding) for pack, residual in pairs]
-        if not all(map(is_finite, results)):
+    def _take_through(self, layer: FloatLayer, stream: list["_Prompts"], rounding: RoundRows | None = None) -> None:
+        for prompts in stream:
+            prompts.residual = self._forward(layer, prompts, round_rows=rounding)
+        if not all(is_finite(prompts.residual) for prompts in stream):
             raise ConfigurationError(
                 f"layer {layer.index}: activations of the prompts are NaN or infinite: check that the original model "
                 "answers them, or use other prompts"
             )
-        return results
+
+    def _forward(
+        self,
+        layer: FloatLayer,
+        prompts: "_Prompts",
+        observe: Observe | None = None,
+        round_rows: RoundRows | None = None,
+    ) -> Tensor:
+        pack, inputs = prompts.pack, None
+        if self._layer_inputs is not None:
+            inputs = self._layer_inputs(pack.token_ids, self._embedded(pack))[layer.index]
+        return layer.forward(prompts.residual, pack, self._ropes, prompts.kept, inputs, observe, round_rows)
 
     def quality(self) -> Quality:
         """Compare both models' logits of the held-out prompts."""
         output = Output(self._parameters, self._checkpoint.config, self._embedding.weight)
         meter = QualityMeter()
-        for pack, *residuals in zip(self._held_out, self._base, self._judged, strict=True):
+        for base, judged in zip(self._base, self._judged, strict=True):
+            pack, residuals = base.pack, (base.residual, judged.residual)
             has_next = (pack.prompts[1:] == pack.prompts[:-1]).nonzero()[:, 0]
             for places in torch.split(has_next, _PLACES_AT_ONCE):
                 meter.add(pack.token_ids[places + 1], *(output(residual[places]) for residual in residuals))
@@ -255,7 +279,7 @@ class _Maker:
     def _quantize(self, layer: FloatLayer) -> dict[str, QuantizedMatrix]:
         """Round the matrices of a layer, after folding factors into it."""
         statistics = self._observe(layer)
-        rare = find_rare(statistics) if self._calibration else set()
+        rare = find_rare(statistics) if self._calibrating else set()
         self.num_rare_experts += len(rare)
         if self._scheme.factors is not None:
             self._fold(layer, statistics, self._scheme.factors, rare)
@@ -289,8 +313,8 @@ class _Maker:
             name: InputStatistics(linear.weight.shape[1], needs_gram=needs_gram)
             for name, linear in layer.linears.items()
         }
-        for pack, residual in zip(self._calibration, self._calibrating, strict=True):
-            layer.forward(residual, pack, self._ropes, lambda name, x: statistics[name].add(x))
+        for prompts in self._calibrating:
+            self._forward(layer, prompts, lambda name, x: statistics[name].add(x))
         return statistics
 
     def _write(self, layer: FloatLayer, matrices: Mapping[str, QuantizedMatrix]) -> None:
@@ -317,7 +341,9 @@ class _Maker:
                     stacks.setdefault(tensor, []).append(parts)
                     continue
                 for kind, values in parts.items():
-                    self._writer.add(f"{tensor.removesuffix('.weight')}.{kind}", values)
+                    part = f"{tensor.removesuffix('.weight')}.{kind}"
+                    if part not in self._writer.names:  # keys may be values, too
+                        self._writer.add(part, values)
             if spec.is_matrix:
                 layer.linears[name].weight = as_read
         for tensor, members in stacks.items():

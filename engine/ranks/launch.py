@@ -21,9 +21,7 @@ from typing import Any
 
 import structlog
 
-from checkpoint.partition_manifest import read_partition
 from engine.compiled_code import reported_code
-from engine.devices import num_devices
 from engine.load import reserve_blocks, reserve_memory
 from engine.load_runner import load_model_runner
 from engine.load_times import load_phase
@@ -47,25 +45,6 @@ from mesh.domain.kv import Degrees
 log = structlog.get_logger(__name__)
 
 _EXIT_WAIT_S = 5.0  # between the end of a rank's socket and that of its process
-
-
-def fitting_ranks(settings: RunnerSettings, devices: str = "cpu") -> int:
-    """The most ranks of a stage that are of use. On GPUs, of which `devices` names some or the first: one for each, as
-    far as the model allows. On CPU: up to `settings.tensor_parallel`, and 1 if the decoder is not compiled. A
-    partitioned model has the ranks that it was partitioned for. Raises ConfigurationError.
-    """
-    if (partition := read_partition(settings.model_dir)) is not None:
-        return partition.degrees.tensor
-    num_gpus = num_devices(devices) // settings.pipeline_parallel
-    size = max(settings.tensor_parallel, num_gpus)
-    if size == 1:
-        return 1
-    settings, config = resolve(settings)
-    if not isinstance(config, ModelConfig) or config.recurrent is not None or config.mixed is not None:
-        return 1
-    if not num_gpus and why_eager(settings, config, kv_layout(config, settings)) is not None:
-        return 1
-    return min(num_gpus or size, config.num_kv_heads)
 
 
 def load_ranked_runner(

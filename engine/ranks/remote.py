@@ -29,7 +29,7 @@ from engine.ranks.collectives import require_backend
 from engine.ranks.commands import CaptureSteps, Command, Forward, RunGraph, decode_command, encode_command
 from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
-from engine.ranks.remote_messages import BlockCopy, RemoteRanks, Step
+from engine.ranks.remote_messages import BlockCopy, RemoteRanks, StepMessage
 from engine.ranks.shared import SharedGroup, StepMemory, max_sequence_blocks
 from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
@@ -144,7 +144,7 @@ class OwnMemoryRank:
         rank: int,
         store: "Store",
         on_progress: Progress | None = None,
-        post: Callable[[Step], None] | None = None,
+        post: Callable[[StepMessage], None] | None = None,
     ) -> None:
         settings, config = resolve(settings)
         config = require_remote(settings, config)
@@ -194,11 +194,11 @@ class OwnMemoryRank:
         except ConfigurationError as error:
             raise WorkerBusy(f"others have taken memory since it was counted: {error}") from error
 
-    def executing(self, cache: KVCache) -> Callable[[Step | BlockCopy], None]:
+    def executing(self, cache: KVCache) -> Callable[[StepMessage | BlockCopy], None]:
         """In other ranks than 0: build the decoder. Returns the function that executes messages."""
         execute: Execute = self.rank.follow(cache)
 
-        def run(message: Step | BlockCopy) -> None:
+        def run(message: StepMessage | BlockCopy) -> None:
             if isinstance(message, BlockCopy):
                 cache.copy_block(message.source, message.target)
             else:
@@ -212,7 +212,7 @@ class OwnMemoryRank:
             block_bytes += self._settings.companion_block_bytes
         return self.reservation.blocks(block_bytes, num_blocks=num_blocks, max_blocks=self._settings.max_blocks)
 
-    def _posting(self, post: Callable[[Step], None] | None) -> Callable[[int, Command], None]:
+    def _posting(self, post: Callable[[StepMessage], None] | None) -> Callable[[int, Command], None]:
         def pack_and_post(stage: int, command: Command) -> None:
             assert post is not None, "rank 0 alone sends steps"
             post(_pack(self.memory, command))
@@ -220,17 +220,17 @@ class OwnMemoryRank:
         return pack_and_post
 
 
-def _pack(memory: StepMemory, command: Command) -> Step:
+def _pack(memory: StepMemory, command: Command) -> StepMessage:
     if isinstance(command, CaptureSteps):
-        return Step(encode_command(command), b"", b"", b"")
+        return StepMessage(encode_command(command), b"", b"", b"")
     assert isinstance(command, Forward | RunGraph), "rank 0 alone computes logits"
     if isinstance(command, Forward):
         command = replace(command, group_size=0)  # later stages report nothing, rank 0 knows when a step is complete
     arrays = (memory.get(name, size, dtype)[:size] for name, size, dtype in _arrays(command, memory.num_groups))
-    return Step(encode_command(command), *(array.tobytes() for array in arrays))
+    return StepMessage(encode_command(command), *(array.tobytes() for array in arrays))
 
 
-def _unpack(memory: StepMemory, step: Step) -> Command:
+def _unpack(memory: StepMemory, step: StepMessage) -> Command:
     """Write a step to the rank's memory. Raises ValueError for one that its command does not describe."""
     command = decode_command(step.command)
     if isinstance(command, CaptureSteps):

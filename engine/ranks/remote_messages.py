@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StepMessage:
     """A step for a rank with memory of its own: the command, and the arrays that the command describes."""
 
     command: bytes
@@ -60,8 +60,8 @@ class RemoteRanks(Protocol):
         """Wait until all execute steps."""
         ...
 
-    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
-        """Send a message to one rank or all. A rank executes messages in order."""
+    def post(self, message: StepMessage | BlockCopy) -> None:
+        """Send a message to all ranks. A rank executes messages in order."""
         ...
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:

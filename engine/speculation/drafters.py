@@ -42,22 +42,23 @@ _MAX_ROUND_TOKENS = 2
 
 class Drafter(Protocol):
     """Proposes the next tokens of sequences. Plug point: NgramDrafter, DraftModel. Used by the engine's thread only.
+    The first three methods are for drafters with a model.
 
     Drafts may be any tokens: wrong drafts cost time, but never change the output.
     """
 
     def prepare(self, choices: Sequence[SequenceState]) -> "Sequence[Future[None]]":
         """Prepare what the choices of a request need; same contract as Runner.prepare."""
-        ...
+        return ()
 
     @property
     def borrows_cores(self) -> bool:
         """True if drafts are computed on cores that `use_cores` has lent."""
-        ...
+        return False
 
     def use_cores(self, lent: tuple[int, ...]) -> None:
         """Lend cores to the next `draft`, as `Runner.use_cores` does."""
-        ...
+        return
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
         """The number of tokens it can draft for each sequence now, at most its entry in `max_drafts`.
@@ -113,20 +114,12 @@ class NgramIndex:
         return best
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Keeps an index per sequence; a replay rebuilds it from the token ids."""
-
-    borrows_cores = False
 
     def __init__(self) -> None:
         self._indices: dict[SequenceKey, NgramIndex] = {}
         self._positions: list[int] = []
-
-    def prepare(self, choices: Sequence[SequenceState]) -> "Sequence[Future[None]]":
-        return ()
-
-    def use_cores(self, lent: tuple[int, ...]) -> None:
-        pass
 
     def limits(self, sequences: Sequence[SequenceState], max_drafts: Sequence[int]) -> list[int]:
         pairs = list(zip(sequences, max_drafts, strict=True))

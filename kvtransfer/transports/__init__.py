@@ -3,9 +3,9 @@ implement it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from importlib import import_module
 from types import MappingProxyType
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from kvtransfer.settings import TransferSettings
 from kvtransfer.transports import grpc_bytes, shm
@@ -15,64 +15,52 @@ from mesh.domain.errors import ConfigurationError
 T = TypeVar("T")
 
 
-def _pair_sender(name: str, settings: TransferSettings, max_chunk_bytes: int) -> SendTransport | None:
-    from kvtransfer.transports import torch_distributed  # torch takes seconds to import
+class _Sides(NamedTuple):
+    """Open a transport at both ends; None if it cannot work in this process. The number is that of bytes of the largest
+    chunk.
+    """
 
-    return torch_distributed.open_sender(name, settings, max_chunk_bytes)
-
-
-def _pair_receiver(name: str, settings: TransferSettings) -> ReceiveTransport | None:
-    from kvtransfer.transports import torch_distributed
-
-    return torch_distributed.open_receiver(name, settings)
+    sender: Callable[[TransferSettings, int], SendTransport | None]
+    receiver: Callable[[TransferSettings], ReceiveTransport | None]
 
 
-def _read_sender(name: str, settings: TransferSettings, max_chunk_bytes: int) -> SendTransport | None:
-    from kvtransfer.transports import memory_reads
-
-    return memory_reads.open_sender(name, settings, max_chunk_bytes)
-
-
-def _read_receiver(name: str, settings: TransferSettings) -> ReceiveTransport | None:
-    from kvtransfer.transports import memory_reads
-
-    return memory_reads.open_receiver(name, settings)
+def _imported_late(module: str, name: str) -> _Sides:
+    """Those of a module that imports torch, which takes seconds."""
+    path = f"{__name__}.{module}"
+    return _Sides(
+        lambda settings, max_chunk_bytes: import_module(path).open_sender(name, settings, max_chunk_bytes),
+        lambda settings: import_module(path).open_receiver(name, settings),
+    )
 
 
-# (settings, size of the largest chunk) -> transport, or None if it cannot work in this process.
-_SENDERS: Mapping[str, Callable[[TransferSettings, int], SendTransport | None]] = MappingProxyType(
+_TRANSPORTS: Mapping[str, _Sides] = MappingProxyType(
     {
-        shm.NAME: shm.open_sender,
-        grpc_bytes.NAME: lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(),
-        "gloo": partial(_pair_sender, "gloo"),
-        "nccl": partial(_pair_sender, "nccl"),
-        "nixl": partial(_read_sender, "nixl"),
-        "mooncake": partial(_read_sender, "mooncake"),
-    }
-)
-_RECEIVERS: Mapping[str, Callable[[TransferSettings], ReceiveTransport | None]] = MappingProxyType(
-    {
-        shm.NAME: shm.ShmReceiveTransport,
-        grpc_bytes.NAME: lambda settings: grpc_bytes.GrpcReceiveTransport(),
-        "gloo": partial(_pair_receiver, "gloo"),
-        "nccl": partial(_pair_receiver, "nccl"),
-        "nixl": partial(_read_receiver, "nixl"),
-        "mooncake": partial(_read_receiver, "mooncake"),
+        shm.NAME: _Sides(shm.open_sender, shm.ShmReceiveTransport),
+        grpc_bytes.NAME: _Sides(
+            lambda settings, max_chunk_bytes: grpc_bytes.GrpcSendTransport(),
+            lambda settings: grpc_bytes.GrpcReceiveTransport(),
+        ),
+        **{name: _imported_late("torch_distributed", name) for name in ("gloo", "nccl")},
+        **{name: _imported_late("memory_reads", name) for name in ("nixl", "mooncake")},
     }
 )
 
 
 def open_send_transports(settings: TransferSettings, max_chunk_bytes: int) -> tuple[SendTransport, ...]:
     """Open the configured transports that work on this machine, in order. Raises ConfigurationError if none does."""
-    _require_known(settings.transports)
-    opened = [_SENDERS[name](settings, max_chunk_bytes) for name in settings.transports]
-    return _usable(opened, settings)
+    return _usable([sides.sender(settings, max_chunk_bytes) for sides in _configured(settings)], settings)
 
 
 def open_receive_transports(settings: TransferSettings) -> tuple[ReceiveTransport, ...]:
     """Open those of a receiver. Raises ConfigurationError if none works here."""
-    _require_known(settings.transports)
-    return _usable([_RECEIVERS[name](settings) for name in settings.transports], settings)
+    return _usable([sides.receiver(settings) for sides in _configured(settings)], settings)
+
+
+def _configured(settings: TransferSettings) -> list[_Sides]:
+    for name in settings.transports:
+        if name not in _TRANSPORTS:
+            raise ConfigurationError(f"there is no KV transport {name!r}; choose from {', '.join(_TRANSPORTS)}")
+    return [_TRANSPORTS[name] for name in settings.transports]
 
 
 def _usable(opened: Sequence[T | None], settings: TransferSettings) -> tuple[T, ...]:
@@ -80,9 +68,3 @@ def _usable(opened: Sequence[T | None], settings: TransferSettings) -> tuple[T, 
     if not usable:
         raise ConfigurationError(f"none of the KV transports {', '.join(settings.transports)} works here; add grpc")
     return usable
-
-
-def _require_known(names: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in _SENDERS:
-            raise ConfigurationError(f"there is no KV transport {name!r}; choose from {', '.join(_SENDERS)}")

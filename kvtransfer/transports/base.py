@@ -16,6 +16,8 @@ from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvtransfer.transports.link import Link, Serve
+
 
 @dataclass(frozen=True, slots=True)
 class TransportOffer:
@@ -105,6 +107,10 @@ class SendTransport(Protocol):
         """Return a path to the receiver at `address` ("host:port"), None if this transport has none now."""
         ...
 
+    def link(self, address: str, incarnation: str) -> Link | None:
+        """Return a link to this receiver, None if there is none. A conversation over it offers this transport only."""
+        return None
+
     def memory(self) -> memoryview | None:
         """Return the memory that has all slots, None if they are allocated one by one."""
         return None
@@ -146,6 +152,10 @@ class ReceiveTransport(Protocol):
     async def connect(self, offer: TransportOffer) -> PayloadSource | None:
         """Return a source if the offer works on this machine, else None. Never raises."""
         ...
+
+    def serve(self, serve: Serve) -> None:
+        """Serve conversations that come over links by `serve`."""
+        return
 
     def close(self) -> None:
         """Free what the transport holds. No source is open."""

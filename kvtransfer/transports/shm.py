@@ -4,30 +4,18 @@ The sender copies KV into a slot of its arena. The receiver maps the arena and c
 GPU, by way of pinned memory); the store computes the checksum of the bytes that it writes, so the KV cache holds
 exactly the verified bytes, even if a faulty sender overwrites a slot too early.
 
-An arena is a memory file without a name (memfd) that one sender writes. Layout: one page of header (magic, nonce), then
-payload. It is sealed against shrinking, which the receiver checks before it maps it: reading a mapped file that was cut
-short would end the decode worker with SIGBUS. The sender hands out a read-only descriptor at a socket in the directory.
-The connection stays open as long as the arena and its mapping: if the sender closes the arena or dies, the receiver
-unmaps it. The memory is free once no process has it open. A socket that refuses connections has a dead owner.
+The first transfer to a receiver has its conversation over gRPC. There the receiver answers with a token that it got at
+the socket, so the sender knows whose connection that is, and later conversations go over it (link.py).
 """
 
-import asyncio
-import contextlib
-import errno
-import fcntl
-import mmap
 import os
-import re
-import secrets
-import socket
-import stat
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Mapping
+from functools import partial
 
 import structlog
 
 from kvtransfer.settings import TransferSettings
+from kvtransfer.transports.arena import HEADER_BYTES, Arena, MappedArena, open_arena, remove_orphans
 from kvtransfer.transports.base import (
     Payload,
     PayloadSource,
@@ -37,6 +25,7 @@ from kvtransfer.transports.base import (
     TransportOffer,
 )
 from kvtransfer.transports.kept_pool import KeptPool
+from kvtransfer.transports.link import Call, Link, Serve
 from kvtransfer.transports.slots import ArenaSlot, ArenaSlots
 from mesh.domain.errors import TransferCorrupt, TransferFailed
 
@@ -44,21 +33,13 @@ log = structlog.get_logger(__name__)
 
 NAME = "shm"
 
-HEADER_BYTES = 4096
-_MAGIC = b"tandem-kv-arena2"
-_NONCE_BYTES = 32
-_NAME = re.compile(r"tandem-kv-[0-9a-f]{32}")
-_EARLY, _EARLY_S = ".new", 60.0
-"""Name and longest age of a socket that does not listen yet."""
-_CONNECT_S = 2.0
-_NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NO_ROOM_S = 1.0  # pause before the next receiver is let in, after the system had no room for one
+_TOKEN = "link"
+"""The receiver's answer to an offer has the token under this name."""
 _MAX_ARENAS = 64
 """Senders whose arenas a receiver keeps mapped."""
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class ShmSendTransport(SendTransport, SendPath):
+class ShmSendTransport(SendTransport):
     """One arena, divided into equal slots, for all transfers of this process."""
 
     name = NAME
@@ -67,14 +48,20 @@ class ShmSendTransport(SendTransport, SendPath):
         self._arena = arena
         self.slots = ArenaSlots(arena.view(0, arena.num_bytes), slot_bytes, start=HEADER_BYTES)
 
-    async def path(self, address: str, incarnation: str) -> SendPath:
-        return self
+    async def path(self, address: str, incarnation: str) -> "ShmPath":
+        return ShmPath(self, address, incarnation)
 
     def offer(self) -> TransportOffer:
         return TransportOffer(NAME, self._arena.name, self._arena.nonce, self._arena.num_bytes)
 
-    async def acquire(self, num_bytes: int) -> ArenaSlot:
-        return await self.slots.acquire(num_bytes)
+    def link(self, address: str, incarnation: str) -> Link | None:
+        return self._arena.known.get((address, incarnation))
+
+    def know(self, address: str, incarnation: str, token: bytes) -> None:
+        """The receiver with the connection of this token is the one at this address."""
+        link = self._arena.links.get(token)
+        if link is not None:
+            self._arena.known[address, incarnation] = link
 
     def memory(self) -> memoryview:
         return self._arena.view(0, self._arena.num_bytes)
@@ -82,6 +69,23 @@ class ShmSendTransport(SendTransport, SendPath):
     def close(self) -> None:
         self.slots.close()
         self._arena.close()
+
+
+class ShmPath(SendPath):
+    """The arena as one transfer's way to a receiver."""
+
+    def __init__(self, transport: ShmSendTransport, address: str, incarnation: str) -> None:
+        self._transport = transport
+        self._receiver = (address, incarnation)
+
+    def offer(self) -> TransportOffer:
+        return self._transport.offer()
+
+    async def acquire(self, num_bytes: int) -> ArenaSlot:
+        return await self._transport.slots.acquire(num_bytes)
+
+    async def join(self, rendezvous: Mapping[str, bytes]) -> None:
+        self._transport.know(*self._receiver, rendezvous.get(_TOKEN, b""))
 
 
 def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTransport | None:
@@ -97,41 +101,15 @@ def open_sender(settings: TransferSettings, max_chunk_bytes: int) -> ShmSendTran
     return ShmSendTransport(arena, slot_bytes)
 
 
-class MappedArena:
-    """A sender's arena, mapped for reading. `sender` is the connection that ends when the sender closes the arena or
-    dies. Raises OSError."""
-
-    is_broken = False
-
-    def __init__(self, fd: int, num_bytes: int, nonce: bytes, sender: socket.socket) -> None:
-        self.nonce = nonce
-        self._memory = mmap.mmap(fd, num_bytes, prot=mmap.PROT_READ)
-        self.view = memoryview(self._memory)
-        self._sender = sender
-        self._loop = asyncio.get_running_loop()
-
-    def watch(self, on_end: "Callable[[MappedArena], None]") -> None:
-        """Call `on_end` once the sender has closed the arena or is dead, unless this side closes it first."""
-
-        def end() -> None:
-            self._loop.remove_reader(self._sender)
-            on_end(self)
-
-        self._loop.add_reader(self._sender, end)
-
-    def close(self) -> None:
-        self._loop.remove_reader(self._sender)
-        self._sender.close()
-        with contextlib.suppress(BufferError):  # unmapped with the last reference
-            self.view.release()
-            self._memory.close()
-
-
 class _ArenaSource(PayloadSource):
     def __init__(self, arenas: KeptPool[str, MappedArena], arena: MappedArena) -> None:
         self._arenas = arenas
         self._arena: MappedArena | None = arena
+        self._token = arena.token
         arenas.use(arena)
+
+    def answer(self) -> Mapping[str, bytes]:
+        return {_TOKEN: self._token}
 
     def fetch(self, payload: Payload, num_bytes: int) -> memoryview:
         if self._arena is None:
@@ -155,6 +133,10 @@ class ShmReceiveTransport(ReceiveTransport):
     def __init__(self, settings: TransferSettings) -> None:
         self._settings = settings
         self._arenas: KeptPool[str, MappedArena] = KeptPool(_MAX_ARENAS, settings.channel_idle_s)
+        self._serve: Serve = _refuse
+
+    def serve(self, serve: Serve) -> None:
+        self._serve = serve
 
     async def connect(self, offer: TransportOffer) -> _ArenaSource | None:
         if not HEADER_BYTES < offer.arena_bytes <= self._settings.max_arena_bytes:
@@ -167,7 +149,7 @@ class ShmReceiveTransport(ReceiveTransport):
             # Another transfer may have mapped it meanwhile.
             arena = self._known(offer) or self._arenas.add(offer.arena, lambda: opened)
             if arena is opened:
-                opened.watch(self._arenas.retire)
+                opened.watch(self._arenas.retire, partial(self._serve_from, opened))
             else:
                 opened.close()
         return None if arena is None else _ArenaSource(self._arenas, arena)
@@ -175,180 +157,19 @@ class ShmReceiveTransport(ReceiveTransport):
     def close(self) -> None:
         self._arenas.close()
 
+    async def _serve_from(self, arena: MappedArena, call: Call) -> None:
+        """An arena stays mapped while one of its sender's calls runs."""
+        self._arenas.use(arena)
+        try:
+            await self._serve(call)
+        finally:
+            self._arenas.leave(arena)
+
     def _known(self, offer: TransportOffer) -> MappedArena | None:
         arena = self._arenas.get(offer.arena)
         is_same = arena is not None and (len(arena.view), arena.nonce) == (offer.arena_bytes, offer.nonce)
         return arena if is_same else None
 
 
-class Arena:
-    """Shared memory that this process owns, and the socket where others get it. Raises OSError if either is not
-    available. Created on the event loop that serves the socket."""
-
-    def __init__(self, directory: str, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self.nonce = secrets.token_bytes(_NONCE_BYTES)
-        self.name = f"tandem-kv-{secrets.token_hex(16)}"
-        self._path = Path(directory, self.name)
-        self._loop = asyncio.get_running_loop()
-        self._receivers: set[socket.socket] = set()  # connections of those that have the arena
-        self._pause: asyncio.TimerHandle | None = None
-        with contextlib.ExitStack() as undo:
-            fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            undo.callback(os.close, fd)
-            # Allocates the memory now: too little memory is an error here, not at a later write.
-            os.posix_fallocate(fd, 0, num_bytes)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            self._memory = mmap.mmap(fd, num_bytes)
-            self._memory[: len(_MAGIC) + _NONCE_BYTES] = _MAGIC + self.nonce
-            self._shared_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
-            undo.callback(os.close, self._shared_fd)
-            self._socket = _listen(directory, self.name)
-            undo.pop_all()
-        os.close(fd)
-        self._loop.add_reader(self._socket, self._hand_out)
-
-    def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Return a writable view of bytes [offset, offset + num_bytes)."""
-        return memoryview(self._memory)[offset : offset + num_bytes]
-
-    def close(self) -> None:
-        """Close the sockets and unmap the arena. Receivers that are reading it can finish."""
-        if self._pause is not None:
-            self._pause.cancel()
-        self._loop.remove_reader(self._socket)
-        self._path.unlink(missing_ok=True)
-        self._socket.close()
-        for receiver in list(self._receivers):
-            self._forget(receiver)
-        os.close(self._shared_fd)
-        with contextlib.suppress(BufferError):  # a view is still referenced; unmapped with its last reference
-            self._memory.close()
-
-    def _hand_out(self) -> None:
-        try:
-            receiver, _ = self._socket.accept()
-        except OSError as error:  # the other side has gone, or must wait
-            if error.errno in _NO_ROOM:  # the socket stays readable: without a pause the loop would only spin
-                self._loop.remove_reader(self._socket)
-                self._pause = self._loop.call_later(_NO_ROOM_S, self._loop.add_reader, self._socket, self._hand_out)
-            return
-        self._receivers.add(receiver)
-        self._loop.add_reader(receiver, self._forget, receiver)
-        try:
-            socket.send_fds(receiver, [b"\0"], [self._shared_fd])
-        except OSError:
-            self._forget(receiver)
-
-    def _forget(self, receiver: socket.socket) -> None:
-        """The receiver has closed its connection, or is to see its end."""
-        self._receivers.discard(receiver)
-        self._loop.remove_reader(receiver)
-        receiver.close()
-
-
-async def open_arena(directory: str, name: str, nonce: bytes, num_bytes: int) -> MappedArena | None:
-    """Map the arena with this name and nonce. Return None if it is not on this host, or cannot be mapped."""
-    if not _NAME.fullmatch(name) or len(nonce) != _NONCE_BYTES:
-        return None
-    try:
-        async with asyncio.timeout(_CONNECT_S):
-            fd, sender = await receive_fd(directory, name)
-    except (OSError, TimeoutError):
-        return None
-    opened = None
-    try:
-        if _is_arena(fd, nonce, num_bytes):
-            opened = MappedArena(fd, num_bytes, nonce, sender)
-    except OSError as error:
-        log.warning("a sender's shared memory cannot be mapped", error=str(error))
-    finally:
-        os.close(fd)
-        if opened is None:
-            sender.close()
-    return opened
-
-
-def _is_arena(fd: int, nonce: bytes, num_bytes: int) -> bool:
-    is_sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK  # raises if it is no memory file
-    is_whole = is_sealed and os.fstat(fd).st_size == num_bytes
-    return bool(is_whole) and os.pread(fd, len(_MAGIC) + _NONCE_BYTES, 0) == _MAGIC + nonce
-
-
-async def receive_fd(directory: str, name: str) -> tuple[int, socket.socket]:
-    """Get the descriptor that a sender hands out, and the connection to it. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    with contextlib.ExitStack() as undo:
-        connection = undo.enter_context(socket.socket(socket.AF_UNIX))
-        connection.setblocking(False)
-        with _address(directory, name) as address:
-            await loop.sock_connect(connection, address)
-        readable = asyncio.Event()
-        loop.add_reader(connection, readable.set)
-        try:
-            await readable.wait()
-        finally:
-            loop.remove_reader(connection)
-        _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        if not fds:
-            raise OSError(errno.ENOMSG, f"{name} handed out no descriptor")
-        undo.pop_all()
-    return fds[0], connection
-
-
-def remove_orphans(directory: str) -> int:
-    """Remove the sockets of dead owners. Return their number."""
-    try:
-        names = [name for name in os.listdir(directory) if _NAME.fullmatch(name.removesuffix(_EARLY))]
-    except OSError:
-        return 0
-    removed = [name for name in names if _remove_if_orphan(directory, name)]
-    if removed:
-        log.info("removed sockets of senders that are gone", arenas=removed)
-    return len(removed)
-
-
-@contextlib.contextmanager
-def _address(directory: str, name: str) -> Iterator[str]:
-    """Yield a path of a file in the directory that is short enough for a socket's address. Raises OSError."""
-    fd = os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}/{name}"
-    finally:
-        os.close(fd)
-
-
-def _listen(directory: str, name: str) -> socket.socket:
-    """Listen at a new socket that only this user can connect to. Raises OSError."""
-    listener = socket.socket(socket.AF_UNIX)
-    listener.setblocking(False)
-    path, early = Path(directory, name), name + _EARLY
-    try:
-        with _address(directory, early) as address:
-            listener.bind(address)
-            Path(address).chmod(0o600)
-            listener.listen()
-            # Under its own name only now: another sender would remove a socket that does not listen yet.
-            Path(address).rename(path)
-    except OSError:
-        listener.close()
-        Path(directory, early).unlink(missing_ok=True)
-        raise
-    return listener
-
-
-def _remove_if_orphan(directory: str, name: str) -> bool:
-    path = os.path.join(directory, name)
-    try:
-        status = os.lstat(path)
-        is_early = name.endswith(_EARLY) and time.time() - status.st_mtime < _EARLY_S
-        if is_early or not stat.S_ISSOCK(status.st_mode):
-            return False
-        with _address(directory, name) as address, socket.socket(socket.AF_UNIX) as connection:
-            connection.setblocking(False)
-            if connection.connect_ex(address) != errno.ECONNREFUSED:
-                return False
-        os.unlink(path)
-    except OSError:  # gone meanwhile, or another user's
-        return False
-    return True
+async def _refuse(call: Call) -> None:
+    call.leave(TransferFailed("nobody serves calls here"))

@@ -21,8 +21,8 @@ class EmbeddedSchema(NamedTuple):
 
 
 def schemas_in(grammar: str) -> Iterator[EmbeddedSchema]:
-    """What is no JSON object, or is nested too deeply, is left out: the compiler refuses it, or it is as small as
-    `true`.
+    """The JSON objects behind `%json`, in order. Others are left out: the compiler refuses them, or they are as small
+    as `true`.
     """
     decoder, place = json.JSONDecoder(), 0
     while found := _LEXEME.search(grammar, place):

@@ -116,10 +116,11 @@ class KVLayout:
     state_blocks: int = field(default=0, repr=False)
     keys_are_values: bool = field(default=False, repr=False)
     windows: tuple[int, ...] = field(default=(), repr=False)
+    windows_are_chunks: bool = field(default=False, repr=False)
 
     @property
     def groups(self) -> KVGroups:
-        return KVGroups(self.block_size, self.windows or (0,))
+        return KVGroups(self.block_size, self.windows or (0,), self.windows_are_chunks)
 
     @property
     def num_unused(self) -> int:
@@ -244,7 +245,7 @@ def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSp
             f"pipeline_parallel {degrees.pipeline} does not fit {num_layers} layers: use {num_layers} or fewer"
         )
     if degrees.tensor <= num_kv_heads:
-        heads = _equal_parts(num_kv_heads, degrees.tensor)
+        heads = equal_parts(num_kv_heads, degrees.tensor)
     elif degrees.tensor % num_kv_heads == 0:
         heads = [Span(rank * num_kv_heads // degrees.tensor, 1) for rank in range(degrees.tensor)]
     else:
@@ -252,7 +253,7 @@ def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSp
             f"tensor_parallel {degrees.tensor} does not fit {num_kv_heads} KV heads: use {num_kv_heads} or fewer, or a "
             "multiple of it"
         )
-    return tuple(KVSpan(stage, share) for stage in _equal_parts(num_layers, degrees.pipeline) for share in heads)
+    return tuple(KVSpan(stage, share) for stage in equal_parts(num_layers, degrees.pipeline) for share in heads)
 
 
 def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, ...]:
@@ -277,7 +278,7 @@ def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, .
     return tuple(plan)
 
 
-def _equal_parts(total: int, num_parts: int) -> list[Span]:
+def equal_parts(total: int, num_parts: int) -> list[Span]:
     """Divide [0, total) into parts whose lengths differ by one at most."""
     bounds = [part * total // num_parts for part in range(num_parts + 1)]
     return [Span(first, end - first) for first, end in pairwise(bounds)]

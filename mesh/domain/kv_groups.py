@@ -19,10 +19,13 @@ are windows, nobody gets the block with this id, which stays zeros and may be re
 
 @dataclass(frozen=True, slots=True)
 class KVGroups:
-    """`windows`: the tokens that a query of each group sees, its own included; 0: all. Groups with 0 come first."""
+    """`windows`: the tokens that a query of each group sees, its own included; 0: all. Groups with 0 come first.
+    If they `are_chunks`, a query sees the tokens from the beginning of its chunk on; blocks divide chunks.
+    """
 
     block_size: int
     windows: tuple[int, ...] = (0,)
+    are_chunks: bool = False
 
     @property
     def count(self) -> int:
@@ -43,11 +46,15 @@ class KVGroups:
     def first_visible(self, group: int, token: int) -> int:
         """The first position that this token sees in the group."""
         window = self.windows[group]
-        return max(0, token - window + 1) // self.block_size if window else 0
+        if not window:
+            return 0
+        first = token // window * window if self.are_chunks else max(0, token - window + 1)
+        return first // self.block_size
 
     def most_visible(self, group: int) -> int:
         """The most positions that one token sees in a group with a window."""
-        return (self.windows[group] - 2) // self.block_size + 2
+        window = self.windows[group]
+        return window // self.block_size if self.are_chunks else (window - 2) // self.block_size + 2
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """The most blocks of a sequence with up to so many tokens, while tokens are computed one by one."""

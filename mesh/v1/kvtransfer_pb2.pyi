@@ -23,7 +23,7 @@ class PushRequest(_message.Message):
     def __init__(self, open: _Optional[_Union[TransferOpen, _Mapping]] = ..., chunk: _Optional[_Union[TransferChunk, _Mapping]] = ..., commit: _Optional[_Union[TransferCommit, _Mapping]] = ..., renew: _Optional[_Union[TransferRenew, _Mapping]] = ...) -> None: ...
 
 class KvLayout(_message.Message):
-    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "state_blocks", "keys_are_values", "windows")
+    __slots__ = ("model_fingerprint", "num_layers", "num_kv_heads", "head_dim", "block_size", "dtype", "state_blocks", "keys_are_values", "windows", "windows_are_chunks")
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
     NUM_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +33,7 @@ class KvLayout(_message.Message):
     STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     KEYS_ARE_VALUES_FIELD_NUMBER: _ClassVar[int]
     WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_ARE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     num_layers: int
     num_kv_heads: int
@@ -42,7 +43,8 @@ class KvLayout(_message.Message):
     state_blocks: int
     keys_are_values: bool
     windows: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., state_blocks: _Optional[int] = ..., keys_are_values: _Optional[bool] = ..., windows: _Optional[_Iterable[int]] = ...) -> None: ...
+    windows_are_chunks: bool
+    def __init__(self, model_fingerprint: _Optional[str] = ..., num_layers: _Optional[int] = ..., num_kv_heads: _Optional[int] = ..., head_dim: _Optional[int] = ..., block_size: _Optional[int] = ..., dtype: _Optional[str] = ..., state_blocks: _Optional[int] = ..., keys_are_values: _Optional[bool] = ..., windows: _Optional[_Iterable[int]] = ..., windows_are_chunks: _Optional[bool] = ...) -> None: ...
 
 class KvSpan(_message.Message):
     __slots__ = ("first_layer", "num_layers", "first_head", "num_heads")

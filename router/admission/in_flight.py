@@ -97,7 +97,9 @@ class CapacityReservation:
         self.prefill_released()
 
     def prefill_released(self) -> None:
-        """The prefill worker has freed the blocks."""
+        """The prefill worker has freed the blocks. Only the first call counts."""
+        if not (self.prefill_tokens or self.holds_prefill or self.is_transferring):
+            return
         self.prefill_tokens, self.holds_prefill, self.is_transferring = 0, False, False
         self._in_flight.recount(self)
         self._in_flight.notify()
@@ -217,6 +219,8 @@ class InFlightTable:
     def recount(self, reservation: CapacityReservation) -> None:
         """Bring the sums of its workers up to date. Only a reservation that has changed calls this."""
         before, now = reservation.shares, _shares(reservation) if reservation in self._reservations else {}
+        if now == before:
+            return
         reservation.shares = now
         for incarnation in before.keys() | now.keys():
             total = self._sums.pop(incarnation, InFlight())

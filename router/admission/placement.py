@@ -84,9 +84,11 @@ class Roster:
         self.block_size = _column(info.layout.block_size for info in infos)
         self.state_blocks = _column(info.layout.state_blocks for info in infos)
         self.most_blocks = _most_blocks([info.layout.groups for info in infos])
+        self.num_groups = _column(info.layout.groups.count for info in infos)
         self.free_blocks = _column(view.load.free_blocks for view in self.views)
         self.num_seqs, self.held_blocks, self.unreported_blocks = (np.zeros(len(infos), np.int64) for _ in range(3))
         self.prefill_tokens, self.short_prefill_tokens = (np.zeros(len(infos), np.int64) for _ in range(2))
+        self._all = np.ones(len(infos), np.bool_)
         for info in infos:
             self.set_in_flight(info.incarnation, in_flight.get(info.incarnation, InFlight()))
 
@@ -129,9 +131,9 @@ class Roster:
         return float(np.mean(np.maximum(slots, blocks)))
 
     def with_adapter(self, digest: str) -> Mask:
-        """The workers that have this adapter; all for "", which is none."""
+        """The workers that have this adapter; all for "", which is none. Not to be changed in place."""
         if not digest:
-            return np.ones(len(self), np.bool_)
+            return self._all
         has = (any(adapter.digest == digest for adapter in view.info.adapters) for view in self.views)
         return np.fromiter(has, np.bool_, len(self))
 
@@ -260,11 +262,11 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     fit = decoders.with_adapter(query.adapter)
     if not fit.any():
         return NoPlacement.NO_ADAPTER
-    fit &= decoders.capacity_tokens >= query.max_total_tokens
+    fit = fit & (decoders.capacity_tokens >= query.max_total_tokens)
     if not fit.any():
         could_hold = max(snapshot.decode_capacities, default=0) >= query.max_total_tokens
         return NoPlacement.AWAY if could_hold else NoPlacement.TOO_LARGE
-    fit &= decode_has_capacity(query, decoders, snapshot.num_canary_slots)
+    fit = fit & decode_has_capacity(query, decoders, snapshot.num_canary_slots)
     if not fit.any():
         return NoPlacement.NO_DECODE_CAPACITY
     cached = query.chain.num_cached_at(decoders.views)
@@ -277,7 +279,7 @@ def place(query: PlacementQuery, snapshot: MeshSnapshot) -> Placement | NoPlacem
     fit = _without(query.cut_off, prefillers, fit)
     if not fit.any() or locally or uncached < snapshot.prefill_threshold:
         return Placement(None, decode)
-    fit &= prefill_has_capacity(query, prefillers)
+    fit = fit & prefill_has_capacity(query, prefillers)
     if not fit.any():
         can_help = decoders.prefill_tokens[row] + uncached <= snapshot.prefill_overflow
         return Placement(None, decode) if can_help else NoPlacement.NO_PREFILL_CAPACITY
@@ -294,7 +296,7 @@ def decode_has_capacity(query: PlacementQuery, roster: Roster, num_canary_slots:
     the second does not see shared prefixes; the higher one counts. The worker may still refuse.
     """
     free = np.maximum(roster.free_blocks - roster.unreported_blocks, roster.num_blocks - roster.held_blocks)
-    num_groups = np.count_nonzero(roster.most_blocks, 1)
+    num_groups = roster.num_groups
     needed = _num_blocks(query, roster) + (query.num_seqs - 1) * (roster.state_blocks + 2 * num_groups) + num_groups
     num_slots = roster.max_num_seqs - np.minimum(num_canary_slots, roster.max_num_seqs // 2)
     num_new_seqs = np.maximum(1, np.minimum(query.num_seqs, num_slots))
@@ -374,6 +376,8 @@ def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> in
 
 def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:
     """Those that fit, but for some runs of workers."""
+    if not incarnations:
+        return fit
     remaining = fit.copy()
     for incarnation in incarnations:
         row = roster.row(incarnation)

@@ -152,8 +152,8 @@ class PlacementQueue:
     def _join(self, waiter: _Waiter) -> None:
         """Place at once or enqueue. Raises Overloaded if the queue is full or waiting is useless."""
         loop, entry = asyncio.get_running_loop(), waiter.entry
-        expected_s = self._expected_s(waiter)
-        is_head = not self._num_tokens_ahead(waiter)
+        num_ahead = self._num_tokens_ahead(waiter)
+        expected_s = self._forecast.first_token_s(num_ahead, waiter.query.num_tokens)
         self._require_slot(entry, expected_s)
         self._waiters.add(entry, waiter)
         self._pump()
@@ -161,7 +161,7 @@ class PlacementQueue:
             return
         # The head is never refused: only placed requests can correct a forecast that is too pessimistic.
         late_s = 0.0 if expected_s is None else loop.time() + expected_s - entry.worthless_after_s
-        if expected_s is not None and late_s > 0 and not is_head:
+        if expected_s is not None and late_s > 0 and num_ahead:
             self._leave(waiter)
             raise Overloaded(
                 f"the first token is expected in {expected_s:.1f} s, which is too late; try again later",

@@ -274,4 +274,6 @@ def _record_to_proto(info: WorkerInfo) -> mesh_pb2.WorkerRecord:
         switchable=info.switchable,
         block_size=info.layout.block_size,
         state_blocks=info.layout.state_blocks,
+        windows=info.layout.windows,
+        windows_are_chunks=info.layout.windows_are_chunks,
     )

@@ -32,7 +32,7 @@ from tandem_cli.capacity.model_size import model_size
 from tandem_cli.capacity.roofline import Capacity, Device, DeviceRates, Precision
 from tandem_cli.model_folders import write_without_weights
 from worker.engine_host import EngineHost, load_engine_host, load_runner_with_ranks
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 _NUM_STEPS = 16
 _ARRAY_BYTES = 256 * 2**20  # several times the largest cache

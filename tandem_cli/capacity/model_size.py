@@ -18,8 +18,8 @@ class ModelSize:
     counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `vector_params` counts all
     vectors and learned positions. `expert_params` counts the routed experts, of which a token uses `experts_per_token`
     out of `num_experts` per layer. `kv_planes`: see ModelConfig. `num_recurrent_layers` have no KV; a sequence's states
-    there take `state_bytes`. `kv_windows`: of layers whose KV is freed behind a window, as often as there is room for
-    them in blocks, see KVLayout; 0 for layers that see all tokens.
+    there take `state_bytes`. `kv_windows`: those of the groups of layers if KV is freed behind
+    windows, see KVLayout, each with room for `kv_group_layers` layers.
     """
 
     linear_params: int
@@ -37,6 +37,8 @@ class ModelSize:
     num_recurrent_layers: int = 0
     state_bytes: int = 0
     kv_windows: tuple[int, ...] = ()
+    kv_group_layers: int = 0
+    windows_are_chunks: bool = False
 
     @property
     def num_kv_layers(self) -> int:
@@ -81,7 +83,8 @@ class ModelSize:
         """Tokens of a sequence whose KV is held, on average over all layers: some have left the windows of theirs."""
         if not self.kv_windows:
             return num_tokens
-        return sum(min(num_tokens, window or num_tokens) for window in self.kv_windows) / self.num_kv_layers
+        of_groups = sum(min(num_tokens, window or num_tokens) for window in self.kv_windows)
+        return of_groups * self.kv_group_layers / self.num_kv_layers
 
     def attention_flops(self, num_queries: float, context_tokens: float) -> float:
         """Scores and weighted sum, all layers: 2 x 2 x layers x heads x head_dim x queries x context."""
@@ -112,5 +115,7 @@ def model_size(config: ModelConfig) -> ModelSize:
         kv_planes=config.kv_planes,
         num_recurrent_layers=config.num_layers - config.num_kv_layers,
         state_bytes=config.recurrent.num_bytes if config.recurrent else 0,
-        kv_windows=windows * num_kv_layers(config, windows),
+        kv_windows=windows,
+        kv_group_layers=num_kv_layers(config, windows) if windows else 0,
+        windows_are_chunks=bool(windows) and config.windows_are_chunks,
     )

@@ -195,13 +195,16 @@ PlanResult = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PlanRequest:
-    """The load to plan for. `users` replaces the rate of `load`; without a price per hour, no prices are computed."""
+    """The load to plan for. `users` replaces the rate of `load`; without a price per hour, no prices are computed.
+    `lengths`: of sequences whose KV is shown where it is freed behind windows.
+    """
 
     load: Load
     batches: Sequence[int]
     users: int | None = None
     link_gbit_per_s: Sequence[float] = ()
     price_per_hour: float | None = None
+    lengths: Sequence[int] = ()
 
 
 def plan_capacity(
@@ -227,6 +230,7 @@ def plan_capacity(
         "memory": [_memory(capacity, precision, context_tokens) for precision in dict.fromkeys((chosen, *others))],
         "kv_bytes_per_token": capacity.kv_bytes_per_token,
         "context_tokens": context_tokens,
+        "sequences": [_sequence(capacity, length) for length in request.lengths] if capacity.model.kv_windows else [],
         "critical_batch": capacity.critical_batch,
         "device_flops_per_byte": capacity.device.flops_per_s / capacity.device.bandwidth_bytes_per_s,
         "predictions": [_prediction(prediction, request.price_per_hour) for prediction in predictions],
@@ -256,6 +260,16 @@ def _memory(capacity: Capacity, precision: Precision, context_tokens: int) -> Pl
         "num_blocks": alternative.num_blocks,
         "state_blocks": alternative.state_blocks,
         "users": alternative.users(context_tokens),
+    }
+
+
+def _sequence(capacity: Capacity, num_tokens: int) -> PlanResult:
+    """The KV of a sequence where it is freed behind windows."""
+    return {
+        "tokens": num_tokens,
+        "kv_bytes": capacity.sequence_bytes(num_tokens),
+        "all_kv_bytes": num_tokens * capacity.kv_bytes_per_token,
+        "users": capacity.users(num_tokens),
     }
 
 

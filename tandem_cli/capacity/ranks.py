@@ -19,7 +19,7 @@ from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.models.share import Cut, RankShare, rank_share, require_own_heads, share_specs
 from engine.quantized_formats.config import read_quantization
-from engine.resolve import kv_layout, resolve
+from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
@@ -70,8 +70,12 @@ def rank_memory(
 
 def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     """The precision of a runner whose settings are resolved (`engine.resolve.resolve`)."""
-    weights = settings.dtype if settings.quantize == "none" else settings.quantize
-    return Precision(weights, settings.dtype, kv_layout(config, settings).dtype)
+    layout = kv_layout(config, settings)
+    if settings.quantize == "none":
+        return Precision(settings.dtype, settings.dtype, layout.dtype)
+    # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
+    is_compiled = isinstance(config, ModelConfig) and why_eager(settings, config, layout) is None
+    return Precision(settings.quantize, settings.dtype, layout.dtype, config.dtype if is_compiled else "")
 
 
 def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:
@@ -103,7 +107,8 @@ def fitting_degrees(model_dir: Path, quantize: str, num_cores: int) -> list[int]
         )
     quantization = read_quantization(model_dir)
     encoding = "int8" if quantization is not None and quantization.is_w8a8 else quantize
-    precision = Precision("float32" if encoding == "none" else encoding, "float32")
+    weights, embedding = ("float32", "") if encoding == "none" else (encoding, config.dtype)
+    precision = Precision(weights, "float32", embedding=embedding)
     rank_memory(config, precision, Degrees(max_ranks), num_cores)
     powers = itertools.takewhile(lambda degree: degree <= max_ranks, (2**exponent for exponent in itertools.count(1)))
     return sorted({*powers, max_ranks})
@@ -137,7 +142,8 @@ def _weights_bytes(
     for spec in (spec for spec in specs if spec.is_held):
         # Other ranks than 0 hold their rows of a tied embedding as a part of the output matrix.
         is_output = spec.name == "embed" and cut == "outputs" and share.rank > 0
-        itemsize = precision.weight_bytes if spec.is_matrix or is_output else precision.other_bytes
+        of_others = precision.embedding_bytes if spec.name == "embed" else precision.other_bytes
+        itemsize = precision.weight_bytes if spec.is_matrix or is_output else of_others
         num_bytes += prod(spec.held_shape) * itemsize
     if cut == "outputs" and share.rank == 0 and config.tied:
         num_bytes += share.vocab.count * config.embed_width * precision.weight_bytes

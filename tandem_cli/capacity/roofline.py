@@ -38,16 +38,18 @@ _HALF_OF_SPARSE = "half of its figures with sparsity"
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """`weights` is the type of the linear layers; `other` is the type of embedding and vectors, and of KV unless `kv`
-    is another.
+    """`weights` is the type of the linear layers; `other` is the type of vectors, and of KV and embedding unless `kv`
+    and `embedding` are others.
     """
 
     weights: str
     other: str
     kv: str = ""
+    embedding: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", self.kv or self.other)
+        object.__setattr__(self, "embedding", self.embedding or self.other)
 
     @property
     def weight_bytes(self) -> float:
@@ -56,8 +58,13 @@ class Precision:
 
     @property
     def other_bytes(self) -> float:
-        """Bytes per number of embedding and vectors."""
+        """Bytes per number of vectors."""
         return WEIGHT_BYTES[self.other]
+
+    @property
+    def embedding_bytes(self) -> float:
+        """Bytes per number of the embedding."""
+        return WEIGHT_BYTES[self.embedding]
 
     @property
     def kv_bytes(self) -> float:
@@ -103,9 +110,10 @@ class Capacity:
         """Memory of all weights. A quantised model with a tied output matrix holds that matrix twice: in full precision
         for the embedding, and quantised for the logits."""
         model, precision = self.model, self.precision
-        shared = model.tied and precision.weights == precision.other
-        embedding = 0 if shared else model.vocabulary_params
-        return model.step_params * precision.weight_bytes + (embedding + model.vector_params) * precision.other_bytes
+        shared = model.tied and precision.weights == precision.embedding
+        embedding_bytes = 0 if shared else model.vocabulary_params * precision.embedding_bytes
+        matrices_bytes = model.step_params * precision.weight_bytes
+        return matrices_bytes + embedding_bytes + model.vector_params * precision.other_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -119,8 +127,9 @@ class Capacity:
 
     @property
     def num_blocks(self) -> int:
-        """Number of KV blocks that fit beside weights and adapters."""
-        return max(0, int(self._bytes_for_kv // (BLOCK_SIZE * self.kv_bytes_per_token)))
+        """Number of KV blocks, of all layers or of groups of them, that fit beside weights and adapters."""
+        share = self.model.kv_group_layers / self.model.num_kv_layers if self.model.kv_windows else 1
+        return max(0, int(self._bytes_for_kv // (BLOCK_SIZE * self.kv_bytes_per_token * share)))
 
     @property
     def kv_tokens(self) -> int:

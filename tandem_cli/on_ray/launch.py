@@ -36,6 +36,7 @@ from tandem_cli.on_ray.handover import Handover, hand_over
 from tandem_cli.on_ray.node import LOG_LINE, News
 from tandem_cli.on_ray.resources import WorkerNeed, WorkerResources, divide
 from tandem_cli.service_log import ServiceLog
+from worker.engine_settings import model_settings
 
 _CONFIGURATION_STATUS = 2
 _WAIT_HINT_S = 10.0
@@ -279,22 +280,8 @@ def _need(name: str, settings: Any, *, auto_is_gpu: bool) -> WorkerNeed:
 
 
 def _cpu_need(name: str, settings: PrefillSettings | DecodeSettings) -> WorkerNeed:
-    runner, config = resolve(
-        RunnerSettings(
-            Path(settings.model),
-            "cpu",
-            settings.dtype,
-            settings.load_format,
-            block_size=settings.block_size,
-            quantize=settings.quantize,
-            kv_dtype=settings.kv_dtype,
-            enforce_eager=settings.enforce_eager,
-            attention=settings.attention,
-            rope=settings.rope_override(),
-            adapters=settings.adapters(),
-            max_loaded_adapters=settings.max_loaded_adapters,
-        )
-    )
+    model = replace(model_settings(settings), device="cpu", tensor_parallel=1, pipeline_parallel=1)
+    runner, config = resolve(model)
     degrees = settings.degrees()
     weights_bytes = _weights_bytes(runner, config, degrees) + degrees.tensor * runner.adapter_bytes
     speculation, slots, tokens = NO_SPECULATION, 0, 0

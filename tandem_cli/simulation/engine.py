@@ -78,7 +78,7 @@ class ModelledEngine:
         neighbours: Callable[[], float] = lambda: 0.0,
         on_busy: Callable[[bool], None] = lambda is_busy: None,
     ) -> None:
-        self.pool = BlockPool(profile.num_blocks)
+        self.pool = BlockPool(profile.num_blocks + (1 if profile.windows else 0))  # see NO_BLOCK
         self.busy_s = 0.0
         """Seconds spent in steps that have ended."""
         self.prompt_tokens = 0
@@ -91,6 +91,8 @@ class ModelledEngine:
             prefix_caching=False,
             max_step_stretch=max_step_stretch,
             state_blocks=profile.state_blocks,
+            windows=profile.windows,
+            windows_are_chunks=profile.windows_are_chunks,
         )
         self.scheduler = Scheduler(config, self.pool)
         self._times = profile.times

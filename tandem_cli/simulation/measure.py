@@ -126,6 +126,8 @@ class MeshMeter:
             worker.block_size,
             round(stretch, 3),
             worker.state_blocks,
+            worker.windows,
+            worker.windows_are_chunks,
         )
 
     async def _stretches(self, num_tokens: int, num_prefills: int, num_answers: int) -> _Stretches:

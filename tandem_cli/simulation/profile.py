@@ -8,7 +8,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
@@ -74,7 +74,7 @@ class WorkerProfile:
     `times` are those of an engine whose neighbours rest. While all engines of the other role compute, a step takes
     `stretch` times as long: they share cores, caches and memory, and lend each other cores that are idle. Prompts that
     decode workers compute take what prefill workers' `stretch` says. A sequence holds `state_blocks` blocks beside
-    those of its tokens.
+    those of its tokens; `windows`: see KVLayout.
     """
 
     times: StepTimes
@@ -85,6 +85,8 @@ class WorkerProfile:
     block_size: int = BLOCK_SIZE
     stretch: float = 1.0
     state_blocks: int = 0
+    windows: tuple[int, ...] = ()
+    windows_are_chunks: bool = False
 
     def __post_init__(self) -> None:
         if not 1 <= self.stretch < math.inf:
@@ -145,10 +147,21 @@ def best_case(capacity: Capacity, about: str, max_model_len: int, link_gbit_per_
     num_blocks, states = capacity.num_blocks, capacity.state_blocks
     if num_blocks <= states:
         raise ConfigurationError("the weights do not fit into the memory of the device")
+    model = capacity.model
+    prefill = WorkerProfile(
+        times,
+        num_blocks,
+        _PREFILL_PASS_TOKENS,
+        _PREFILL_SEQS,
+        max_model_len,
+        state_blocks=states,
+        windows=model.kv_windows,
+        windows_are_chunks=model.windows_are_chunks,
+    )
     return MeshProfile(
         about,
-        WorkerProfile(times, num_blocks, _PREFILL_PASS_TOKENS, _PREFILL_SEQS, max_model_len, state_blocks=states),
-        WorkerProfile(times, num_blocks, _DECODE_STEP_TOKENS, _DECODE_SEQS, max_model_len, state_blocks=states),
+        prefill,
+        replace(prefill, max_batch_tokens=_DECODE_STEP_TOKENS, max_num_seqs=_DECODE_SEQS),
         transfer_s=capacity.transfer_s(0, link_gbit_per_s * 1e9 / 8),
         transfer_token_s=8 * kv_bytes / (link_gbit_per_s * 1e9),
     )

@@ -280,7 +280,17 @@ def worker_info(
 ) -> WorkerInfo:
     """The identity of a modelled worker."""
     of_role = _of_role(profile, role)
-    layout = KVLayout("modelled", 1, 1, 1, of_role.block_size, "float32", of_role.state_blocks)
+    layout = KVLayout(
+        "modelled",
+        num_layers=1,
+        num_kv_heads=1,
+        head_dim=1,
+        block_size=of_role.block_size,
+        dtype="float32",
+        state_blocks=of_role.state_blocks,
+        windows=of_role.windows,
+        windows_are_chunks=of_role.windows_are_chunks,
+    )
     return WorkerInfo(
         worker_id,
         incarnation=incarnation,

@@ -4,7 +4,7 @@ from collections import Counter
 
 from tests.chaos import drills
 from tests.chaos.cluster import Cluster
-from tests.chaos.history import CANCELLED, FINISHED, Disturbance, is_about_ending, judge, percentile
+from tests.chaos.history import CANCELLED, FINISHED, Disturbance, failed_in, is_about_ending, judge, percentile
 from tests.chaos.load import Load
 from tests.chaos.samples import Sample, keys_have_grown, longest_lives
 from tests.chaos.watch import (
@@ -68,15 +68,16 @@ def state_load(evidence: Evidence, load: Load) -> None:
 
 def state_redis(evidence: Evidence, load: Load) -> None:
     """R9: what Redis's absences did."""
+    others = [disturbance for disturbance in load.disturbances if "redis" not in disturbance.name]
     for disturbance in load.disturbances:
         if "redis" not in disturbance.name:
             continue
-        met = [history for history in load.histories if disturbance.meets(history)]
-        new = [history for history in met if history.started_s >= disturbance.began_s]
-        failed = [history for history in new if history.has_failed]
-        broken = [history for history in met if history.started_s < disturbance.began_s and history.has_failed]
-        served = f"{len(new) - len(failed)} of {len(new)}"
-        is_served = len(failed) <= max(disturbance.budget or 0, len(new) // 1000)
+        began_s, failed = disturbance.began_s, failed_in(disturbance, load.histories, others)
+        broken = [history for history in failed if history.started_s < began_s]
+        num_refused = len(failed) - len(broken)
+        num_new = sum(disturbance.meets(history) and history.started_s >= began_s for history in load.histories)
+        served = f"{num_new - num_refused} of {num_new}"
+        is_served = num_refused <= max(disturbance.budget or 0, num_new // 1000)
         evidence("R9", f"{disturbance.name}: new requests served", served, target=">= 99.9 %", ok=is_served)
         evidence("R9", f"{disturbance.name}: streams broken", len(broken), target="0", ok=not broken)
 

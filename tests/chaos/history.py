@@ -168,6 +168,14 @@ def judge(histories: Iterable[History], disturbances: Sequence[Disturbance]) -> 
     return Verdict(unexcused, excused)
 
 
+def failed_in(disturbance: Disturbance, histories: Iterable[History], others: Sequence[Disturbance]) -> list[History]:
+    """Requests that met the disturbance and failed, without those that outlasted it and failed in one of
+    `others`, which excuses them.
+    """
+    met = (history for history in histories if history.has_failed and disturbance.meets(history))
+    return [history for history in met if judge([history], others).unexcused]
+
+
 def percentile(values: Iterable[float], percent: float) -> float:
     """Nearest rank; 0 without values."""
     ordered = sorted(values)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import tandem
 from tandem.models import Choice, FinishReason
-from tests.chaos.history import FINISHED, Disturbance, History, faults_of, judge, percentile
+from tests.chaos.history import FINISHED, Disturbance, History, failed_in, faults_of, judge, percentile
 from tests.chaos.proxy import Conditions, FrameFlipper
 from tests.chaos.samples import Held, Sample, keys_have_grown, longest_lives, read, slope, table, to_line
 
@@ -61,6 +61,13 @@ def test_errors_need_a_disturbance_that_allows_them_and_has_budget() -> None:
     assert len(judge(failed, [replace(nearby, budget=None)]).unexcused) == 2
     assert len(judge(failed, [replace(nearby, budget=None, router="router-1")]).unexcused) == 4
     assert len(judge(failed, [replace(nearby, allowed=frozenset({"Overloaded"}))]).unexcused) == 4
+
+
+def test_a_stream_that_outlasts_a_disturbance_may_fail_in_another_one() -> None:
+    stream, wipe = history("ConnectionFailed", ended_s=5.0), Disturbance("wipe redis", 0.5, 1.0)
+    kill = Disturbance("kill router", 4.0, 6.0, frozenset({"ConnectionFailed"}), None)
+    assert failed_in(wipe, [stream], [kill]) == []
+    assert failed_in(wipe, [stream], [replace(kill, began_s=5.5)]) == [stream]
 
 
 def test_deadlines_excuse_only_those_who_have_asked_for_one() -> None:

@@ -57,6 +57,7 @@ class Cuts:
             done = self.num_done
             while self.num_done < done + CUT_EVERY:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+            self._pair.cut_links()
             await self._servers.restart()
             self.num_cuts += 1
 

@@ -152,7 +152,9 @@ OTHER_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "gemma": lambda: llama_like("gemma", head_dim=32),
     "gemma2": lambda: llama_like("gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20),
-    "gemma3": lambda: llama_like("gemma3_text", head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2),
+    "gemma3": lambda: llama_like(
+        "gemma3_text", num_hidden_layers=4, head_dim=32, sliding_window=WINDOW, sliding_window_pattern=2
+    ),
     "gemma-biases": lambda: llama_like("gemma", head_dim=32, attention_bias=True),
     "gemma2-biases": lambda: llama_like(
         "gemma2", head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=20, attention_bias=True
@@ -395,9 +397,7 @@ RECURRENT_FAMILIES: dict[str, Callable[[], Any]] = {
     ),
     "qwen3.5": lambda: llama_like("qwen3_5_text", attention_bias=True, **_DELTA),
     "qwen3.5-moe": lambda: llama_like("qwen3_5_moe_text", **_DELTA_EXPERTS | {"num_experts": 4}),
-    "qwen3-next": lambda: llama_like(
-        "qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS | {"linear_value_head_dim": 24}
-    ),
+    "qwen3-next": lambda: llama_like("qwen3_next", mlp_only_layers=[1], **_DELTA_EXPERTS),
 }
 """Those with recurrent layers, which ranks and graphs do not know."""
 

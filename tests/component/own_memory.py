@@ -16,7 +16,7 @@ from engine.kv_cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.ranks.messages import OnLost
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner
-from engine.ranks.remote_messages import BlockCopy, Step
+from engine.ranks.remote_messages import BlockCopy, StepMessage
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import Degrees, KVLayout
 from tests.component.arms import settings
@@ -33,7 +33,7 @@ class ThreadRanks:
         self.store = distributed.HashStore()
         self.caches: dict[int, KVCache] = {}
         self._threads: list[threading.Thread] = []
-        self._messages: list[SimpleQueue[int | Step | BlockCopy | None]] = []
+        self._messages: list[SimpleQueue[int | StepMessage | BlockCopy | None]] = []
         self._reports: SimpleQueue[int] = SimpleQueue()
 
     def gather(self, settings: RunnerSettings, layout: KVLayout) -> str:
@@ -54,7 +54,7 @@ class ThreadRanks:
     def wait_ready(self) -> None:
         self.wait_loaded()
 
-    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
+    def post(self, message: StepMessage | BlockCopy) -> None:
         for messages in self._messages:
             messages.put(message)
 

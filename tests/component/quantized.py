@@ -216,6 +216,12 @@ INT4_FORMS: dict[str, Form] = {
 }
 """Forms that the compiled decoder multiplies as they are stored. It rounds matrices that are `kept` to 8 bits."""
 
+_KEPT_MATRICES = ("v_proj", "o_proj", "1.mlp.down_proj")
+MIXED_FORMS: dict[str, Form] = {
+    "fp8-mixed": Form(FORMS["fp8"].config, fp8_blocks, kept=_KEPT_MATRICES),
+    "w8a8-mixed": Form(FORMS["w8a8"].config, w8a8, kept=_KEPT_MATRICES),
+}
+"""Forms of checkpoints whose makers left more than the output matrix as it was."""
 
 _ABSORBED = (".key_up", ".value_up")
 """What attention projects from latents: no matrices to the decoder, and quantised like all others in files."""
@@ -241,11 +247,19 @@ def places(model_dir: Path) -> dict[str, StoredTensor]:
     return open_stored(model_dir, parameter_specs(load_decoder_config(model_dir)))
 
 
+def numbers_of(tensors: Mapping[str, Tensor], place: StoredTensor) -> Tensor:
+    """The numbers of a matrix where they lie in the tensor that it is a part of."""
+    assert place.whole is not None
+    numbers = tensors[place.whole].view(-1)[place.first :]
+    strides = (1, place.column_step) if place.column_step else (place.shape[-1], 1)
+    return numbers.as_strided(place.shape, strides)
+
+
 def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
     """Write the checkpoint of `model_dir` in this form to `out`, and its twin to `twin_of(out)`. Returns `out`. Raises
     ConfigurationError for experts that no such format stores.
     """
-    description = (FORMS | INT4_FORMS)[form]
+    description = (FORMS | INT4_FORMS | MIXED_FORMS)[form]
     if load_decoder_config(model_dir).tensors.stacked_experts and description.config.get("format") is None:
         raise ConfigurationError("its experts are in one tensor, as MXFP4 and `tandem quantize` store them, not this")
     for folder in (out, twin_of(out)):
@@ -264,7 +278,7 @@ def quantize_checkpoint(model_dir: Path, out: Path, form: str) -> Path:
         if place.whole is None:
             twin[name] = means
         else:
-            twin[place.whole].view(-1)[place.first : place.first + means.numel()] = means.view(-1)
+            numbers_of(twin, place).copy_(means)
     save_file(tensors, out / "model.safetensors")
     save_file(twin, twin_of(out) / "model.safetensors", {"format": "pt"})
     describe(out, description.config)

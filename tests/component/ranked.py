@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import distributed
 
-from engine.kv_memory import KVMemorySettings, KVReservation
+from engine.kv_memory import KVReservation
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks.commands import Command, Report
@@ -25,6 +25,7 @@ from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
 from engine.ranks.shared import SharedGroup, StepMemory
 from engine.resolve import kv_layout, resolve
+from engine.settings import KVMemorySettings
 from engine.sharded_kv_cache import ShardedKVCache
 from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging

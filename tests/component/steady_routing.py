@@ -17,6 +17,7 @@ from engine.models.experts_config import ExpertsConfig
 from engine.models.parameters import Source, parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.stored_parameters import open_stored, stored_name
+from tests.component.quantized import numbers_of
 
 _HIGH = 1.0
 _GAIN = 2.0
@@ -69,6 +70,4 @@ def _view(tensors: dict[str, Tensor], source: Source, stored: dict[str, StoredTe
     if place.whole is None:
         tensor = tensors[name] if source.member is None else tensors[name][source.member]
         return tensor.t() if source.transposed else tensor
-    numbers = tensors[place.whole].view(-1)[place.first :]
-    strides = (1, place.column_step) if place.column_step else (place.shape[-1], 1)
-    return numbers.as_strided(place.shape, strides)
+    return numbers_of(tensors, place)

@@ -30,7 +30,7 @@ from tests.component.test_speculation import answer, ids
 from tests.fakes.drafters import FakeDrafter, known
 from tests.fakes.requests import make_request
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 
@@ -45,14 +45,40 @@ def test_parity_with_the_merged_model(checkpoint: Checkpoint, tmp_path: Path, fa
 
 @pytest.mark.parametrize(
     "family",
-    ["gpt2", "gptj", "gpt-neox", "opt", "bloom", "falcon-40b", "phi", "phi3", "gemma2", "granite", "glm4", "olmo2"],
+    [
+        *(
+            "gpt2",
+            "gptj",
+            "gpt-neox",
+            "opt",
+            "bloom",
+            "falcon-40b",
+            "phi",
+            "phi3",
+            "gemma2",
+            "granite",
+            "glm4",
+            "olmo2",
+        ),
+        *("qwen3.5", "falcon-h1", "gemma4"),
+    ],
 )
 @pytest.mark.parametrize("arm", ["compiled", "torch"])
 def test_parity_of_other_layouts(checkpoint: Checkpoint, tmp_path: Path, family: str, arm: str) -> None:
-    """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual."""
+    """Fused, grouped and transposed matrices, other orders of rotary dimensions, factors on the residual, recurrent
+    layers, layers of several sizes.
+    """
     model_dir = checkpoint(family)
     adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine"))
     check_adapters(model_dir, load_arm(model_dir, arm, adapters=adapters), adapters, 10 * TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama4", "gemma4-moe"])
+def test_attention_beside_experts(checkpoint: Checkpoint, tmp_path: Path, family: str) -> None:
+    """Also of an MLP beside experts. With adapters of experts the decoder is eager (test_ranked_adapters.py)."""
+    model_dir = checkpoint(family)
+    adapters = read_adapters(write_adapter(model_dir, tmp_path / "mine", targets=r"self_attn|mlp\."))
+    check_adapters(model_dir, load_arm(model_dir, "compiled", adapters=adapters), adapters, 10 * TOLERANCE)
 
 
 @pytest.mark.parametrize("arm", ["compiled", "torch"])
@@ -291,9 +317,10 @@ def test_a_worker_announces_its_adapters_and_doubts_their_base(checkpoint: Check
     bases = {"same": model_dir.name, "other": "org/another-model", "silent": ""}
     folders = {name: write_adapter(model_dir, tmp_path / name, base_model_name_or_path=b) for name, b in bases.items()}
     listed = ",".join(f"{name}={folder}" for name, folder in folders.items())
+    limits = EngineLimits(64, 4, max_kv_tokens=256)
     with capture_logs() as logs:
-        host = load_engine_host(_worker(model_dir, listed), EngineLimits(64, 4, max_kv_tokens=256))
-    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE).adapters] == list(bases)
+        host = load_engine_host(_worker(model_dir, listed), limits)
+    assert [adapter.name for adapter in host.worker_info(WorkerRole.DECODE, limits).adapters] == list(bases)
     doubted = [line["name"] for line in logs if line["event"] == "an adapter names another base model"]
     assert doubted == ["other"]
 

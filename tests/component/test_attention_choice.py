@@ -16,7 +16,7 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 from mesh.settings import load_settings
 from prefill_worker.settings import PrefillSettings
-from worker.engine_host import model_settings
+from worker.engine_settings import model_settings
 
 SHAPE = AttentionShape(8, 2, 64)
 

@@ -13,7 +13,7 @@ from engine.attention.backend import AttentionShape, ForwardMetadata
 from engine.attention.cpu import CpuAttention, head_shape, kernel_batch
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.device_copies import SharedMemory
+from engine.device_copies import NoCopies
 from engine.kernels.cpu import attention, matmul
 from engine.kernels.cpu.arguments import (
     NO_WINDOW,
@@ -65,7 +65,7 @@ def step(block_size: int, work: Sequence[tuple[int, int]] = WORK, num_generated:
         sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=max(1, end - num_generated)))
         sequence.block_table += [free.pop() for _ in range(0, end, block_size)]
         items.append(ScheduledSequence(sequence, start, end - start))
-    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(SharedMemory()).metadata
+    return StepInputBuilder(block_size).build(ScheduledBatch(tuple(items))).on_device(NoCopies()).metadata
 
 
 def filled_cache(shape: AttentionShape, dtype: str, block_size: int) -> Tensor:
@@ -221,7 +221,7 @@ def test_results_depend_neither_on_threads_nor_on_chunks(shape: AttentionShape, 
         sequence = SequenceState(make_request("r", range(end), num_prompt_tokens=end - generated))
         sequence.block_table += table
         batch = ScheduledBatch((ScheduledSequence(sequence, first, last - first),))
-        metadata = StepInputBuilder(16).build(batch).on_device(SharedMemory()).metadata
+        metadata = StepInputBuilder(16).build(batch).on_device(NoCopies()).metadata
         return backend.attend(queries[first:last], new[0, first:last], new[-1, first:last], cache, window, metadata)
 
     whole = attend(CpuAttention(shape, 1), 0, end)
@@ -242,7 +242,7 @@ def test_a_token_sees_the_same_in_a_chunk_and_in_a_decode(dtype: str) -> None:
         sequence = SequenceState(make_request("r", range(50)))
         sequence.block_table += table
         batch = ScheduledBatch((ScheduledSequence(sequence, start, end - start),))
-        metadata = StepInputBuilder(16).build(batch).on_device(SharedMemory()).metadata
+        metadata = StepInputBuilder(16).build(batch).on_device(NoCopies()).metadata
         return backend.attend(queries[start:end], *new[:, start:end], cache, None, metadata)
 
     whole = attend(0, 50)

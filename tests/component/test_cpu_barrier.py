@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.barrier import wait
 from engine.kernels.cpu.compiler import entry
-from engine.kernels.cpu.stored import Addresses, Kinds, kernel, load, stored
+from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load, stored
 from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 
@@ -45,7 +45,7 @@ def test_threads_that_share_a_core_let_each_other_go_on() -> None:
     assert (seen // 2 == np.arange(count)).all(), "nobody is a meeting ahead"
 
 
-@kernel
+@Kernel
 def meet(kinds: Kinds, addresses: Addresses, _: Range) -> None:
     """Count the meetings of each thread."""
     num_meetings, _, _, team = load(kinds, addresses)
@@ -57,14 +57,14 @@ _INTERRUPTED_IN_A_STEP = """
 import os, signal, threading
 import numpy as np
 from engine.kernels.cpu.barrier import wait, wait_until
-from engine.kernels.cpu.stored import kernel, load, stored
+from engine.kernels.cpu.stored import Kernel, load, stored
 from engine.models.loop_threads import LoopThreads
 from engine.models.rank_group import Alone
 from mesh.interrupts import run_program
 
 begun, may_end = np.zeros(2, np.int64), np.zeros(1, np.int64)
 
-@kernel
+@Kernel
 def step(kinds, addresses, _):
     begun, may_end, _, team = load(kinds, addresses)
     begun[team.thread] = 1

@@ -19,8 +19,11 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.machine import (
     EIGHT_BITS,
+    IN_BF16,
+    IN_FP32,
     INT4_GROUPS,
     SHORTS_ORDER,
     TILE_ROWS,
@@ -31,10 +34,10 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.matmul import Target
 from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
-from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, wide_size
+from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, unit_runs, wide_size
 from engine.kernels.cpu.parts import OPTIONS
 from engine.kernels.cpu.rows import Norm
-from engine.kernels.cpu.tiles import ADD, GATE, STORE, TileProduct, multiply_tile
+from engine.kernels.cpu.tiles import TileProduct, multiply_tile
 from engine.models.encodings import ENCODINGS, LinearParameters
 
 begin_products, end_products = entry(matmul.begin_products), entry(matmul.end_products)
@@ -55,7 +58,7 @@ KINDS = [
     pytest.param("float32", id="fp32"),
     pytest.param("float16", id="fp16"),
     pytest.param("bfloat16", id="bf16"),
-    pytest.param("float8_e4m3fn", id="fp8"),
+    pytest.param("float8_e4m3fn", id="fp8, bf16 and fp32"),
     pytest.param("int8", id="int8"),
     *(pytest.param(f"int4-{group}", id=f"int4 in groups of {group}") for group in INT4_GROUPS),
     pytest.param("mxfp4-32", id="mxfp4"),
@@ -83,8 +86,9 @@ class Products:
         biases = [None if i % 2 else torch.randint(-99, 99, (s.columns,)).float() for i, s in enumerate(shapes)]
         if kind.startswith(("int4", "mxfp4", "groups")):
             return cls._of_int4(kind, [replace(s, group=int(kind.partition("-")[2])) for s in shapes], biases)
-        is_fp8, is_int8 = kind == "float8_e4m3fn", kind in INT8
-        most = 16 if is_fp8 else 127
+        if kind == "float8_e4m3fn":
+            return cls._of_fp8(kind, shapes, biases)
+        is_int8, most = kind in INT8, 127
         matrices = [torch.randint(1 - most, most, (s.columns, s.inputs)).float() for s in shapes]
         for matrix in matrices:
             matrix[:, -1] = most  # so that the scale is 1
@@ -92,8 +96,30 @@ class Products:
         packer = Packer(shapes, dtype)
         for i, (matrix, bias) in enumerate(zip(matrices, biases, strict=True)):
             stored = ENCODINGS["int8"](matrix) if is_int8 else LinearParameters(matrix.to(dtype))
-            scales = torch.ones(len(matrix)) if is_fp8 else stored.scales
-            packer.put(i, stored.weight, scales=scales, bias=bias)
+            packer.put(i, stored.weight, scales=stored.scales, bias=bias)
+        return cls(kind, shapes, matrices, biases, packer.weights)
+
+    @classmethod
+    def _of_fp8(cls, kind: str, shapes: list[MatrixShape], biases: list[torch.Tensor | None]) -> "Products":
+        """Units of each form follow each other; scales are powers of two."""
+        forms = [(IN_BF16, 32, IN_FP32, shape.inputs) for shape in shapes]
+        of_outputs = [
+            torch.tensor(own)[(torch.arange(shape.columns) + 32 * i) // 64 % 4]
+            for i, (shape, own) in enumerate(zip(shapes, forms, strict=True))
+        ]
+        shapes = [
+            replace(shape, runs=unit_runs(shape.columns, own, gated=shape.gated))
+            for shape, own in zip(shapes, of_outputs, strict=True)
+        ]
+        packer, matrices = Packer(shapes, torch.float8_e4m3fn), []
+        for i, (shape, own, bias) in enumerate(zip(shapes, of_outputs, biases, strict=True)):
+            octets = torch.randint(-15, 16, (shape.columns, shape.inputs)).float()
+            scales = torch.randint(0, 3, (shape.columns, -(-shape.inputs // 32))).exp2()
+            group_of = torch.arange(shape.inputs) // torch.where(own > IN_BF16, own, 1)[:, None]
+            group_of = torch.where(own[:, None] > IN_BF16, group_of, 0)
+            numbers = octets * scales.gather(1, group_of)
+            packer.put_forms(i, numbers, octets.to(torch.float8_e4m3fn), scales, bias)
+            matrices.append(numbers)
         return cls(kind, shapes, matrices, biases, packer.weights)
 
     @classmethod
@@ -317,9 +343,9 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
 def test_every_number_of_fp8_is_widened_exactly() -> None:
     bits = torch.arange(2**8, dtype=torch.int32).to(torch.uint8)
     numbers = torch.where(bits & 0x7F == 0x7F, 0, bits).view(torch.float8_e4m3fn)
-    packer = Packer([MatrixShape(2**8, 16)], torch.float8_e4m3fn)
+    packer = Packer([MatrixShape(2**8, 16, runs=((2**3, 16),))], torch.float8_e4m3fn)
     scales = torch.rand(2**8) + 0.5
-    packer.put(0, numbers[:, None].repeat(1, 16), scales=scales)
+    packer.put_forms(0, None, numbers[:, None].repeat(1, 16), scales[:, None], None)
     for rows in (1, 2, 3, 16):
         operand = Operand(
             np.zeros((rows + TILE_ROWS) * 16, np.float32),

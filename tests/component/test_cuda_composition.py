@@ -23,9 +23,9 @@ from engine.models.expert_products import FEW_ROWS
 from engine.models.layer import Layer, run_layer
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
-from engine.resolve import attention_shape_of, kv_layout
+from engine.resolve import kv_layout
 from engine.sequence import SequenceState
-from engine.step_memory import StepSize, activation_bytes
+from engine.step_memory import activation_bytes
 from engine.weights import WeightsTarget, dummy_weights
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
@@ -54,9 +54,10 @@ def load(model_dir: Path, dtype: str, attention: str = "torch") -> ModelRunner:
     config = load_decoder_config(model_dir)
     cache = KVCache(kv_layout(config, wanted), 16, DEVICE)
     parameters = dummy_weights(parameter_specs(config), WeightsTarget(DEVICE, getattr(torch, dtype)))
-    backend = TorchAttention(attention_shape(config))
+    shape = attention_shape(config)
+    backend = TorchAttention(shape)
     backend.name = attention
-    return assemble_runner(wanted, Decoder(config, parameters, DecoderMemory(cache, backend)), cache)
+    return assemble_runner(wanted, Decoder(config, parameters, DecoderMemory(cache, {shape: backend})), cache)
 
 
 @pytest.fixture
@@ -179,7 +180,8 @@ def test_memory_that_is_not_counted_would_be_found_out(
     runner, config = load(checkpoint("llama"), "bfloat16"), load_decoder_config(checkpoint("llama"))
     with HostReads(), used:
         runner.begin(step)()
-    assert used.peak > activation_bytes(config, StepSize(step.num_tokens, 0), torch.bfloat16.itemsize)
+    counted = activation_bytes(config, torch.bfloat16.itemsize, num_tokens=step.num_tokens, num_sampled=0)
+    assert used.peak > counted
 
 
 def prompts() -> ScheduledBatch:
@@ -208,7 +210,7 @@ def test_a_step_holds_as_much_memory_as_is_counted(
         runner.begin(step)()
         with used:
             runner.begin(step)()
-    counted = activation_bytes(config, StepSize(step.num_tokens, num_sampled), torch.bfloat16.itemsize)
+    counted = activation_bytes(config, torch.bfloat16.itemsize, num_tokens=step.num_tokens, num_sampled=num_sampled)
     assert counted / 4 <= used.peak <= counted
 
 
@@ -230,8 +232,13 @@ def test_kernels_of_experts_hold_as_much_memory_as_is_counted(
         with used:
             runner.begin(step)()
     assert launches.noted
-    size = StepSize(step.num_tokens, 4 if steps is batch else 0)
-    counted = activation_bytes(config, size, torch.bfloat16.itemsize, experts_on_device=True)
+    counted = activation_bytes(
+        config,
+        torch.bfloat16.itemsize,
+        num_tokens=step.num_tokens,
+        num_sampled=4 if steps is batch else 0,
+        experts_on_device=True,
+    )
     assert counted / 4 <= used.peak <= counted
 
 
@@ -247,7 +254,8 @@ def test_a_step_of_an_encoder_decoder_stays_on_the_gpu(
     cache = KVCache(kv_layout(config, wanted), 16, DEVICE)
     target = WeightsTarget(DEVICE, torch.bfloat16)
     parameters = dummy_weights(encoder_decoder_specs(config, own_lm_head=False), target)
-    memory = DecoderMemory(cache, TorchAttention(attention_shape_of(config)))
+    shape = AttentionShape(config.num_heads, config.num_heads, config.head_dim, given_scale=1.0)
+    memory = DecoderMemory(cache, {shape: TorchAttention(shape)})
     monkeypatch.setattr("engine.model_runner.copies_for", lambda device: copies)
     lengths = [SequenceTokens(0, 0, 1, 0, 5, 8), SequenceTokens(1, 1, 8, 6, 6, 7)]
     monkeypatch.setattr("engine.models.encoder_decoder.step._sequences", lambda metadata: lengths)

@@ -150,6 +150,7 @@ def test_layers_of_newer_families(read: Any) -> None:
     assert (patterned.windows, patterned.unrotated) == ((7, None, 7, None), (1, 3))
     small = read("Exaone4ForCausalLM", **SIZES, sliding_window=None, layer_types=["full_attention"] * 4)
     assert (small.windows, small.unrotated) == ((None,) * 4, ())
+    assert read("MistralForCausalLM", **SIZES, sliding_window=2**70).windows == (2**62,) * 4
     smollm3 = read("SmolLM3ForCausalLM", **SIZES, no_rope_layers=[1, 0, 0, 1])
     assert (smollm3.unrotated, smollm3.rope.theta, smollm3.tied) == ((1, 2), 2e6, True)
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
@@ -201,6 +202,8 @@ def test_baichuan_2_norms_its_output_matrix(read: Any, tmp_path: Path) -> None:
             "cannot have 3 experts of 1 of 1 groups of 2",
         ),
         ("Dots1ForCausalLM", _EXPERTS | {"n_group": 3}, "8 experts cannot be divided into 3 groups"),
+        ("Dots1ForCausalLM", _EXPERTS | {"n_routed_experts": 10**9}, "1000000000 experts are more than 4096"),
+        ("LlamaForCausalLM", {"num_hidden_layers": 10**9}, "1000000000 layers are more than 4096"),
         ("HunYuanMoEV1ForCausalLM", {"num_experts": 8, "moe_topk": [2, 3]}, "moe_topk must be the same in all layers"),
         ("HunYuanMoEV1ForCausalLM", {"num_shared_expert": [2]}, "num_shared_expert 2 is not supported"),
         ("MiniMaxM2ForCausalLM", {"attn_type_list": [0, 1]}, "with linear attention is not supported"),

@@ -1,4 +1,4 @@
-"""fp8 in the compiled decoder: checkpoints in e4m3 with a scale for each output, one byte a weight."""
+"""fp8 in the compiled decoder: checkpoints in e4m3, one byte a weight, and matrices in bf16 beside it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,17 +8,22 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
+from engine.kernels.cpu.machine import IN_BF16
+from engine.kernels.cpu.step_arguments import ModelConstants
 from engine.load_runner import load_model_runner
+from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
 from engine.resolve import resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main
-from tests.component.arms import load_arm, settings
-from tests.component.parity import logprob_differences, run_mixed
-from tests.component.quantized import quantize_checkpoint, quantized_once, twin_of
+from tests.component.arms import embedding, load_arm, settings
+from tests.component.parity import run_mixed
+from tests.component.quantized import quantize_checkpoint, quantized_once
 from tests.component.ranked import ranked_runner
+from tests.component.test_half_weights import copy_narrow
 from tests.component.test_ranks import require_equal, whole_kv
+from tests.made_once import made_once
 
 Checkpoint = Callable[[str], Path]
 Quantized = Callable[[str], Path]
@@ -26,28 +31,49 @@ Quantized = Callable[[str], Path]
 
 @pytest.fixture(scope="module")
 def quantized(checkpoint: Checkpoint, tmp_path_factory: pytest.TempPathFactory) -> Quantized:
-    """`quantized(form)` is a Llama in that form, with biases and an output matrix of its own."""
-    return lambda form: quantized_once(tmp_path_factory, checkpoint("llama-biases"), form)
+    """`quantized(form)` is a Llama in that form, in bf16, with biases and an output matrix of its own."""
+
+    def get(form: str) -> Path:
+        narrow = made_once(
+            tmp_path_factory, "fp8-of-bf16", lambda out: copy_narrow(checkpoint("llama-biases"), out, "bfloat16")
+        )
+        return quantized_once(tmp_path_factory, narrow, form)
+
+    return get
 
 
-def test_numbers_are_those_of_the_file(quantized: Quantized) -> None:
-    """Nothing is rounded: results differ from those of the dequantised weights by the order of scaling only."""
-    model_dir = quantized("fp8-channels")
+@pytest.mark.parametrize("form", ["fp8-channels", "fp8-mixed"])
+def test_results_are_those_of_the_dequantised_numbers(quantized: Quantized, form: str) -> None:
+    """To the bit, so that workers of both exchange KV."""
+    model_dir = quantized(form)
     resolved = resolve(settings(model_dir))[0]
     assert (resolved.quantize, resolved.dtype) == ("fp8", "float32")
+    runner, wide = load_arm(model_dir, "compiled"), load_arm(model_dir, "compiled", dtype="float32")
+    assert runner.kv_cache.layout == wide.kv_cache.layout
+    require_equal(run_mixed(runner), run_mixed(wide))
+    assert whole_kv(runner) == whole_kv(wide)
+    assert num_bytes(runner) < 0.5 * num_bytes(wide)
+
+
+@pytest.mark.parametrize(("family", "form"), [("qwen3.5", "fp8"), ("mixtral", "fp8"), ("deepseek-v3", "fp8-mixed")])
+def test_other_layers(checkpoint: Checkpoint, tmp_path: Path, family: str, form: str) -> None:
+    """Matrices of which one part is fp8, gates behind values, experts, and latents."""
+    narrow = copy_narrow(checkpoint(family), tmp_path / "narrow", "bfloat16")
+    model_dir = quantize_checkpoint(narrow, tmp_path / "model", form)
     runner = load_arm(model_dir, "compiled")
-    assert runner.kv_cache.layout.dtype == "float32"
-    found, expected = run_mixed(runner), run_mixed(load_arm(twin_of(model_dir), "compiled"))
-    assert [[token.id for token in run.tokens] for run in found] == [
-        [token.id for token in run.tokens] for run in expected
-    ]
-    assert logprob_differences(found, expected)[1] < 1e-5
+    assert len(set(constants(runner).weights.units[:, 1].tolist()) - {IN_BF16}) == 1
+    require_equal(run_mixed(runner), run_mixed(load_arm(model_dir, "compiled", dtype="float32")))
 
 
-def test_a_weight_takes_one_byte(quantized: Quantized) -> None:
-    model = load_arm(quantized("fp8-channels"), "compiled")._model
+def num_bytes(runner: ModelRunner) -> int:
+    model = constants(runner)
+    return embedding(runner).nbytes + model.weights.packed.nbytes + model.output.packed.nbytes
+
+
+def constants(runner: ModelRunner) -> ModelConstants:
+    model = runner._model
     assert isinstance(model, CompiledDecoder)
-    assert model._model.weights.packed.itemsize == 1
+    return model._model
 
 
 def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Path) -> None:
@@ -70,7 +96,6 @@ def test_ranks_and_partitions_equal_one_rank(quantized: Quantized, tmp_path: Pat
         ("fp8-channels", {"dtype": "float32"}, "none"),
         ("fp8-channels", {"enforce_eager": True}, "none"),
         ("fp8-channels", {"quantize": "int8"}, "int8"),
-        ("fp8", {}, "none"),  # a scale for each block
     ],
 )
 def test_what_is_dequantised(quantized: Quantized, form: str, changes: dict[str, object], quantize: str) -> None:
@@ -79,7 +104,7 @@ def test_what_is_dequantised(quantized: Quantized, form: str, changes: dict[str,
 
 
 def test_other_checkpoints_are_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigurationError, match="not in fp8 with a scale for each output"):
+    with pytest.raises(ConfigurationError, match=r"no matrix of the checkpoint is in fp8 \(e4m3\)"):
         resolve(settings(checkpoint("llama"), quantize="fp8"))
 
 

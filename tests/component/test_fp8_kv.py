@@ -8,13 +8,13 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.kv_memory import KVMemorySettings
 from engine.kv_types import FP8, as_stored
 from engine.load_runner import load_model_runner
 from engine.memory import DeviceMemory
 from engine.models.read_config import load_config
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
+from engine.settings import KVMemorySettings
 from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, KvTransferServicer, TransferSettings, TransferSpec
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.kv import Degrees, Span

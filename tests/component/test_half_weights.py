@@ -52,7 +52,7 @@ def copy_narrow(model_dir: Path, folder: Path, dtype: str, keep: str = "nothing"
     return folder
 
 
-@pytest.mark.parametrize("family", ["llama-biases", "mistral"])
+@pytest.mark.parametrize("family", ["llama-biases", "mistral", "granite"])
 def test_fp16_is_as_exact_as_fp32(narrow: Narrow, family: str) -> None:
     model_dir = narrow(family, "float16")
     check_as_exact_as_fp32(model_dir, "float16")
@@ -118,6 +118,7 @@ def test_a_given_type_rounds_and_its_kv_is_not_exchanged(checkpoint: Checkpoint,
     [
         ("llama", "norm.weight", {}, "bfloat16"),
         ("llama", "norm.weight", {"load_format": "dummy"}, "bfloat16"),
+        ("granite", "nothing", {}, "bfloat16"),  # whose products have factors
         ("llama", "down_proj.weight", {}, "float32"),  # which would be rounded
         ("llama", "", {}, "float32"),
         ("llama", "nothing", {"dtype": "float16"}, "float16"),

@@ -101,7 +101,7 @@ def test_models_stay_close_to_fp32(
     assert largest < 0.1
 
 
-@pytest.mark.parametrize("family", ["gpt2", "bloom", "qwen2-moe"])
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "qwen2-moe", "bamba"])
 def test_other_families_stay_close_to_fp32(family: str, checkpoint: Callable[[str], Path]) -> None:
     fp32, int8 = (run_mixed(load_arm(checkpoint(family), "torch", quantize=kind)) for kind in ("none", "int8"))
     mean, largest = logprob_differences(int8, fp32)

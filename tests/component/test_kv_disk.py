@@ -27,7 +27,7 @@ from tests.component.test_load import edit_weights
 from tests.defects import Repaired
 from tests.fakes.requests import make_request
 from worker.engine_host import HostedRunner, load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 
@@ -49,7 +49,7 @@ def engine_with_disk(runner: ModelRunner, folder: Path) -> tuple[Engine, DiskCac
 
 def answer(engine: Engine, disk: DiskCache, name: str) -> tuple[SequenceState, list[SampledToken]]:
     sequence = SequenceState(make_request(name, PROMPTS[name[0]], max_new_tokens=12))
-    sequence.from_disk = disk.fetch(engine.scheduler.missing(sequence)).result()
+    sequence.from_disk = disk.fetch(engine.scheduler.tables.missing(sequence)).result()
     engine.scheduler.add(sequence)
     tokens: list[SampledToken] = []
     while not (result := engine.step()).is_idle:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from engine.kv_cache import KVCache
-from engine.kv_memory import Budget, KVMemorySettings, KVReservation
+from engine.kv_memory import Budget, KVReservation
 from engine.load_runner import load_model_runner
 from engine.memory import DeviceMemory, anonymous_bytes, device_memory
 from engine.memory_ledger import Entry, open_ledger
@@ -24,6 +24,7 @@ from engine.models.read_config import load_config
 from engine.ranks.launch import load_ranked_runner
 from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
+from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import settings
 from tests.defects import Repaired

@@ -17,13 +17,13 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.kv_memory import KVMemorySettings
 from engine.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
 from engine.ranks.remote import load_remote_runner
 from engine.sequence import SequenceState
+from engine.settings import KVMemorySettings
 from engine.speculation.drafters import NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -40,9 +40,9 @@ from tests.fakes.drafters import FakeDrafter
 from tests.fakes.requests import make_request
 from tests.waiting import LIMIT_S, until
 from worker.engine_host import EngineHost, download_and_load_host, load_runner_with_ranks
+from worker.engine_settings import EngineLimits
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
-from worker.role import EngineLimits
 
 LOAD_S = 6 * LIMIT_S  # several processes that import torch, on a busy machine
 END_S = 1.0
@@ -83,6 +83,7 @@ _DEGREES = [Degrees(2), Degrees(2, 2), Degrees(4)]
 _DIVIDED = [
     *product(["llama"], _DEGREES),
     *product(["qwen2", "mistral", "qwen2-moe", "bloom-6-heads"], _DEGREES[1:]),  # 2x2 ranks divide as 2 do
+    ("gemma3", Degrees(2, 2)),
     ("olmo2", Degrees(4)),
 ]
 

@@ -34,7 +34,7 @@ from tandem_cli.main import main
 from tandem_cli.model_folders import BUNDLED_MODELS
 from tests.as_a_process import exit_status_of
 from tests.component.arms import settings
-from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZE
+from tests.component.checkpoints import FAMILIES, MIXED_FAMILIES, OTHER_FAMILIES, RECURRENT_FAMILIES, VOCAB_SIZE
 from tests.component.driving import Driver
 from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity
@@ -124,6 +124,8 @@ def perplexity(model_dir: Path, prompts: list[dict[str, list[int]]]) -> float:
         ("gpt-oss", "awq"),
         ("lfm2", "gptq"),
         ("qwen3.5", "awq"),
+        ("gemma4", "gptq"),
+        ("gemma4-moe", "w4a16"),
     ],
 )
 def test_the_report_is_what_the_engine_says(
@@ -198,7 +200,7 @@ def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family
     ropes = ropes_of(config, CPU, torch.float32)
     [pack] = pack_prompts([range(9), range(30)])
     residual = torch.randn(39, config.hidden_size, generator=torch.Generator().manual_seed(1))
-    before = layer.forward(residual, pack, ropes)
+    before = layer.forward(residual, pack, ropes, {})
     dtypes = {"input_norm": torch.float16, "post_norm": torch.bfloat16}
     dtypes |= dict.fromkeys(("input_norm_bias", "post_norm_bias", "router", "shared_gate"), torch.float32)
     generator = torch.Generator().manual_seed(2)
@@ -209,14 +211,15 @@ def test_folded_factors_change_nothing(checkpoint: Callable[[str], Path], family
         folded = fold(layer, names, factors, dtypes)
         assert torch.allclose(folded, factors, rtol=0.01, atol=0.02), "norms are rounded"
         assert all(torch.equal(layer.linears[name].weight, weight * folded) for name, weight in weights.items())
-        assert torch.allclose(layer.forward(residual, pack, ropes), before, rtol=1e-4, atol=5e-4), names
+        assert torch.allclose(layer.forward(residual, pack, ropes, {}), before, rtol=1e-4, atol=5e-4), names
     for norm in BLOCKS[config.block]:
         if norm in dtypes:  # others follow a product
             assert torch.equal(layer.changed[norm], layer.changed[norm].to(dtypes[norm]).float())
 
 
 @pytest.mark.parametrize(
-    "family", [family for family in (*FAMILIES, *OTHER_FAMILIES, *RECURRENT_FAMILIES) if family != "gpt-oss"]
+    "family",
+    [family for family in (*FAMILIES, *OTHER_FAMILIES, *RECURRENT_FAMILIES, *MIXED_FAMILIES) if family != "gpt-oss"],
 )
 def test_every_family_keeps_its_numbers(
     checkpoint: Callable[[str], Path], quantize: Quantize, tmp_path: Path, family: str
@@ -226,7 +229,7 @@ def test_every_family_keeps_its_numbers(
     quantize(model_dir, "w8a8", random_prompts(4))
     original, made = (load_tensors(folder) for folder in (model_dir, tmp_path / "w8a8"))
     modules = quantized_modules(model_dir)
-    kept = re.compile(r"\.project_|\.kv_b_proj")
+    kept = re.compile(r"\.project_|\.kv_b_proj|per_layer_model_projection")
     modules = {name: transposed for name, transposed in modules.items() if not kept.search(name)}
     for module, transposed in modules.items():
         weight, scales = original.pop(f"{module}.weight"), made.pop(f"{module}.weight_scale")
@@ -270,9 +273,10 @@ def test_factors_need_a_norm(
 ) -> None:
     data = tmp_path / "prompts.jsonl"
     data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
-    words = ["quantize", str(checkpoint("opt-350m")), str(tmp_path / "out"), "--scheme=smoothquant", f"--data={data}"]
-    assert main(words) == 2
-    assert "does not allow: no norm is before the matrices. Take another scheme" in capsys.readouterr().err
+    for family, reason in (("opt-350m", "no norm is before the matrices"), ("gemma4", "its values have a norm")):
+        words = ["quantize", str(checkpoint(family)), str(tmp_path / "out"), "--scheme=smoothquant", f"--data={data}"]
+        assert main(words) == 2
+        assert f"does not allow: {reason}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("scheme", ["w8a8", "w4a16", "fp8"])

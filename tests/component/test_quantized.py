@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -88,8 +89,13 @@ def test_numbers_are_those_of_the_library_that_wrote_the_file(made: str) -> None
     parameters(DATA / made, dtype=torch.bfloat16).read_all()
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "w8a8"])
-@pytest.mark.parametrize("family", ["llama-biases", "gpt2", "falcon-40b", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        *product(["llama-biases", "gpt2", "falcon-40b", "mixtral"], [form for form in FORMS if form != "w8a8"]),
+        ("llama4", "w4a16"),
+    ],
+)
 def test_weights_are_those_that_the_file_means(quantized: Quantized, family: str, form: str) -> None:
     model_dir = quantized(family, form)
     ours, theirs = parameters(model_dir), parameters(twin_of(model_dir))

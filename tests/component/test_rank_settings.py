@@ -10,7 +10,7 @@ import pytest
 from checkpoint.partition_manifest import MANIFEST, VERSION
 from decode_worker.settings import DecodeSettings
 from engine.load_runner import load_model_runner
-from engine.ranks.launch import fitting_ranks
+from engine.resolve import fitting_ranks
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
@@ -19,7 +19,7 @@ from mesh.domain.worker import WorkerRole
 from tests.component.arms import load_arm, settings
 from tests.component.encoder_decoders import build_encoder_decoder
 from worker.engine_host import HostedRunner, load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 
@@ -88,6 +88,7 @@ def test_a_worker_announces_its_ranks(
         wanted.append(runner_settings)
         return load_model_runner(settings(compiled))
 
+    limits = EngineLimits(max_batch_tokens=64, max_num_seqs=4)
     host = load_engine_host(
         DecodeSettings(
             model=str(compiled),
@@ -98,11 +99,11 @@ def test_a_worker_announces_its_ranks(
             enforce_eager=eager,
             kv_cache_bytes=8_000_000,
         ),
-        EngineLimits(max_batch_tokens=64, max_num_seqs=4),
+        limits,
         load=load,
     )
     assert [each.degrees for each in wanted] == [degrees]
-    info = host.worker_info(WorkerRole.DECODE)
+    info = host.worker_info(WorkerRole.DECODE, limits)
     assert Degrees(info.tensor_parallel, info.pipeline_parallel) == degrees
 
 

@@ -22,7 +22,6 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.kv_memory import KVMemorySettings
 from engine.load_runner import load_model_runner
 from engine.memory import device_memory
 from engine.model_runner import ModelRunner
@@ -31,10 +30,11 @@ from engine.ranks import remote
 from engine.ranks.collectives import NoteStore
 from engine.ranks.commands import Forward, encode_command
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner
-from engine.ranks.remote_messages import Step
+from engine.ranks.remote_messages import StepMessage
 from engine.ranks.shared import StepMemory
 from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
+from engine.settings import KVMemorySettings
 from kvtransfer import (
     SERVICE_NAME,
     ExpectedTransfer,
@@ -521,6 +521,6 @@ def test_garbled_steps_are_refused(checkpoint: Checkpoint, wrong: dict[str, byte
         "positions": b"\0" * 48,
         "sequences": b"\0" * 20,
     }
-    remote._unpack(memory, Step(**step))
+    remote._unpack(memory, StepMessage(**step))
     with pytest.raises(ValueError, match=r"command|a step has"):
-        remote._unpack(memory, Step(**step | wrong))
+        remote._unpack(memory, StepMessage(**step | wrong))

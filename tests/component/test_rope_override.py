@@ -23,7 +23,7 @@ from tests.component.encoder_decoders import build_encoder_decoder
 from tests.component.parity import check_parity, expect_prompts
 from tests.defects import Repaired
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 
@@ -133,8 +133,9 @@ def test_router_and_workers_agree_on_the_longest_sequence(
     checkpoint: Checkpoint, rope: dict[str, Any], limit: int, longest: int
 ) -> None:
     settings = worker_settings(checkpoint("llama"), max_model_len=limit, **rope)
-    host = load_engine_host(settings, EngineLimits(64, 4))
-    assert host.worker_info(WorkerRole.DECODE).max_model_len == longest
+    limits = EngineLimits(64, 4)
+    host = load_engine_host(settings, limits)
+    assert host.worker_info(WorkerRole.DECODE, limits).max_model_len == longest
     facts = read_model_facts(checkpoint("llama"), settings.rope_override())
     assert facts.max_positions is None or facts.max_positions >= longest
 

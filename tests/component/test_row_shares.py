@@ -91,6 +91,16 @@ def test_families(checkpoint: Checkpoint, shares: list[int], family: str) -> Non
     check_threads(shares, checkpoint(family))
 
 
+def test_no_share_sees_what_blocks_held_before(checkpoint: Checkpoint, shares: list[int]) -> None:
+    """A recurrent state may be NaN as KV. The rest of a block is filled by a later share."""
+    torch.set_num_threads(2)
+    runner = load_arm(checkpoint("falcon-h1"), "compiled")
+    expected = runs_of(runner)
+    runner.kv_cache.tensor.fill_(math.nan)
+    require_equal(runs_of(runner), expected)
+    assert 2 in shares
+
+
 @pytest.mark.parametrize(
     "types", [{"quantize": "int8", "kv_dtype": "int8"}, {"quantize": "int4"}, {"dtype": "bfloat16"}]
 )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.device_copies import Arrays, SharedMemory
+from engine.device_copies import Arrays, NoCopies
 from engine.penalties import Penalties
 from engine.row_math import HostRows
 from engine.sampler import Sampler, inverse_cdf, uniform
@@ -220,7 +220,7 @@ def test_top_p_looks_beyond_the_first_candidates() -> None:
     logits = 0.01 * logits_for(2, vocab_size=5000)
     params = [sequence("s", temperature=1.0, top_p=p).request.sampling for p in (0.9, 0.01)]
     truncation = Truncation(params, 5000)
-    low = truncation.thresholds(logits, SharedMemory().to_device(truncation.arrays), HostRows())
+    low = truncation.thresholds(logits, NoCopies().to_device(truncation.arrays), HostRows())
     assert low is not None
     kept = (logits >= low[:, None]).sum(1)
     mass = (logits.softmax(1) * (logits >= low[:, None])).sum(1)

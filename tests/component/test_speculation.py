@@ -29,7 +29,7 @@ from tests.fakes.drafters import FakeDrafter, eager_speculator, known
 from tests.fakes.requests import make_request
 from tests.goodness import UNLIKELY, fit
 from worker.engine_host import load_engine_host
-from worker.role import EngineLimits
+from worker.engine_settings import EngineLimits
 
 Checkpoint = Callable[[str], Path]
 Answers = dict[str, tuple[list[SampledToken], FinishReason | None]]
@@ -66,7 +66,9 @@ def answer(
     runner: ModelRunner, drafter: Drafter | None, asked: list[SequenceSpec], **limits: Any
 ) -> tuple[Answers, Scheduler]:
     """What comes of the requests, all at once, and the scheduler afterwards."""
-    config = {"block_size": runner.kv_cache.layout.block_size, "max_batch_tokens": 64, "max_num_seqs": 16} | limits
+    layout = runner.kv_cache.layout
+    config = {"block_size": layout.block_size, "windows": layout.windows, "max_batch_tokens": 64, "max_num_seqs": 16}
+    config |= limits
     pool = BlockPool(runner.kv_cache.num_blocks)
     scheduler = Scheduler(SchedulerConfig(max_model_len=512, prefix_caching=False, **config), pool)
     speculator = None if drafter is None else eager_speculator(drafter, 4)
@@ -83,7 +85,7 @@ def answer(
             assert output.first_index == before[output.request_id] + len(tokens)
             answers[output.request_id] = ([*tokens, *output.tokens], output.finish_reason)
         scheduler.check_integrity()
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks - layout.num_unused
     return answers, scheduler
 
 
@@ -276,8 +278,9 @@ def test_a_draft_model_shares_the_memory_for_kv(checkpoint: Checkpoint) -> None:
     def num_blocks(draft_model: Path | None) -> int:
         settings = DecodeSettings(model=str(checkpoint("llama")), registry_address="none", kv_cache_bytes=1 << 20)
         speculation = Speculation("draft", 4, draft_model) if draft_model else NO_SPECULATION
-        host = load_engine_host(settings, EngineLimits(64, 4, speculation=speculation))
-        info = host.worker_info(WorkerRole.DECODE)
+        limits = EngineLimits(64, 4, speculation=speculation)
+        host = load_engine_host(settings, limits)
+        info = host.worker_info(WorkerRole.DECODE, limits)
         assert (info.num_blocks, info.speculative) == (host.scheduler.pool.num_blocks, speculation.kind)
         return info.num_blocks
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.device_copies import SharedMemory
+from engine.device_copies import NoCopies
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from tests.fakes.requests import make_request
@@ -36,7 +36,7 @@ def test_every_token_is_where_its_sequence_says(several: list[ScheduledBatch]) -
     builder = StepInputBuilder(BLOCK_SIZE)  # its buffers are used again
     for batch in several:
         step = builder.build(batch)
-        metadata = step.on_device(SharedMemory()).metadata
+        metadata = step.on_device(NoCopies()).metadata
         assert step.copies.tolist() == [[1, 2], [3, 4]]
         sampled = []
         for row, item in enumerate(batch.items):

@@ -112,18 +112,22 @@ def check_exact(hit: Sequence[Sequence[tandem.TokenEvent]], expected: Sequence[t
 
 
 def degrees() -> list[Any]:
-    """All pairs of degrees and transports but the one of `test_ranks_answer_as_one_also_when_they_are_killed`."""
+    """All pairs of degrees and transports but the one of `test_ranks_answer_as_one_also_when_they_are_killed`; the last
+    ones with windows.
+    """
     pairs = [(STAGES, TWO), (ONE, TWO), (TWO, ONE), (ONE, STAGES), (Degrees(2, 2), STAGES)]
-    return [(*pair, transport) for pair in pairs for transport in ("grpc", "shm")][1:]
+    plain = [("llama-tied", *pair, transport) for pair in pairs for transport in ("grpc", "shm")][1:]
+    windowed = [(ONE, STAGES, "grpc"), (STAGES, ONE, "shm"), (Degrees(2, 2), STAGES, "grpc"), (TWO, STAGES, "shm")]
+    return plain + [("gemma3", *row) for row in windowed]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("prefill", "decode", "transport"), degrees(), ids=str)
+@pytest.mark.parametrize(("family", "prefill", "decode", "transport"), degrees(), ids=str)
 async def test_ranks_answer_as_one(
-    checkpoint: Callable[[str], Path], tmp_path: Path, prefill: Degrees, decode: Degrees, transport: str
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str, prefill: Degrees, decode: Degrees, transport: str
 ) -> None:
-    model = checkpoint("llama-tied")
+    model = checkpoint(family)
     expected = await answers_alone(model, tmp_path)
     async with ranked_mesh(model, tmp_path / "ranks", prefill, decode, *over(transport)) as (running, client):
         num_ranks = [1 + len(ranks_of(running, role)) for role in ("prefill", "decode")]
@@ -157,8 +161,11 @@ async def check_as_one(
 
 
 @pytest.mark.timeout(900)
-async def test_ranks_answer_as_one_also_when_they_are_killed(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
-    model = checkpoint("llama-tied")
+@pytest.mark.parametrize("family", ["llama-tied", pytest.param("gemma3", marks=pytest.mark.soak)])
+async def test_ranks_answer_as_one_also_when_they_are_killed(
+    checkpoint: Callable[[str], Path], tmp_path: Path, family: str
+) -> None:
+    model = checkpoint(family)
     expected = await answers_alone(model, tmp_path)
     async with ranked_mesh(model, tmp_path / "ranks", STAGES, TWO, *over("grpc")) as (running, client):
         assert [worker.degrees for worker in await client.workers()] == [str(TWO), str(STAGES)]

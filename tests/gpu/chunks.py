@@ -17,7 +17,7 @@ from engine.kv_cache import KVCache
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
 if TYPE_CHECKING:
-    from kvtransfer.transports.shm import Arena
+    from kvtransfer.transports.arena import Arena
 
 _REPEATS = 20
 _SLOW = {"cuda": (8192, 8192), "cpu": (64, 64)}  # a product of such matrices lets the device be late
@@ -26,7 +26,7 @@ _SLOW = {"cuda": (8192, 8192), "cpu": (64, 64)}  # a product of such matrices le
 @contextmanager
 def arena_of(num_bytes: int) -> "Iterator[Arena]":
     """A sender's shared memory. It belongs to an event loop."""
-    from kvtransfer.transports.shm import Arena
+    from kvtransfer.transports.arena import Arena
 
     async def make() -> Arena:
         return Arena("/dev/shm", num_bytes)

@@ -1,6 +1,7 @@
 """KV transfers over real gRPC servers: every way they end, on both sides, leaves nothing behind."""
 
 import asyncio
+import itertools
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from kvtransfer import (
     KVReceiver,
     KVSender,
     KvTransferServicer,
+    TransferResult,
     TransferSettings,
     TransferSpec,
 )
@@ -30,6 +32,7 @@ from kvtransfer.transports.base import Slot
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
     ConfigurationError,
+    InvalidRequest,
     LayoutMismatch,
     ReceiverLost,
     TransferCorrupt,
@@ -58,15 +61,21 @@ from tests.service.transfer_pair import (
 )
 
 
-@pytest.fixture(params=["shm", "grpc", "gloo"])
+@pytest.fixture(params=["shm", "link", "grpc", "gloo"])
 async def pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
-    async with Pair(tmp_path, request.param).running() as pair:
+    """Over "link" go the conversations of shm behind the first."""
+    is_linked = request.param == "link"
+    async with Pair(tmp_path, "shm" if is_linked else request.param).running() as pair:
+        if is_linked:
+            await pair.link()
         yield pair
 
 
-@pytest.fixture
-async def shm_pair(tmp_path: Path) -> AsyncIterator[Pair]:
+@pytest.fixture(params=["shm", "link"])
+async def shm_pair(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Pair]:
     async with Pair(tmp_path, "shm").running() as pair:
+        if request.param == "link":
+            await pair.link()
         yield pair
 
 
@@ -312,10 +321,21 @@ async def test_receiver_aborts_while_the_sender_computes(pair: Pair) -> None:
 
 
 async def test_nobody_listens(pair: Pair) -> None:
-    await pair.server.stop(0)
+    await stop_receiving(pair)
     with pytest.raises(TransferFailed, match="cannot be reached"):
         await pair.start().commit(11, FIRST_TOKEN)
     await pair.receiver.abort("transfer")
+
+
+async def stop_receiving(pair: Pair) -> None:
+    """The receiver's ends of links close, and its server."""
+    if pair.transports[0].name == "shm":
+        (transport,) = pair.receiver._transports
+        for arena in list(transport._arenas._entries):  # type: ignore[attr-defined]
+            if arena._link is not None:
+                arena._link.close()
+        await turn_until(lambda: not pair.links)
+    await pair.server.stop(0)
 
 
 class Stopping(kvtransfer_pb2_grpc.KvTransferServicer):
@@ -337,7 +357,7 @@ async def test_receiver_goes_away_mid_transfer(pair: Pair) -> None:
     pair.target.writing.close()
     commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
     await until(pair.target.writing.arrived)
-    stop = asyncio.create_task(pair.server.stop(0))
+    stop = asyncio.create_task(stop_receiving(pair))
     with pytest.raises((ReceiverLost, TransferFailed)):
         await commit
     pair.target.writing.open()
@@ -475,6 +495,61 @@ async def main():
 
 asyncio.run(main())
 """
+
+
+@pytest.mark.parametrize("phase", range(0, 40, 3))
+async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, phase: int) -> None:
+    """After ever more turns of the loop, as when one side is killed; then all goes on over gRPC and a new link."""
+    async with Pair(tmp_path, "shm").running() as pair:
+        await pair.link()
+        (link,) = pair.links
+        transfers = [pair.start(ExpectedTransfer(f"t{number}", 1, (number, 8, 9), 0, 11)) for number in range(3)]
+        commits = [asyncio.create_task(transfer.commit(11, FIRST_TOKEN)) for transfer in transfers]
+        for _ in range(phase):
+            await asyncio.sleep(0)
+        pair.cut_links()
+        results = await asyncio.gather(*commits, return_exceptions=True)
+        assert all(isinstance(result, TransferResult | TransferFailed) for result in results)
+        for number in range(3):
+            await pair.receiver.abort(f"t{number}")  # as the router does, if the transfer had not been opened
+        ended = [transfer_id for transfer_id, _ in (*pair.outcomes.committed, *pair.outcomes.failed)]
+        assert len(ended) == len(set(ended))
+        pair.require_slots_back()
+        pair.outcomes.committed.clear()
+        (transport,) = pair.receiver._transports
+        await turn_until(lambda: len(transport._arenas) == 0)  # type: ignore[attr-defined]
+        await pair.require_working()
+        (new_link,) = pair.links
+        assert new_link is not link
+        await pair.require_working()
+
+
+async def test_a_write_fails_behind_which_the_commit_has_come_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with Pair(tmp_path, "shm").running() as pair:
+        await pair.link()
+        copy_in, num_chunks = pair.target.copy_in, itertools.count()
+        monkeypatch.setattr(pair.target, "copy_in", lambda *args: copy_in(*args) ^ (next(num_chunks) == 8))
+        with pytest.raises(TransferCorrupt, match="chunk 8 does not match"):
+            await pair.start().commit(11, FIRST_TOKEN)
+        assert isinstance(await pair.failure(), TransferCorrupt)
+        assert pair.outcomes.committed == []
+
+
+async def test_garbage_on_a_link_ends_no_more_than_the_link(tmp_path: Path) -> None:
+    async with Pair(tmp_path, "shm").running() as pair:
+        await pair.link()
+        (link,) = pair.links
+        call = link.call()
+        call.send(b"\xff\xff")
+        with pytest.raises(InvalidRequest):
+            await call.read()
+        await pair.require_working()
+        link._socket.send(b"short")
+        await turn_until(lambda: not pair.links)
+        pair.outcomes.committed.clear()
+        await pair.require_working()
 
 
 @pytest.mark.parametrize("phase", ["writing", "idle"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -20,6 +21,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.transports import open_send_transports
+from kvtransfer.transports.link import Link
 from kvtransfer.transports.memory_reads import ReadSendTransport
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import MeshError
@@ -139,6 +141,29 @@ class Pair:
         transfer = self.open(reservation)
         announce_all(transfer)
         return transfer
+
+    async def link(self) -> None:
+        """A first transfer, after which conversations go over the link; it leaves no trace."""
+        await self.start(replace(RESERVATION, transfer_id="first")).commit(11, FIRST_TOKEN)
+        self.outcomes.committed.clear()
+        self.outcomes.changed.clear()
+        for store in (self.source, self.target):
+            store.written[:] = 0
+            store.reading.arrived.clear()
+            store.writing.arrived.clear()
+        self.target.data[:] = 0
+        assert self.links
+
+    @property
+    def links(self) -> list[Link]:
+        """The sender's ends."""
+        arenas = [transport._arena for transport in self.transports if isinstance(transport, ShmSendTransport)]
+        return [link for arena in arenas for link in arena.known.values()]
+
+    def cut_links(self) -> None:
+        """As when a process ends: both ends are told so."""
+        for link in self.links:
+            link._socket.shutdown(socket.SHUT_RDWR)
 
     async def require_working(self) -> None:
         """A fresh transfer of the same blocks goes through."""

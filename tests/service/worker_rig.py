@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from engine.block_pool import BlockPool
-from engine.loop import Engine, EngineLoop, LoopCallbacks
+from engine.loop import Engine, EngineLoop
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
@@ -124,18 +124,17 @@ async def worker_rig(
     draining = asyncio.Event()
     async with AsyncExitStack() as stack:
         prefill_metrics, decode_metrics = PrefillMetrics(), DecodeMetrics()
-        prefill_callbacks = LoopCallbacks(
-            lambda result: prefill_service.on_step(result), lambda _: prefill.died.set(), prefill_metrics.stepped
-        )
         prefill_engine = EngineLoop(
-            Engine(prefill.scheduler, prefill.runner, lambda *layers: prefill_service.on_layers(*layers)),
-            prefill_callbacks,
-        )
-        decode_callbacks = LoopCallbacks(
-            lambda result: decode_service.on_step(result), lambda _: decode.died.set(), decode_metrics.stepped
+            Engine(prefill.scheduler, prefill.runner, on_layers=lambda *layers: prefill_service.on_layers(*layers)),
+            on_step=lambda result: prefill_service.on_step(result),
+            on_death=lambda _: prefill.died.set(),
+            on_computed=prefill_metrics.stepped,
         )
         decode_engine = EngineLoop(
-            Engine(decode.scheduler, decode.runner, speculator=decode.speculator), decode_callbacks
+            Engine(decode.scheduler, decode.runner, speculator=decode.speculator),
+            on_step=lambda result: decode_service.on_step(result),
+            on_death=lambda _: decode.died.set(),
+            on_computed=decode_metrics.stepped,
         )
         sender = KVSender(prefill.runner.store, "prefill-0", Credentials(MESH_KEY, tls), settings)
         receiver_callbacks = ReceiverCallbacks(

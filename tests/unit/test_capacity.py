@@ -98,6 +98,23 @@ def test_a_sequence_holds_the_blocks_of_its_state(tmp_path: Path, shape: str, kv
     assert memory.kv_bytes_per_token == capacity.kv_bytes_per_token
 
 
+@pytest.mark.parametrize("layers", [("sliding", "full"), ("sliding",)], ids="-".join)
+def test_a_sequence_holds_what_windows_show(tmp_path: Path, layers: tuple[str, ...]) -> None:
+    """In tokens; a worker has up to a block more in each group. What an answer of `tandem plan` calls sequences."""
+    config = {**LLAMA_3_8B, "architectures": ["Olmo3ForCausalLM"], "sliding_window": 512}
+    config |= {"layer_types": [f"{kind}_attention" for kind in layers] * (32 // len(layers))}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    found = load_decoder_config(tmp_path)
+    layout = kv_layout(found, RunnerSettings(tmp_path, load_format="dummy", kv_dtype="bfloat16"))
+    capacity = Capacity(model_size(found), HALF, DeviceRates(1e12, 1, 1, 1))
+    assert capacity.num_blocks == int(capacity._bytes_for_kv // layout.block_bytes)
+    [shown] = plan_capacity(capacity, PlanRequest(Load(1, 1, 1), [1], lengths=[8192]), {})["sequences"]
+    in_window = 512 if "full" not in layers else (512 + 8192) / 2
+    assert shown["kv_bytes"] == in_window * 131_072
+    assert shown["all_kv_bytes"] == 8192 * 131_072
+    assert 0 <= layout.num_blocks_for(8192) * layout.block_bytes - shown["kv_bytes"] <= layout.block_bytes
+
+
 def test_parameters_are_those_of_the_checkpoint() -> None:
     path = BUNDLED / "model.safetensors"
     with path.open("rb") as file:

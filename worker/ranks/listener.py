@@ -18,7 +18,7 @@ import structlog
 
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import OnLost, plain_settings
-from engine.ranks.remote_messages import BlockCopy, Step
+from engine.ranks.remote_messages import BlockCopy, StepMessage
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, Unauthenticated, WorkerBusy, WorkerLost
 from mesh.domain.host import join_host
@@ -107,10 +107,10 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     def wait_ready(self) -> None:
         self._wait("ready")
 
-    def post(self, message: Step | BlockCopy, rank: int | None = None) -> None:
+    def post(self, message: StepMessage | BlockCopy) -> None:
         if isinstance(message, BlockCopy):
             copy = rank_pb2.RankCopy(source=message.source, target=message.target)
-            self._send(rank_pb2.JoinResponse(copy=copy), rank)
+            self._send(rank_pb2.JoinResponse(copy=copy))
             return
         step = rank_pb2.RankStep(
             command=message.command,
@@ -118,7 +118,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
             positions=message.positions,
             sequences=message.sequences,
         )
-        self._send(rank_pb2.JoinResponse(step=step), rank)
+        self._send(rank_pb2.JoinResponse(step=step))
 
     def clear_blocks(self, block_ids: Sequence[int], first_token: int = 0) -> None:
         clear = rank_pb2.KvClear(block_ids=block_ids, first_token=first_token)
@@ -333,10 +333,10 @@ class RankListener(rank_pb2_grpc.RanksServicer):
                 raise self._lost
             return [link.reports[kind] for link in self._links.values()]
 
-    def _send(self, message: rank_pb2.JoinResponse, rank: int | None = None) -> None:
+    def _send(self, message: rank_pb2.JoinResponse) -> None:
         if self._lost is not None:
             raise self._lost
-        for link in self._links.values() if rank is None else [self._links[rank]]:
+        for link in self._links.values():
             link.send(message)
 
     def _put_note(self, key: str, value: bytes) -> None:

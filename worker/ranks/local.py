@@ -15,9 +15,9 @@ from pathlib import Path
 
 import structlog
 
-from engine.kv_memory import KVMemorySettings
 from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import ending
+from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.logs import log_format
 from mesh.process import handing_over

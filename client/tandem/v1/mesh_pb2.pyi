@@ -238,7 +238,7 @@ class HistoryPoint(_message.Message):
     def __init__(self, age: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., length: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., generated_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., replays: _Optional[int] = ..., failed_choices: _Optional[int] = ..., waiting: _Optional[float] = ..., running: _Optional[float] = ..., kv_used: _Optional[float] = ..., first_token_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., first_token_p95: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p50: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ..., gap_p99: _Optional[_Union[datetime.timedelta, _duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class WorkerRecord(_message.Message):
-    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel", "adapters", "switchable", "block_size", "state_blocks")
+    __slots__ = ("worker_id", "incarnation", "role", "address", "model", "max_batch_tokens", "max_num_seqs", "num_blocks", "max_model_len", "device", "pid", "speculative", "tensor_parallel", "pipeline_parallel", "adapters", "switchable", "block_size", "state_blocks", "windows", "windows_are_chunks")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -257,6 +257,8 @@ class WorkerRecord(_message.Message):
     SWITCHABLE_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     STATE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_FIELD_NUMBER: _ClassVar[int]
+    WINDOWS_ARE_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     incarnation: str
     role: WorkerRole
@@ -275,7 +277,9 @@ class WorkerRecord(_message.Message):
     switchable: bool
     block_size: int
     state_blocks: int
-    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., switchable: _Optional[bool] = ..., block_size: _Optional[int] = ..., state_blocks: _Optional[int] = ...) -> None: ...
+    windows: _containers.RepeatedScalarFieldContainer[int]
+    windows_are_chunks: bool
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., address: _Optional[str] = ..., model: _Optional[str] = ..., max_batch_tokens: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., num_blocks: _Optional[int] = ..., max_model_len: _Optional[int] = ..., device: _Optional[str] = ..., pid: _Optional[int] = ..., speculative: _Optional[str] = ..., tensor_parallel: _Optional[int] = ..., pipeline_parallel: _Optional[int] = ..., adapters: _Optional[_Iterable[str]] = ..., switchable: _Optional[bool] = ..., block_size: _Optional[int] = ..., state_blocks: _Optional[int] = ..., windows: _Optional[_Iterable[int]] = ..., windows_are_chunks: _Optional[bool] = ...) -> None: ...
 
 class WorkerLoad(_message.Message):
     __slots__ = ("free_blocks", "num_running", "num_waiting", "pending_tokens", "generated_tokens", "computed_tokens", "drafted_tokens", "accepted_tokens")

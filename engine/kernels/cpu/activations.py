@@ -37,8 +37,8 @@ from engine.kernels.cpu.compiler import (
     emitted,
     jit,
 )
+from engine.kernels.cpu.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES, LOG2_E, VECTOR_BYTES
-from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
 from engine.kernels.cpu.vectors import address
 
 _INTP = types.intp

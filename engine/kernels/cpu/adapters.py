@@ -19,15 +19,18 @@ from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address, scale_row
 
-QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE = range(4)
+QKV_SITE, OUTPUT_SITE, GATE_UP_SITE, DOWN_SITE, RECURRENT_IN_SITE, RECURRENT_OUT_SITE = range(6)
+INPUT_GATE_SITE, INPUT_PROJECTION_SITE = 6, 7
 """The products of a layer that an adapter may change."""
-NUM_SITES = 4
+NUM_SITES = 8
+_MAX_MODULES = 4
+"""Modules whose matrices are one: the input projections of a delta net, or queries, keys and values."""
 _PANEL_BYTES = PANEL * FLOAT_BYTES
 
 
 def shrunk_width(highest_rank: int) -> int:
-    """Columns of StepAdapters.shrunk: numbers of a x of three modules, as queries, keys and values are."""
-    return 3 * ((highest_rank + PANEL - 1) // PANEL * PANEL)
+    """Columns of StepAdapters.shrunk: numbers of a x of all modules of a site."""
+    return _MAX_MODULES * ((highest_rank + PANEL - 1) // PANEL * PANEL)
 
 
 class Piece(NamedTuple):
@@ -38,7 +41,7 @@ class Piece(NamedTuple):
     rank: int
     column: int  # of the product, where the first panel is added
     step: int  # columns from panel to panel: 16, or 32 where gates and ups alternate
-    panels: int
+    outputs: int
 
 
 class AdapterPieces(NamedTuple):
@@ -79,20 +82,20 @@ def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: 
         for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
             out, divisor = address(step.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, step.normed[r])
             scale_row(out, width // PANEL, np.float32(1.0) / divisor, out)
-    shrink(step, layer, site, step.normed, part)
+    shrink(step, layer, site, step.normed, width, part)
 
 
 @jit
-def shrink(step: StepAdapters, layer: int, site: int, x: Floats, part: Range) -> None:
-    """Compute a x of the rows of x [num_tokens, inputs] in the range that use an adapter."""
+def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, part: Range) -> None:
+    """Compute a x of the rows of x [num_tokens, depth or more] in the range that use an adapter."""
     packed, pieces, starts = step.adapters
-    depth, shrunk_step = x.shape[1], step.shrunk.shape[1] * FLOAT_BYTES
+    x_step, shrunk_step = x.shape[1] * FLOAT_BYTES, step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]
         first, end = max(first, part.first), min(end, part.end)
         if first >= end:
             continue
-        rows = Matrix(address(x) + first * depth * FLOAT_BYTES, depth * FLOAT_BYTES)
+        rows = Matrix(address(x) + first * x_step, x_step)
         out = address(step.shrunk) + first * shrunk_step
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
             a_at, rank = pieces[piece, 0], pieces[piece, 2]
@@ -114,16 +117,19 @@ def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) ->
             continue
         shrunk = address(step.shrunk) + first * shrunk_step
         for piece in range(starts[adapter, layer, site], starts[adapter, layer, site + 1]):
-            _, b_at, rank, column, column_step, num_panels = pieces[piece]
-            for panel in range(num_panels):
-                b = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES
-                _add_panel(step, y, Range(first, end), column + panel * column_step, rank, shrunk, b)
+            _, b_at, rank, column, column_step, outputs = pieces[piece]
+            for panel in range((outputs + PANEL - 1) // PANEL):
+                b, at = address(packed) + (b_at + panel * rank * PANEL) * FLOAT_BYTES, column + panel * column_step
+                columns = Range(at, at + min(PANEL, outputs - panel * PANEL))
+                _add_panel(step, y, Range(first, end), columns, rank, shrunk, b)
             shrunk += (rank + PANEL - 1) // PANEL * _PANEL_BYTES
 
 
 @jit
-def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: int, shrunk: Address, b: Address) -> None:
-    """Add 16 columns of b (a x) to the rows."""
+def _add_panel(
+    step: StepAdapters, y: Floats, rows: Range, columns: Range, rank: int, shrunk: Address, b: Address
+) -> None:
+    """Add up to 16 columns of b (a x) to the rows."""
     shrunk_step, tile = step.shrunk.shape[1] * FLOAT_BYTES, step.tile
     row = rows.first
     while row < rows.end:
@@ -131,6 +137,10 @@ def _add_panel(step: StepAdapters, y: Floats, rows: Range, column: int, rank: in
         matrices = TileProduct(left, Matrix(b, 0), Matrix(address(tile), _PANEL_BYTES))
         count = multiply_some(matrices, rank, rows.end - row, step.adapters.packed[0])
         for r in range(count):
-            for i in range(PANEL):
-                y[row + r, column + i] += tile[r * PANEL + i]
+            if columns.end == columns.first + PANEL:  # a loop that the compiler can unroll
+                for i in range(PANEL):
+                    y[row + r, columns.first + i] += tile[r * PANEL + i]
+            else:
+                for i in range(columns.end - columns.first):
+                    y[row + r, columns.first + i] += tile[r * PANEL + i]
         row += count

@@ -26,6 +26,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
 )
+from engine.kernels.cpu.finish import FINISH_ROWS, Finish
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     AMX_QUERY_ROWS,
@@ -38,7 +39,7 @@ from engine.kernels.cpu.machine import (
     knows_amx,
     knows_bf16,
 )
-from engine.kernels.cpu.tiles import FINISH_ROWS, Finish, write_tile
+from engine.kernels.cpu.tiles import write_tile
 
 BF16_QUERY_ROWS = AMX_QUERY_ROWS if knows_amx() else QUERY_TILE_ROWS
 """Queries of a prompt that are multiplied at once in bf16."""

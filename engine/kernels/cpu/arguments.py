@@ -75,12 +75,15 @@ class Weights(NamedTuple):
     numbers are (int4, see nibbles.py; else 0).
     """
 
-    packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES, or int4 as in nibbles.py
+    packed: Array  # flat, panels of 16 columns: a type of packing.DTYPES; int4 as in nibbles.py, fp8 as in tiles.py
     scales: Floats  # flat, one for each column
     offsets: Int32s  # flat, one for each column: what the zero point of `a` adds to int32 sums
     biases: Floats  # flat, one for each column
     matrices: Int64s  # [num_matrices, 7]
     orders: Int32s  # flat: of a matrix with an order, the input that each place of a row of `a` holds
+    units: (
+        Int64s  # [num_units, 2], in fp8: the bytes of the matrix before each unit of columns, and its form; else [0, 2]
+    )
 
 
 NO_WINDOW = int(np.iinfo(np.int32).max)

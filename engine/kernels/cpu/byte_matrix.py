@@ -15,10 +15,10 @@ from engine.kernels.cpu.arguments import (
 )
 from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.finish import STORE
 from engine.kernels.cpu.machine import GROUP, PANEL, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
 from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
-from engine.kernels.cpu.tiles import STORE
 
 _product = entry(product)
 _NO_AMX: Bytes = np.empty(0, np.uint8)

@@ -240,6 +240,10 @@ class Emitter:
         """total + x of fp32 vectors, never reordered. Without flags, numba would allow reordering."""
         return self.builder.fadd(total, x, flags=("nsz",))
 
+    def product(self, x: Value, y: Value) -> Value:
+        """x * y of fp32 vectors, rounded for itself."""
+        return self.builder.fmul(x, y, flags=("nsz",))
+
     def multiply_add(self, x: Value, y: Value, total: Value) -> Value:
         """x * y + total of fp32 vectors."""
         return self.call("llvm.fma.v16f32", FLOATS, x, y, total)

@@ -23,10 +23,10 @@ from engine.kernels.cpu.arguments import (
     Weights,
 )
 from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.finish import GATE, STORE
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.rows import put_row_at
-from engine.kernels.cpu.tiles import GATE, STORE
 from engine.kernels.cpu.vectors import address, mix_rows
 
 _ONE = np.float32(1.0)

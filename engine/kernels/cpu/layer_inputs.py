@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows
+from engine.kernels.cpu.adapters import INPUT_GATE_SITE, INPUT_PROJECTION_SITE, expand, shrink
 from engine.kernels.cpu.arguments import Floats, LayerInputs, Part, Range
 from engine.kernels.cpu.barrier import Team
 from engine.kernels.cpu.compiler import jit
+from engine.kernels.cpu.finish import STORE
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.phases import DOWN, GATE_UP, QUANTISE, finish_phase, rows_of
 from engine.kernels.cpu.rows import Norm, add_normed, norm_row, put_rows
-from engine.kernels.cpu.tiles import STORE
 from engine.kernels.cpu.vectors import address, mix_rows, weigh_row
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ def _open_gates(gates: Floats, inputs: Floats, layer: int, activation: int, part
 
 @jit
 def compute_layer_inputs(model: "ModelConstants", work: "Work", team: Team) -> None:
-    """Compute what all layers add for the tokens themselves. There is one rank, which has no adapters."""
+    """Compute what all layers add for the tokens themselves. There is one rank."""
     acts, operand, weights, part = work.acts, work.operand, model.weights, Part(team.thread, team.num_threads)
     rows, matrix = rows_of(len(acts.residual), team.number, team.num_all), len(weights.matrices) - 1
     put_rows(acts.residual, acts.residual.shape[1], weights, matrix, operand, rows)
@@ -64,15 +65,19 @@ def compute_layer_inputs(model: "ModelConstants", work: "Work", team: Team) -> N
 def add_layer_input(model: "ModelConstants", work: "Work", team: Team, layer: int, matrices: "Matrices") -> None:
     """Add the layer's input to the residual, and scale that."""
     acts, operand, weights, part = work.acts, work.operand, model.weights, Part(team.thread, team.num_threads)
-    rows = rows_of(len(acts.residual), team.number, team.num_all)
+    rows, adapted, width = rows_of(len(acts.residual), team.number, team.num_all), work.adapted, model.inputs.width
     put_rows(acts.residual, acts.residual.shape[1], weights, matrices.input_gate, operand, rows)
+    shrink(adapted, layer, INPUT_GATE_SITE, acts.residual, acts.residual.shape[1], rows)
     finish_phase(team, QUANTISE)
     product(operand, weights, matrices.input_gate, Target(acts.input_gates, STORE), part)
     finish_phase(team, GATE_UP)
+    expand(adapted, layer, INPUT_GATE_SITE, acts.input_gates, rows)
     _open_gates(acts.input_gates, acts.inputs, layer, model.kind.activation, rows)
-    put_rows(acts.input_gates, model.inputs.width, weights, matrices.input_projection, operand, rows)
+    put_rows(acts.input_gates, width, weights, matrices.input_projection, operand, rows)
+    shrink(adapted, layer, INPUT_PROJECTION_SITE, acts.input_gates, width, rows)
     finish_phase(team, QUANTISE)
     product(operand, weights, matrices.input_projection, Target(acts.own_branch, STORE), part)
     finish_phase(team, DOWN)
+    expand(adapted, layer, INPUT_PROJECTION_SITE, acts.branch, rows)
     norm = Norm(model.norms[layer, _OUT_NORM], model.eps)
     add_normed(acts.branch, norm, model.scalars[layer], acts.residual, rows)

@@ -63,6 +63,10 @@ INT4_GROUPS = (32, 64, 128)
 FOUR_BITS, LEVELS, EIGHT_BITS = 0, 1, 2
 """What the numbers of a matrix of a model in int4 are: integers of 4 bits, levels of MXFP4, or integers of 8 bits."""
 EIGHT_BITS_ZERO = 128
+IN_FP32, IN_BF16 = 0, 1
+"""Forms in which a model in fp8 has units of columns that are not fp8; the form of others is the number of inputs that
+share a scale.
+"""
 INT8_LEVELS = 127.0
 """Largest magnitude of a quantised number."""
 ZERO_POINT = 128

@@ -7,6 +7,7 @@ row's result does not depend on its batch.
 
 from typing import NamedTuple
 
+import numpy as np
 from numba import types
 
 from engine.kernels.cpu.amx import AmxProduct, Prefetch, configure_amx, multiply_and_finish, release_amx
@@ -14,6 +15,7 @@ from engine.kernels.cpu.arguments import (
     Address,
     Element,
     Floats,
+    Int64s,
     Matrix,
     Operand,
     Part,
@@ -21,22 +23,12 @@ from engine.kernels.cpu.arguments import (
     Weights,
 )
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, widens_ahead
+from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
+from engine.kernels.cpu.machine import FLOAT_BYTES, IN_BF16, IN_FP32, PANEL, TILE_ROWS, UNIT, VECTOR_BYTES, widens_ahead
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
 from engine.kernels.cpu.parts import select_by_dtype
 from engine.kernels.cpu.row_tiles import multiply_rows
-from engine.kernels.cpu.tiles import (
-    ADD,
-    GATE,
-    STORE,
-    ColumnData,
-    SumRows,
-    SumTile,
-    TileProduct,
-    finish_rows,
-    multiply_tile,
-    widen_panels,
-)
+from engine.kernels.cpu.tiles import TileProduct, form_bytes, multiply_tile, widen_panels
 from engine.kernels.cpu.vectors import address
 
 _AMX_MIN_ROWS = 5
@@ -55,10 +47,13 @@ _TILE_BYTES = TILE_ROWS * _SUM_BYTES
 
 
 _bytes_per_input, _panel_bytes = jit(bytes_per_input), jit(panel_bytes)
+_form_bytes = jit(form_bytes)
+_FP32, _BF16 = np.float32(0), np.uint32(0)
+"""Any elements of units in these forms, whose rows of the operand are fp32."""
 
 
 class Target(NamedTuple):
-    """The destination of a product. mode: tiles.STORE, ADD or GATE."""
+    """The destination of a product. mode: finish.STORE, ADD or GATE."""
 
     out: Floats  # [rows, columns], or [rows, columns / 2] with GATE
     mode: int
@@ -124,7 +119,8 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     if len(operand.amx) and _fits_amx(rows.num_rows, rows.a_step, weights.packed[0]):
         _amx_product(rows, columns, target.mode, units, weights.packed[0])
     else:
-        vector_product(rows, columns, target.mode, units, operand.wide, weights.packed[0])
+        forms = weights.units[weights.matrices[matrix, 1] // UNIT :]
+        vector_product(rows, columns, target.mode, units, operand.wide, forms, weights.packed[0])
 
 
 def _fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
@@ -171,34 +167,110 @@ def _columns(weights: Weights, matrix: int) -> _Columns:
     )
 
 
-def vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
-    """A product without AMX. `wide`: see Operand. `element`: any element of the weights."""
+def vector_product(
+    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
+) -> None:
+    """A product without AMX. `wide`: see Operand. `forms`: `Weights.units` from the first of the matrix on. `element`:
+    any element of the weights.
+    """
     raise NotImplementedError
 
 
-def _product_as_stored(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+def _product_as_stored(
+    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
+) -> None:
     panel = columns.unit_bytes // 2
-    ahead = columns.unit_bytes if columns.unit_bytes <= _MAX_AHEAD_BYTES else _AHEAD_IN_PANEL_BYTES
+    ahead = _bytes_ahead(columns.unit_bytes)
     for unit in range(units.first, units.end):
         b = Matrix(columns.packed + unit * columns.unit_bytes, panel)
         _multiply_unit(rows, columns, mode, unit, b, ahead, element)
 
 
-def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, element: Element) -> None:
+def _product_widened(
+    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
+) -> None:
     """With many rows, the weights of a unit are widened to fp32 once."""
     depth = rows.a_step // FLOAT_BYTES
     if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
-        _as_stored(rows, columns, mode, units, wide, element)
+        _as_stored(rows, columns, mode, units, wide, forms, element)
         return
     b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
     for unit in range(units.first, units.end):
-        widen_panels(columns.packed + unit * columns.unit_bytes, columns.unit_bytes, b.address, element)
+        widen_panels(columns.packed + unit * columns.unit_bytes, columns.unit_bytes, 0, b.address, element)
         _multiply_unit(rows, columns, mode, unit, b, 0, wide[0])
 
 
-_as_stored = jit(_product_as_stored)
-_WIDENED = (types.uint16, types.int16, types.boolean) if widens_ahead() else ()
-select_by_dtype(vector_product, dict.fromkeys(_WIDENED, _product_widened), _product_as_stored)
+def _product_of_forms(
+    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
+) -> None:
+    """Each unit has a form of its own."""
+    depth = rows.a_step // FLOAT_BYTES
+    for unit in range(units.first, units.end):
+        at, form = columns.packed + forms[unit, 0], forms[unit, 1]
+        panel = _form_bytes(depth, form)
+        b, ahead, own = Matrix(at, panel), _bytes_ahead(2 * panel), _in_groups(columns, form)
+        if form == IN_FP32:
+            _multiply_unit(rows, own, mode, unit, b, ahead, _FP32)
+        elif form == IN_BF16:
+            _multiply_unit(rows, own, mode, unit, b, ahead, _BF16)
+        else:
+            _multiply_unit(rows, own, mode, unit, b, ahead, element)
+
+
+def _product_of_wide_forms(
+    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
+) -> None:
+    """With many rows, the weights of a unit are widened to fp32 once."""
+    depth = rows.a_step // FLOAT_BYTES
+    if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
+        _of_forms(rows, columns, mode, units, wide, forms, element)
+        return
+    b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
+    for unit in range(units.first, units.end):
+        at, form = columns.packed + forms[unit, 0], forms[unit, 1]
+        if form == IN_FP32:
+            _multiply_unit(rows, columns, mode, unit, Matrix(at, b.step), 0, _FP32)
+            continue
+        if form == IN_BF16:
+            widen_panels(at, 2 * _form_bytes(depth, form), 0, b.address, _BF16)
+        else:
+            _widen_groups(at, depth, form, b, element)
+        _multiply_unit(rows, columns, mode, unit, b, 0, _FP32)
+
+
+@jit
+def _widen_groups(at: Address, depth: int, group: int, out: Matrix, element: Element) -> None:
+    """Convert the panels of a unit in fp8."""
+    num_groups, panel = (depth + group - 1) // group, _form_bytes(depth, group)
+    for number in range(2):
+        scales_at, out_at = at + number * panel, out.address + number * out.step
+        weights_at = scales_at + num_groups * VECTOR_BYTES
+        for first in range(0, depth, group):
+            count = min(group, depth - first)
+            target = out_at + first * VECTOR_BYTES
+            widen_panels(weights_at + first * PANEL, count * PANEL, scales_at, target, element)
+            scales_at += VECTOR_BYTES
+
+
+@jit
+def _bytes_ahead(unit_bytes: int) -> int:
+    """How far ahead weights are prefetched."""
+    return unit_bytes if unit_bytes <= _MAX_AHEAD_BYTES else _AHEAD_IN_PANEL_BYTES
+
+
+@jit
+def _in_groups(columns: _Columns, group: int) -> _Columns:
+    """Columns in which so many inputs share a scale."""
+    packed, unit_bytes, _, numbers, offsets, scales, biases, count = columns
+    return _Columns(packed, unit_bytes, group, numbers, offsets, scales, biases, count)
+
+
+_as_stored, _of_forms = jit(_product_as_stored), jit(_product_of_forms)
+_WIDENED: tuple[object, ...] = (types.uint16, types.int16) if widens_ahead() else ()
+_IN_FP8 = _product_of_wide_forms if widens_ahead() else _product_of_forms
+_PRODUCTS = dict.fromkeys(_WIDENED, _product_widened)
+_PRODUCTS[types.boolean] = _IN_FP8
+select_by_dtype(vector_product, _PRODUCTS, _product_as_stored)
 
 
 @jit

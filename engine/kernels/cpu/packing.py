@@ -8,7 +8,7 @@ import torch
 from numpy.typing import DTypeLike
 from torch import Tensor
 
-from engine.kernels.cpu.arguments import Array, Int32s, Weights
+from engine.kernels.cpu.arguments import Array, Int32s, Int64s, Weights
 from engine.kernels.cpu.buffers import aligned, round_up
 from engine.kernels.cpu.machine import (
     CACHE_LINE_BYTES,
@@ -17,10 +17,13 @@ from engine.kernels.cpu.machine import (
     FP8_FACTOR,
     GROUP,
     HALF_BYTES,
+    IN_BF16,
+    IN_FP32,
     LEVELS,
     PAIR,
     PANEL,
     UNIT,
+    VECTOR_BYTES,
     ZERO_POINT,
     knows_bf16,
     knows_vnni,
@@ -33,6 +36,7 @@ from engine.kernels.cpu.nibbles import (
     bytes_per_input,
     panel_bytes,
 )
+from engine.kernels.cpu.tiles import form_bytes
 
 DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.float32: np.float32,
@@ -43,7 +47,7 @@ DTYPES: Mapping[torch.dtype, DTypeLike] = {
     torch.float8_e4m3fn: np.bool_,
 }
 """Types of weights, and the numpy types that stand for them: numba has neither fp16 nor bf16 on CPU, nor fp8. uint8 is
-int4.
+int4. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
 """
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
@@ -55,6 +59,7 @@ _INT8_DEPTH = 64
 class MatrixShape:
     """Columns (outputs) and inputs of a matrix. `gated`: its outputs are all gates, then all ups. `group`: inputs that
     share a scale, in int4; one of INT4_GROUPS. `numbers`: FOUR_BITS, in which LEVELS take as much room, or EIGHT_BITS.
+    `runs`, in fp8: how many units have one form, and that form (machine.py), one run after the other.
     """
 
     columns: int
@@ -62,6 +67,7 @@ class MatrixShape:
     gated: bool = False
     group: int = 0
     numbers: int = FOUR_BITS
+    runs: tuple[tuple[int, int], ...] = ()
 
     @property
     def padded_columns(self) -> int:
@@ -77,6 +83,7 @@ class Packer:
     """Packs matrices one by one into memory that is allocated for all of them."""
 
     def __init__(self, shapes: Sequence[MatrixShape], dtype: torch.dtype) -> None:
+        self.dtype = dtype
         self._shapes = shapes
         columns = [shape.padded_columns for shape in shapes]
         column_ends = np.cumsum([0, *columns])
@@ -94,6 +101,7 @@ class Packer:
             biases=np.zeros(column_ends[-1], np.float32),
             matrices=np.array(facts, np.int64),
             orders=np.empty(0, np.int32),
+            units=np.concatenate([np.empty((0, 2), np.int64), *map(_unit_table, shapes)]),
         )
 
     @property
@@ -104,18 +112,14 @@ class Packer:
     def put(self, index: int, weight: Tensor, *, scales: Tensor | None = None, bias: Tensor | None = None) -> None:
         """Pack matrix number `index`; its outputs become columns.
 
-        weight: [outputs, inputs] of the packer's dtype; scales, for int8 and fp8, and bias: fp32 [outputs].
+        weight: [outputs, inputs] of the packer's dtype; scales, for int8, and bias: fp32 [outputs].
         """
-        is_fp8 = weight.dtype == torch.float8_e4m3fn
-        weight = weight.view(torch.uint8) if is_fp8 else weight
         shape, depth = self._shapes[index], int(self._weights.matrices[index, 2])
         arrange = _interleave if shape.gated else _pad_columns
         weight = arrange(weight, shape.padded_columns)
         columns = self._put_bias(index, bias)
         target = self._target(index, shape.padded_columns * depth).view(weight.dtype)
-        if is_fp8 and scales is not None:
-            self._weights.scales[columns] = FP8_FACTOR * arrange(scales, shape.padded_columns).numpy()
-        elif scales is not None:
+        if scales is not None:
             weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
             self._weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
             self._weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
@@ -154,6 +158,30 @@ class Packer:
             octets = weight.view(num_panels, PANEL, -1, 2, GROUP).permute(3, 0, 2, 1, 4)
             torch.bitwise_or(octets[0], octets[1] << 4, out=packed)
 
+    def put_forms(
+        self, index: int, numbers: Tensor | None, octets: Tensor | None, scales: Tensor | None, bias: Tensor | None
+    ) -> None:
+        """Pack matrix number `index` of a model in fp8.
+
+        numbers: fp32 or bf16 [outputs, inputs], of which units that are not fp8 are packed; octets, e4m3 [outputs,
+        inputs], and scales, fp32 [outputs, groups], are for the others; bias: fp32 [outputs].
+        """
+        shape, first = self._shapes[index], 0
+        arrange = _interleave if shape.gated else _pad_columns
+        self._put_bias(index, bias)
+        given = (numbers, None if octets is None else octets.view(torch.uint8), scales)
+        arranged = [None if values is None else arrange(values, shape.padded_columns) for values in given]
+        target = self._target(index, _num_elements(shape, torch.float8_e4m3fn)).view(torch.uint8)
+        for count, form in shape.runs:
+            columns, size = slice(first * UNIT, (first + count) * UNIT), count * 2 * form_bytes(shape.inputs, form)
+            _put_run(target[:size].view(2 * count, -1), form, *(None if v is None else v[columns] for v in arranged))
+            target, first = target[size:], first + count
+
+    def multiply(self, index: int, factor: float) -> None:
+        """Multiply what products with matrix number `index` give, but for the bias."""
+        first, columns = self._weights.matrices[index, 1], self._shapes[index].padded_columns
+        self._weights.scales[first : first + columns] *= np.float32(factor)
+
     def put_order(self, index: int, order: Tensor) -> None:
         """Matrix number `index` was put with its inputs in this order: int [inputs], the input in each place."""
         self._orders.append(order.to(torch.int32).numpy())
@@ -182,9 +210,49 @@ def _row_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
 
 def _num_elements(shape: MatrixShape, dtype: torch.dtype) -> int:
     """Elements of a packed matrix."""
+    if dtype == torch.float8_e4m3fn:
+        return sum(count * 2 * form_bytes(shape.inputs, form) for count, form in shape.runs)
     if dtype != torch.uint8:
         return shape.padded_columns * _row_elements(shape, dtype)
     return shape.padded_columns // PANEL * panel_bytes(shape.num_groups, shape.group, bytes_per_input(shape.numbers))
+
+
+def unit_runs(columns: int, forms: Tensor, *, gated: bool) -> tuple[tuple[int, int], ...]:
+    """`MatrixShape.runs` of a matrix whose outputs have these forms, int64 [outputs]. A unit of several is in fp32."""
+    arrange, padded = _interleave if gated else _pad_columns, round_up(columns, UNIT)
+    units = arrange(forms + 1, padded).view(-1, UNIT)  # 0 stands for padding
+    most = units.amax(1)
+    least = torch.where(units == 0, most[:, None], units).amin(1)
+    of_units, counts = torch.unique_consecutive(torch.where(most == least, most - 1, IN_FP32), return_counts=True)
+    return tuple(zip(counts.tolist(), of_units.tolist(), strict=True))
+
+
+def _unit_table(shape: MatrixShape) -> Int64s:
+    """`Weights.units` of a matrix."""
+    sizes = np.repeat(
+        np.array([2 * form_bytes(shape.inputs, form) for _, form in shape.runs], np.int64),
+        counts := np.array([count for count, _ in shape.runs], np.int64),
+    )
+    forms = np.repeat(np.array([form for _, form in shape.runs], np.int64), counts)
+    return np.stack((np.cumsum(sizes) - sizes, forms), 1)
+
+
+def _put_run(target: Tensor, form: int, numbers: Tensor | None, octets: Tensor | None, scales: Tensor | None) -> None:
+    """Pack columns of one form into the bytes [panels, panel_bytes]."""
+    num_panels = len(target)
+    if form in (IN_FP32, IN_BF16):
+        assert numbers is not None
+        together = PAIR if form == IN_BF16 else 1
+        panels = numbers.view(num_panels, PANEL, -1, together).transpose(1, 2)
+        target.view(torch.bfloat16 if form == IN_BF16 else torch.float32).view(panels.shape).copy_(panels)
+        return
+    assert octets is not None
+    assert scales is not None
+    num_groups = -(-octets.shape[1] // form)
+    heads = target[:, : num_groups * VECTOR_BYTES].view(torch.float32).view(num_panels, num_groups, PANEL)
+    heads.copy_(FP8_FACTOR * scales[:, :num_groups].reshape(num_panels, PANEL, num_groups).transpose(1, 2))
+    body = target[:, num_groups * VECTOR_BYTES :].view(num_panels, -1, PANEL)
+    body.copy_(octets.view(num_panels, PANEL, -1).transpose(1, 2))
 
 
 def operand_dtypes(weights: Weights) -> tuple[DTypeLike, DTypeLike]:

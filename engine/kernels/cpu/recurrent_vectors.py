@@ -25,8 +25,8 @@ from engine.kernels.cpu.compiler import (
     constant,
     emitted,
 )
+from engine.kernels.cpu.finish import gated_silu, sigmoid_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, VECTOR_BYTES
-from engine.kernels.cpu.tiles import gated_silu, sigmoid_of
 
 _INTP = types.intp
 

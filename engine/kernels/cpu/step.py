@@ -13,6 +13,8 @@ from engine.kernels.cpu.adapters import (
     GATE_UP_SITE,
     OUTPUT_SITE,
     QKV_SITE,
+    RECURRENT_IN_SITE,
+    RECURRENT_OUT_SITE,
     changes_site,
     expand,
     norm_and_shrink,
@@ -40,6 +42,7 @@ from engine.kernels.cpu.experts import (
     put_copies,
     put_inner,
 )
+from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
 from engine.kernels.cpu.latent import (
     project_queries,
@@ -78,8 +81,7 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.stored import Addresses, Kinds, kernel, load
-from engine.kernels.cpu.tiles import ADD, GATE, STORE
+from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 from engine.kernels.cpu.vectors import address
 
 _INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _, *_BESIDE = range(9)
@@ -87,7 +89,7 @@ _MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
 _ONE = np.float32(1.0)
 
 
-@kernel
+@Kernel
 def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
     ModelConstants, ThreadMemory, StepBatch and Team.
@@ -162,15 +164,18 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
 
 @jit
 def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
-    """`_compute_attention` of a recurrence. There is one rank, which has no adapters. In a layer with both, attention
-    lets later rows go on.
+    """`_compute_attention` of a recurrence. There is one rank. In a layer with both, attention lets later rows go
+    on.
     """
     acts, part, is_scan = work.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
     rows, matrix = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
-    _put_inputs(model, work, rows, layer, QKV_SITE, matrix)
+    _put_inputs(model, work, rows, layer, RECURRENT_IN_SITE, matrix)
     finish_phase(team, NORM)
     product(work.operand, model.weights, matrix, Target(acts.projected, STORE), part)
     finish_phase(team, QKV)
+    if changes_site(work.adapted, layer, RECURRENT_IN_SITE):
+        expand(work.adapted, layer, RECURRENT_IN_SITE, acts.projected, rows)
+        finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
     if is_scan:
         _mix(model, work, layer, CONVOLVE, part)
@@ -228,12 +233,12 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
     """
     residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
     if model.kind.norms_inputs:
-        norm = Norm(model.norms[layer, _INPUT_NORM if site == QKV_SITE else _POST_NORM], model.eps)
+        norm = Norm(model.norms[layer, _POST_NORM if site == GATE_UP_SITE else _INPUT_NORM], model.eps)
         norm_rows(residual, norm, weights, matrix, operand, rows)
         norm_and_shrink(adapted, layer, site, residual, norm, rows)
     else:
         put_rows(residual, residual.shape[1], weights, matrix, operand, rows)
-        shrink(adapted, layer, site, residual, rows)
+        shrink(adapted, layer, site, residual, residual.shape[1], rows)
 
 
 @jit
@@ -245,16 +250,18 @@ def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) ->
         if model.kind.gates_attention:
             _gate_results(acts.mixed, acts.qkv, rows)
         put_rows(acts.mixed, model.widths[layer, 0], model.weights, matrices.output, operand, rows)
-        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, rows)
+        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, model.widths[layer, 0], rows)
         finish_phase(team, QUANTISE)
         _add_product(model, work, team, matrices.output)
         finish_phase(team, OUTPUT)
         _end_branch(model, work, rows, layer, OUTPUT_SITE)
     if model.are_recurrent[layer]:
         put_rows(acts.recurred, acts.recurred.shape[1], model.weights, matrices.recurrent_out, operand, rows)
+        shrink(adapted, layer, RECURRENT_OUT_SITE, acts.recurred, acts.recurred.shape[1], rows)
         finish_phase(team, QUANTISE)
         _add_product(model, work, team, matrices.recurrent_out)
         finish_phase(team, OUTPUT)
+        expand(adapted, layer, RECURRENT_OUT_SITE, acts.residual, rows)
 
 
 @jit
@@ -294,7 +301,7 @@ def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
     acts, operand, adapted = work.acts, work.operand, work.adapted
     rows, down = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
     put_rows(acts.inner, model.widths[layer, 1], model.weights, down, operand, rows)
-    shrink(adapted, layer, DOWN_SITE, acts.inner, rows)
+    shrink(adapted, layer, DOWN_SITE, acts.inner, model.widths[layer, 1], rows)
     finish_phase(team, QUANTISE)
     _add_product(model, work, team, down)
     finish_phase(team, DOWN)
@@ -365,7 +372,7 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
         expand(adapted, layer, site, acts.residual, rows)
 
 
-@kernel
+@Kernel
 def output_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
     """Compute logits from rows of the residual. Every thread of every rank runs this kernel, on ModelConstants,
     Operand, OutputRows and Team.

@@ -119,7 +119,7 @@ class Activations(NamedTuple):
 
 
 class ThreadMemory(NamedTuple):
-    """What one thread computes in."""
+    """The memory in which one thread computes."""
 
     acts: Activations
     operand: Operand
@@ -129,7 +129,7 @@ class ThreadMemory(NamedTuple):
 
 
 class StepBatch(NamedTuple):
-    """What the threads of a row share compute."""
+    """The tokens and states that the threads of a row share compute."""
 
     batch: Batch
     states: StateSteps

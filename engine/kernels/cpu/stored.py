@@ -139,7 +139,6 @@ class Kernel:
         return self._addresses[numbers]
 
 
-kernel = Kernel
 _NUMBERS = (types.UniTuple(types.int64, NUM_STORED), typeof(Range(0, 0)))
 _CALLED = (types.Tuple([types.TypeRef(types.none)] * NUM_STORED), *_NUMBERS)
 
@@ -164,5 +163,5 @@ def call(typing: TypingContext, job: NumbaType) -> Intrinsic:
 
 
 def job(kernel: Kernel, arguments: Sequence[Stored], layers: Range) -> Int64s:
-    """What `call` gets. The arguments must live until the call ends."""
+    """The argument of `call`. The stored arguments must live until the call ends."""
     return np.array([kernel.address_for(*arguments), *(each.at for each in arguments), *layers], np.int64)

@@ -1,14 +1,14 @@
-"""Matrix tiles in registers: the innermost loops of matrix products on vector units, and their end.
+"""Matrix tiles in registers: the innermost loops of matrix products on vector units. `finish.py` has their end.
 
-B is packed in panels of 16 columns: fp32, fp16 and fp8 as [depth][16], bf16 as [depth / 2][16][2], int8 as
+B is packed in panels of 16 columns: fp32 and fp16 as [depth][16], bf16 as [depth / 2][16][2], int8 as
 [depth / 4][16][4]. All CPUs, and AMX (`amx.py`), read this layout, so one packed weight serves batches of all sizes.
 fp16 becomes fp32 in registers, which is exact: results are those of the same numbers in fp32. So does bf16, unless the
-CPU multiplies bf16 itself; then A is rounded to bf16, too. fp8 becomes fp32 divided by FP8_FACTOR, which is part of the
-columns' scales. Bounds are not checked.
+CPU multiplies bf16 itself; then A is rounded to bf16, too. Bounds are not checked.
 
-The end of a product works on a tile of sums with two vectors of 16 columns: it applies scales and bias, then stores,
-adds or gates. The mode is a compile-time constant. STORE writes the results, ADD adds them to what is there. GATE reads
-the first vector as gates and the second as the values, and stores one vector, silu(gate) * up.
+fp8 has a scale for each group of inputs. A panel is [groups][16] scales in fp32, then [depth][16] bytes. They become
+fp32 divided by FP8_FACTOR, which is part of the scales, and are multiplied by these in registers: results are those of
+the dequantised numbers in fp32, to the bit. Other units of such a model are in bf16 or fp32; A is in fp32 for all of
+them.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,9 @@ from typing import NamedTuple
 from llvmlite import ir
 from numba import types
 
-from engine.kernels.cpu.arguments import Address, Matrix
+from engine.kernels.cpu.arguments import Matrix
 from engine.kernels.cpu.compiler import (
     BYTE_POINTER,
-    FLOAT,
     FLOATS,
     INT64,
     INTS,
@@ -39,19 +38,17 @@ from engine.kernels.cpu.compiler import (
 from engine.kernels.cpu.machine import (
     FLOAT_BYTES,
     HALF_BYTES,
+    IN_BF16,
+    IN_FP32,
     LANES,
-    LOG2_E,
     PAIR,
+    PANEL,
     TILE_ROWS,
     VECTOR_BYTES,
     knows_avx512,
     knows_bf16,
     knows_vnni,
 )
-
-STORE, ADD, GATE = range(3)
-FINISH_ROWS = 4
-"""Rows that are finished side by side. Sums and factors of this many rows are read, even past the last row."""
 
 _ROWS_AT_MEMORY_SPEED = 2
 _ROWS_IN_REGISTERS = 8  # with more rows in a tile, LLVM runs out of registers
@@ -93,7 +90,7 @@ def _arithmetic(element: NumbaType) -> _Arithmetic:
         return _PAIRS if knows_bf16() else _WIDENED_PAIRS
     if element == types.int8:
         return _BYTES if knows_vnni() else _WIDENED_BYTES
-    return {types.uint16: _HALVES, types.boolean: _OCTETS}.get(element, _FLOATS)
+    return {types.uint16: _HALVES, types.boolean: _OCTETS, types.uint32: _WIDENED_PAIRS}.get(element, _FLOATS)
 
 
 @emitted
@@ -127,33 +124,83 @@ def write_tile(
     size: tuple[int, int],
     element: NumbaType,
     ahead: Value | None = None,
+    group: Value | None = None,
 ) -> None:
     """Write the code of `multiply_tile` for a size of (rows, panels). Meanwhile the weights that lie `ahead` bytes
-    further are prefetched.
+    further are prefetched. `group`: inputs that share a scale, of fp8.
     """
     (num_rows, num_panels), arithmetic, builder = size, _arithmetic(element), emit.builder
     (a_at, a_step), (b_at, b_step), (out_at, out_step) = (emit.matrix(m) for m in emit.members(product, 3))
-    num_passes = builder.udiv(depth, INT64(arithmetic.numbers))
     # A core has fewer requests under way into its nearest cache than into the next one. They are enough for one or two
     # rows of fp32 or bf16, as measured (docs/performance-notes.md), and bring these weights nearer.
     to_l2 = num_rows > _ROWS_AT_MEMORY_SPEED or arithmetic.sums is INTS
     for some_rows, some_panels in _parts_in_registers(num_rows, num_panels, arithmetic):
         zeros = [constant(arithmetic.sums, 0)] * (len(some_rows) * len(some_panels))
-        with emit.loop(num_passes, zeros) as loop:
-            b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
-            panels_at = [emit.at(b_at, builder.add(b_row, builder.mul(b_step, INT64(j)))) for j in some_panels]
-            a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
-            loop.next[:] = loop.carried
-            for at in panels_at if ahead is not None and some_rows.start == 0 else ():
-                emit.prefetch(emit.at(at, ahead), to_l2=to_l2)
-            for number in range(arithmetic.numbers):
-                columns = [_weights(emit, at, arithmetic, number) for at in panels_at]
-                a = emit.at(a_column, number * FLOAT_BYTES), a_step
-                loop.next[:] = _multiply_column(emit, arithmetic, a, some_rows, columns, loop.next)
+        panels_at = [emit.at(b_at, builder.mul(b_step, INT64(j))) for j in some_panels]
+        part = _TilePart(arithmetic, (a_at, a_step), some_rows, ahead if some_rows.start == 0 else None, to_l2)
+        if group is None:
+            totals = _add_passes(emit, part, builder.udiv(depth, INT64(arithmetic.numbers)), panels_at, zeros)
+        else:
+            totals = _add_groups(emit, part, (depth, group), panels_at, zeros)
         places = ((row, panel) for row in some_rows for panel in some_panels)
-        for total, (row, panel) in zip(loop.next, places, strict=True):
+        for total, (row, panel) in zip(totals, places, strict=True):
             row_at = builder.mul(out_step, INT64(row))
             emit.store(total, emit.at(out_at, builder.add(row_at, INT64(panel * VECTOR_BYTES))))
+
+
+class _TilePart(NamedTuple):
+    """Some rows of a tile. `a`: a pointer at row 0, and the step; `ahead` and `to_l2`: where and how to prefetch."""
+
+    arithmetic: _Arithmetic
+    a: tuple[Value, Value]
+    rows: range
+    ahead: Value | None
+    to_l2: bool
+
+
+def _add_groups(
+    emit: Emitter, part: _TilePart, sizes: tuple[Value, Value], panels_at: list[Value], totals: list[Value]
+) -> list[Value]:
+    """As `_add_passes`, of all groups of panels in fp8. `sizes`: the depth, and the inputs that share a scale."""
+    builder, (depth, group), (a_at, a_step) = emit.builder, sizes, part.a
+    num_groups = builder.udiv(builder.add(depth, builder.sub(group, INT64(1))), group)
+    weights_at = [emit.at(at, builder.mul(num_groups, INT64(VECTOR_BYTES))) for at in panels_at]
+    with emit.loop(num_groups, totals) as loop:
+        first = builder.mul(loop.index, group)
+        left = builder.sub(depth, first)
+        count = builder.select(builder.icmp_signed("<", left, group), left, group)
+        scales = [emit.load(emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS) for at in panels_at]
+        own = part._replace(a=(emit.at(a_at, builder.mul(first, INT64(FLOAT_BYTES))), a_step))
+        now_at = [emit.at(at, builder.mul(first, INT64(LANES))) for at in weights_at]
+        loop.next = _add_passes(emit, own, count, now_at, loop.carried, scales)
+    return loop.next
+
+
+def _add_passes(
+    emit: Emitter,
+    part: _TilePart,
+    count: Value,
+    panels_at: list[Value],
+    totals: list[Value],
+    scales: list[Value] | None = None,
+) -> list[Value]:
+    """totals [rows * panels] and the products of `count` passes. `scales`: of the panels' columns."""
+    (arithmetic, (a_at, a_step), rows, ahead, to_l2), builder = part, emit.builder
+    with emit.loop(count, totals) as loop:
+        b_row = builder.mul(loop.index, INT64(arithmetic.panel_bytes))
+        now_at = [emit.at(at, b_row) for at in panels_at]
+        a_column = emit.at(a_at, builder.mul(loop.index, INT64(arithmetic.numbers * FLOAT_BYTES)))
+        loop.next[:] = loop.carried
+        if ahead is not None:
+            for at in now_at:
+                emit.prefetch(emit.at(at, ahead), to_l2=to_l2)
+        for number in range(arithmetic.numbers):
+            columns = [_weights(emit, at, arithmetic, number) for at in now_at]
+            if scales is not None:
+                columns = [emit.product(*pair) for pair in zip(columns, scales, strict=True)]
+            a = emit.at(a_column, number * FLOAT_BYTES), a_step
+            loop.next[:] = _multiply_column(emit, arithmetic, a, rows, columns, loop.next)
+    return loop.next
 
 
 def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int) -> Value:
@@ -174,25 +221,43 @@ def _weights(emit: Emitter, at: Value, arithmetic: _Arithmetic, number: int) -> 
 
 @emitted
 def widen_panels(
-    typing: TypingContext, packed: NumbaType, num_bytes: NumbaType, out: NumbaType, element: NumbaType
+    typing: TypingContext,
+    packed: NumbaType,
+    num_bytes: NumbaType,
+    scales: NumbaType,
+    out: NumbaType,
+    element: NumbaType,
 ) -> Intrinsic:
     """Convert panels to panels of fp32, with the numbers that `multiply_tile` makes of them in registers.
 
-    `num_bytes`: of the panels, which lie one behind the other. `element` is any element of them.
+    `num_bytes`: of the panels, which lie one behind the other. `scales`: of the columns, for fp8; else not read.
+    `element` is any element of the panels.
     """
     arithmetic = _arithmetic(element)
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        packed_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
+        packed_at, scales_at, out_at = emit.pointer(args[0]), emit.pointer(args[2]), emit.pointer(args[3])
+        scales = emit.load(scales_at, FLOATS) if arithmetic is _OCTETS else None
         with emit.loop(builder.udiv(args[1], INT64(arithmetic.panel_bytes)), []) as loop:
             at = emit.at(packed_at, builder.mul(loop.index, INT64(arithmetic.panel_bytes)))
             target = emit.at(out_at, builder.mul(loop.index, INT64(arithmetic.numbers * VECTOR_BYTES)))
             for number in range(arithmetic.numbers):
-                emit.store(_weights(emit, at, arithmetic, number), emit.at(target, number * VECTOR_BYTES))
+                widened = _weights(emit, at, arithmetic, number)
+                widened = widened if scales is None else emit.product(widened, scales)
+                emit.store(widened, emit.at(target, number * VECTOR_BYTES))
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 3, element), generate
+    return types.void(*[types.intp] * 4, element), generate
+
+
+def form_bytes(depth: int, form: int) -> int:
+    """Bytes of a panel of so many inputs in a model in fp8."""
+    if form == IN_FP32:
+        return depth * PANEL * FLOAT_BYTES
+    if form == IN_BF16:
+        return depth * PANEL * HALF_BYTES
+    return (depth + form - 1) // form * VECTOR_BYTES + depth * PANEL
 
 
 def _parts_in_registers(num_rows: int, num_panels: int, arithmetic: _Arithmetic) -> list[tuple[range, range]]:
@@ -271,109 +336,3 @@ def _multiply_row(
     )
     parts, per_vector = emit.members(results, count), count // len(totals)
     return [emit.joined(parts[i : i + per_vector]) for i in range(0, count, per_vector)]
-
-
-class SumRows(NamedTuple):
-    """The rows of a tile: contiguous sums, factors of the rows, and where the results go."""
-
-    sums: Address
-    factors: Address
-    out: Address
-    out_step: int
-    num_rows: int
-
-
-class ColumnData(NamedTuple):
-    """One number for each column. `offsets` is what the zero point of `a` added to int32 sums."""
-
-    offsets: Address
-    scales: Address
-    biases: Address
-
-
-class SumTile(NamedTuple):
-    """A tile of sums that waits to be finished."""
-
-    rows: SumRows
-    columns: ColumnData
-    num_panels: int  # panels left in the matrix; with 1, the second vector is padding
-
-
-class Finish:
-    """Writes the code that finishes rows of a SumTile."""
-
-    def __init__(self, emit: Emitter, tile: Value, mode: int, *, is_int8: bool) -> None:
-        self._emit, self._mode, self._is_int8 = emit, mode, is_int8
-        rows, columns, num_panels = emit.members(tile, 3)
-        sums, factors, out, self._out_step, self.num_rows = emit.members(rows, 5)
-        self._sums, self._factors, self._out = (emit.pointer(address) for address in (sums, factors, out))
-        self._has_both_panels = emit.builder.icmp_signed(">", num_panels, INT64(1))
-        pointers = [emit.pointer(address) for address in emit.members(columns, 3)]
-        vectors = (INTS if is_int8 else FLOATS, FLOATS, FLOATS)
-        self._columns = [
-            [emit.load(emit.at(p, panel * VECTOR_BYTES), vector) for p, vector in zip(pointers, vectors, strict=True)]
-            for panel in range(2)
-        ]
-
-    def group(self, first: Value) -> None:
-        """Write code that finishes up to FINISH_ROWS rows from `first` on; with AVX-512 without a branch."""
-        for row in (self._emit.builder.add(first, INT64(i)) for i in range(FINISH_ROWS)):
-            self._row(row, self._emit.builder.icmp_signed("<", row, self.num_rows))
-
-    def remaining(self, first: Value) -> None:
-        """Write code that finishes all rows from `first` on."""
-        builder = self._emit.builder
-        count = builder.sub(self.num_rows, first)
-        with builder.if_then(builder.icmp_signed(">", count, INT64(0)), likely=False):
-            groups = builder.sdiv(builder.add(count, INT64(FINISH_ROWS - 1)), INT64(FINISH_ROWS))
-            with self._emit.loop(groups, []) as loop:
-                self.group(builder.add(first, builder.mul(loop.index, INT64(FINISH_ROWS))))
-
-    def _row(self, row: Value, exists: Value) -> None:
-        emit, builder = self._emit, self._emit.builder
-        factor = emit.splat(emit.load(emit.at(self._factors, builder.mul(row, INT64(FLOAT_BYTES))), FLOAT))
-        sums = emit.at(self._sums, builder.mul(row, INT64(2 * VECTOR_BYTES)))
-        low, high = (self._scaled(emit.at(sums, i * VECTOR_BYTES), factor, i) for i in range(2))
-        out = emit.at(self._out, builder.mul(row, self._out_step))
-        if self._mode == GATE:
-            emit.store_if(exists, gated_silu(emit, low, high), out)
-            return
-        adds = self._mode == ADD
-        emit.store_if(exists, low, out, adds=adds)
-        emit.store_if(builder.and_(exists, self._has_both_panels), high, emit.at(out, VECTOR_BYTES), adds=adds)
-
-    def _scaled(self, sums: Value, factor: Value, panel: int) -> Value:
-        """(sum - offset) * scale * factor + bias."""
-        emit, builder = self._emit, self._emit.builder
-        offsets, scales, biases = self._columns[panel]
-        total = emit.load(sums, INTS if self._is_int8 else FLOATS)
-        if self._is_int8:
-            total = builder.sitofp(builder.sub(total, offsets) if knows_vnni() else total, FLOATS)
-        return emit.multiply_add(total, builder.fmul(scales, factor), biases)
-
-
-def gated_silu(emit: Emitter, gate: Value, up: Value) -> Value:
-    """silu(gate) * up, of vectors of 16 fp32 numbers."""
-    return sigmoid_of(emit, gate, emit.builder.fmul(gate, up))
-
-
-def sigmoid_of(emit: Emitter, x: Value, factor: Value) -> Value:
-    """factor / (1 + e^-x)."""
-    builder = emit.builder
-    exponent = builder.fmul(x, constant(FLOATS, -LOG2_E))
-    exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
-    divisor = builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0))
-    return builder.fmul(factor, emit.reciprocal(divisor))
-
-
-@emitted
-def finish_rows(typing: TypingContext, tile: NumbaType, mode: NumbaType, element: NumbaType) -> Intrinsic:
-    """Finish all rows of a SumTile. `mode` is a compile-time constant, `element` any element of the weights."""
-    is_int8 = element == types.int8
-
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        finish = Finish(Emitter(context, builder), args[0], mode.literal_value, is_int8=is_int8)
-        finish.remaining(INT64(0))
-        return context.get_dummy_value()
-
-    return types.void(tile, mode, element), generate

@@ -11,7 +11,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from structlog.testing import capture_logs
 
-from engine.loop import Engine, EngineLoop, LoopCallbacks
+from engine.loop import Engine, EngineLoop
 from engine.sequence import SequenceState
 from mesh.domain.errors import WorkerDraining
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
@@ -26,7 +26,7 @@ from tests.service.worker_rig import EngineRig
 from tests.unit.router.test_membership import INFO
 from tests.waiting import until
 from worker import runtime as runtime_module
-from worker.runtime import EngineReports, WorkerRuntime
+from worker.runtime import WorkerRuntime
 from worker.settings import WorkerSettings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -45,9 +45,11 @@ class Worker:
     def __init__(self, settings: WorkerSettings, membership: Membership, info: WorkerInfo) -> None:
         self.rig = EngineRig.make()
         self.engine = EngineLoop(
-            Engine(self.rig.scheduler, self.rig.runner), LoopCallbacks(lambda _: None, lambda _: self.rig.died.set())
+            Engine(self.rig.scheduler, self.rig.runner),
+            on_step=lambda _: None,
+            on_death=lambda _: self.rig.died.set(),
         )
-        self.runtime = WorkerRuntime(settings, info, EngineReports(self.engine))
+        self.runtime = WorkerRuntime(settings, info, self.engine)
         self.told_to_stop = asyncio.Event()
         self.next_role: WorkerRole | None = None
         self.may_drain = asyncio.Event()
@@ -71,7 +73,7 @@ class Worker:
         stopped = asyncio.create_task(self.stopped())
         try:
             self.next_role = await self.runtime.serve(
-                services=(), drained=self.drained, stopped=stopped, engine=self.engine, engine_died=self.rig.died
+                services=(), drained=self.drained, stopped=stopped, engine_died=self.rig.died
             )
         finally:
             stopped.cancel()

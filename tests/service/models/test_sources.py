@@ -81,6 +81,7 @@ def test_a_folder_is_itself(tmp_path: Path) -> None:
         (__file__, "", r"test_sources\.py is a file: name the folder that it is in"),
         ("{tmp}", "v1", "revision is for models on the Hugging Face hub"),
         ("s3://", "", "names no bucket"),
+        ("~nobody-here/small", "", "there is no home folder for ~nobody-here"),
     ],
 )
 def test_names_that_mean_nothing(tmp_path: Path, name: str, revision: str, said: str) -> None:

@@ -88,8 +88,8 @@ async def status_of(
     return code
 
 
-class NoReports:
-    """A worker that has nothing to say."""
+class NoEngine:
+    """An engine that nobody reaches."""
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"{name} was reached without a credential")
@@ -102,7 +102,7 @@ async def worker_server(model_dir: Path) -> AsyncIterator[str]:
     info = WorkerInfo(
         "w", "w-1", WorkerRole.DECODE, "", "tiny", "t", FAKE_LAYOUT, 16, 4, num_blocks=16, max_model_len=64
     )
-    runtime = WorkerRuntime(settings, info, NoReports())
+    runtime = WorkerRuntime(settings, info, NoEngine())
     await runtime.server.start(["mesh.v1.Worker"])
     try:
         yield runtime.info.address

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.cores import OwnCores, SharedCores, make_core_table, threads_born_on
+from engine.cores import ComputeCores, SharedCores, make_core_table, threads_born_on
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import parse_cores
 from prefill_worker.settings import PrefillSettings
@@ -143,10 +143,10 @@ def settings(**values: str) -> PrefillSettings:
 
 
 def test_settings_say_with_whom_cores_are_shared(table: Path, tmp_path: Path) -> None:
-    assert isinstance(settings(cpu_list="0").compute_cores(), OwnCores)
+    assert type(settings(cpu_list="0").compute_cores()) is ComputeCores
     pair = {"cpu_list": "0-1", "lent_cores": "2"}
     assert settings(core_table=str(table), **pair).compute_cores().begin_step() == (2,)
-    assert isinstance(settings(core_table=str(tmp_path / "gone"), **pair).compute_cores(), OwnCores)
+    assert type(settings(core_table=str(tmp_path / "gone"), **pair).compute_cores()) is ComputeCores
     with pytest.raises(ConfigurationError, match="lent_cores"):
         settings(core_table=str(table), cpu_list="0-1").compute_cores()
     with pytest.raises(ConfigurationError, match="4 lines"):

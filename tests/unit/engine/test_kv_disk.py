@@ -403,7 +403,7 @@ def test_a_prompt_gets_its_evicted_blocks_back() -> None:
     for name, prompt in (("a", first), ("b", other)):
         run(scheduler, SequenceState(make_request(name, prompt, max_new_tokens=1)))
     again = SequenceState(make_request("again", first, max_new_tokens=1))
-    missing = scheduler.missing(again)
+    missing = scheduler.tables.missing(again)
     assert missing
     assert set(missing) <= set(kept.blocks)
     again.from_disk.update({block_hash: kept.blocks[block_hash] for block_hash in missing})
@@ -413,7 +413,7 @@ def test_a_prompt_gets_its_evicted_blocks_back() -> None:
     assert not again.from_disk
     scheduler.check_integrity()
     after = SequenceState(make_request("after", first, max_new_tokens=1))
-    assert scheduler.missing(after) == [], "restored blocks are indexed as any others"
+    assert scheduler.tables.missing(after) == [], "restored blocks are indexed as any others"
 
 
 def run(scheduler: Scheduler, sequence: SequenceState) -> None:

@@ -12,7 +12,8 @@ from structlog.testing import capture_logs
 from engine import loop as loop_module
 from engine.batch import ScheduledBatch
 from engine.block_pool import BlockPool
-from engine.loop import Engine, EngineLoop, LoopCallbacks, StepResult
+from engine.cores import ComputeCores
+from engine.loop import Engine, EngineLoop, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
@@ -25,7 +26,7 @@ from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_contin
 NUM_BLOCKS = 8
 
 
-class LendingCores:
+class LendingCores(ComputeCores):
     """Lends core 7 for the first step of each stretch of work; notes when there is nothing to compute."""
 
     def __init__(self) -> None:
@@ -59,9 +60,12 @@ class Rig:
         self.runner = FakeRunner(FakeKVStore(NUM_BLOCKS))
         config = SchedulerConfig(FAKE_LAYOUT.block_size, max_batch_tokens=64, max_num_seqs=4, max_model_len=200)
         self.scheduler = Scheduler(config, BlockPool(NUM_BLOCKS))
-        callbacks = LoopCallbacks(self.steps.put_nowait, self.death.set_result)
         self.cores = LendingCores()
-        self.loop = EngineLoop(Engine(self.scheduler, self.runner, cores=self.cores), callbacks)
+        self.loop = EngineLoop(
+            Engine(self.scheduler, self.runner, cores=self.cores),
+            on_step=self.steps.put_nowait,
+            on_death=self.death.set_result,
+        )
 
 
 @pytest_asyncio.fixture
@@ -93,7 +97,7 @@ class SilentDisk:
 
 async def test_a_silent_disk_holds_a_prompt_up_for_a_while_only(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop_module, "_MAX_FETCH_S", 0.05)
-    rig.scheduler.evicted = SilentDisk()
+    rig.scheduler.tables.evicted = SilentDisk()
     sequence = SequenceState(make_request("a", list(range(3 * FAKE_LAYOUT.block_size)), max_new_tokens=1))
     await asyncio.wait_for(rig.loop.fetch_evicted(sequence), 60)
     await rig.loop.call(lambda scheduler: scheduler.add(sequence))
@@ -130,7 +134,7 @@ async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) ->
         announced.append(first)
         rig.cores.wanted_back = True
 
-    engine = Engine(rig.scheduler, rig.runner, on_layers, rig.cores)
+    engine = Engine(rig.scheduler, rig.runner, on_layers=on_layers, cores=rig.cores)
     rig.scheduler.add(SequenceState(make_request("a", [1, 2, 3], max_new_tokens=3)))
     engine.step()
     assert rig.runner.lent_cores == [(7,), ()]

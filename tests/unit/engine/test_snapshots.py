@@ -36,7 +36,7 @@ class RecurrentLife(SchedulerLife):
         self.memory: dict[tuple[int, int], tuple[int, ...]] = {}  # (block, place) -> the tokens that it depends on
         self.disk: dict[bytes, Any] = {}
         self.scheduler.pool._on_evict = self.evict
-        self.scheduler.evicted = Disk(self.restore)
+        self.scheduler.tables.evicted = Disk(self.restore)
 
     def evict(self, block: int, block_hash: bytes) -> None:
         self.disk[block_hash] = [self.memory.get((block, place), ()) for place in range(-STATES, BLOCK)]
@@ -49,7 +49,7 @@ class RecurrentLife(SchedulerLife):
     def add_alike(self, common: int, tail: list[int]):
         """Prompts that begin alike, so that snapshots are found."""
         sequence = self.new_sequence([1] * common + tail, max_new=3)
-        sequence.from_disk.update(from_disk(self.disk, self.scheduler.missing(sequence)))
+        sequence.from_disk.update(from_disk(self.disk, self.scheduler.tables.missing(sequence)))
         self.scheduler.add(sequence)
         return sequence
 
@@ -240,7 +240,7 @@ def test_an_evicted_snapshot_comes_back_with_the_blocks_before_it(num_blocks: in
     ask(scheduler, first)
     ask(scheduler, list(range(100, 160)))
     sequence = SequenceState(make_request("again", [*first, *range(200, 210)], eos_token_ids=frozenset()))
-    sequence.from_disk.update(from_disk(disk, scheduler.missing(sequence)))
+    sequence.from_disk.update(from_disk(disk, scheduler.tables.missing(sequence)))
     scheduler.add(sequence)
     run_step(scheduler)
     assert (sequence.num_cached_tokens, len(filled)) == (20, STATES + num_tokens)

@@ -14,18 +14,11 @@ from pathlib import Path
 import pytest
 
 from kvtransfer.settings import TransferSettings
-from kvtransfer.transports import open_receive_transports, open_send_transports, shm
+from kvtransfer.transports import arena as arenas
+from kvtransfer.transports import open_receive_transports, open_send_transports
+from kvtransfer.transports.arena import HEADER_BYTES, Arena, open_arena, receive_fd, remove_orphans
 from kvtransfer.transports.base import Payload, TransportOffer
-from kvtransfer.transports.shm import (
-    HEADER_BYTES,
-    Arena,
-    ShmReceiveTransport,
-    ShmSendTransport,
-    open_arena,
-    open_sender,
-    receive_fd,
-    remove_orphans,
-)
+from kvtransfer.transports.shm import ShmReceiveTransport, ShmSendTransport, open_sender
 from mesh.domain.errors import ConfigurationError, TransferCorrupt, TransferFailed
 from tests.defects import Repaired
 from tests.waiting import until
@@ -48,10 +41,17 @@ def make_sender(settings: TransferSettings, max_chunk_bytes: int = PAGE) -> ShmS
     return transport
 
 
+def unix_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def orphan(directory: Path) -> Path:
     """A socket as a killed owner leaves it."""
     path = directory / f"tandem-kv-{os.urandom(16).hex()}"
-    with shm._address(str(directory), path.name) as address, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        arenas._address(str(directory), path.name) as address,
+        unix_socket() as listener,
+    ):
         listener.bind(address)
         listener.listen()
     return path
@@ -62,7 +62,10 @@ def handing_out(directory: Path, fd: int) -> Iterator[str]:
     """A sender of another make, whose socket hands out `fd`; yields its name."""
     name = f"tandem-kv-{'0' * 32}"
     loop = asyncio.get_running_loop()
-    with shm._address(str(directory), name) as address, socket.socket(socket.AF_UNIX) as listener:
+    with (
+        arenas._address(str(directory), name) as address,
+        unix_socket() as listener,
+    ):
         listener.bind(address)
         listener.listen()
 
@@ -77,12 +80,13 @@ def handing_out(directory: Path, fd: int) -> Iterator[str]:
 
 async def test_round_trip(settings: TransferSettings) -> None:
     sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
-    slot = await sender.acquire(100)
+    slot = await sender.slots.acquire(100)
     slot.buffer()[:] = bytes(range(100))
     source = await receiver.connect(sender.offer())
     assert source is not None
     assert bytes(source.fetch(slot.seal(), 100)) == bytes(range(100))
     source.close()
+    receiver.close()
     slot.release(is_acknowledged=True)
     sender.close()
     assert names(settings) == []
@@ -101,7 +105,7 @@ async def test_only_the_very_arena_is_opened(tmp_path: Path) -> None:
     opened = await open_arena(*good)
     assert opened is not None
     opened.close()
-    fd, connection = await receive_fd(good[0], arena.name)
+    fd, connection, _ = await receive_fd(good[0], arena.name)
     with connection, pytest.raises(OSError, match="Bad file descriptor"):
         os.write(fd, b"read-only")
     os.close(fd)
@@ -122,6 +126,15 @@ async def test_fifos_and_directories_do_not_block_or_break(tmp_path: Path) -> No
         assert await open_arena(str(tmp_path), f"tandem-kv-{digit * 32}", bytes(32), PAGE) is None
     assert remove_orphans(str(tmp_path)) == 0
     assert len(os.listdir(tmp_path)) == 3
+
+
+async def test_a_socket_of_an_older_make_is_passed_over_and_stays(tmp_path: Path) -> None:
+    name = f"tandem-kv-{'0' * 32}"
+    with arenas._address(str(tmp_path), name) as address, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen()
+        assert await open_arena(str(tmp_path), name, bytes(32), PAGE) is None
+        assert remove_orphans(str(tmp_path)) == 0
 
 
 async def test_a_file_that_could_be_cut_short_is_never_mapped(tmp_path: Path) -> None:
@@ -146,7 +159,7 @@ async def test_a_file_that_could_be_cut_short_is_never_mapped(tmp_path: Path) ->
 
 async def test_nobody_can_cut_an_arena_short(settings: TransferSettings) -> None:
     sender = make_sender(settings)
-    fd, connection = await receive_fd(settings.shm_dir, sender.offer().arena)
+    fd, connection, _ = await receive_fd(settings.shm_dir, sender.offer().arena)
     with connection, pytest.raises(PermissionError):
         os.truncate(f"/proc/self/fd/{fd}", HEADER_BYTES + 5)
     os.close(fd)
@@ -156,7 +169,7 @@ async def test_nobody_can_cut_an_arena_short(settings: TransferSettings) -> None
 async def test_a_sender_that_hands_out_nothing_is_passed_over(
     settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.transports.shm._CONNECT_S", 0.05)
+    monkeypatch.setattr("kvtransfer.transports.arena._CONNECT_S", 0.05)
     sender = make_sender(settings)
     monkeypatch.setattr(socket, "send_fds", lambda connection, *_: connection.send(b"\0"))
     assert await ShmReceiveTransport(settings).connect(sender.offer()) is None
@@ -167,7 +180,7 @@ async def test_a_sender_that_hands_out_nothing_is_passed_over(
 
 async def test_an_arena_stays_mapped_between_transfers(settings: TransferSettings) -> None:
     sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
-    slot = await sender.acquire(4)
+    slot = await sender.slots.acquire(4)
     slot.buffer()[:] = b"good"
     for _ in range(2):  # the second time the sender is not asked
         source = await receiver.connect(sender.offer())
@@ -183,15 +196,14 @@ async def test_an_arena_stays_mapped_between_transfers(settings: TransferSetting
 
 async def test_an_arena_is_unmapped_when_its_sender_has_gone_and_nobody_reads_it(settings: TransferSettings) -> None:
     sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
-    slot = await sender.acquire(4)
+    slot = await sender.slots.acquire(4)
     slot.buffer()[:] = b"good"
-    payload = slot.seal()
+    payload, name = slot.seal(), sender.offer().arena
     source = await receiver.connect(sender.offer())
     assert source is not None
     slot.release(is_acknowledged=False)
     sender.close()
-    for _ in range(3):
-        await asyncio.sleep(0)
+    await until(lambda: receiver._arenas.get(name) is None)
     assert bytes(source.fetch(payload, 4)) == b"good"
     source.close()
     assert len(receiver._arenas) == 0
@@ -209,16 +221,16 @@ async def test_a_receiver_that_goes_leaves_no_connection(settings: TransferSetti
     source = await receiver.connect(sender.offer())
     assert source is not None
     source.close()
-    assert len(sender._arena._receivers) == 1
+    assert len(sender._arena.links) == 1
     receiver.close()
-    await until(lambda: not sender._arena._receivers)
+    await until(lambda: not sender._arena.links)
     sender.close()
 
 
 async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
     settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvtransfer.transports.shm._NO_ROOM_S", 0.2)
+    monkeypatch.setattr("kvtransfer.transports.arena._NO_ROOM_S", 0.2)
     num_tries = 0
     hand_out = Arena._hand_out
 
@@ -231,8 +243,8 @@ async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
     sender = make_sender(settings)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with (
-        shm._address(settings.shm_dir, sender.offer().arena) as address,
-        socket.socket(socket.AF_UNIX) as connection,
+        arenas._address(settings.shm_dir, sender.offer().arena) as address,
+        unix_socket() as connection,
     ):
         connection.connect(address)
         first_free = os.dup(0)
@@ -243,7 +255,7 @@ async def test_without_descriptors_a_receiver_waits_and_the_loop_does_not_spin(
             assert num_tries == 1
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        await until(lambda: bool(sender._arena._receivers))
+        await until(lambda: bool(sender._arena.links))
         _, fds, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
         os.close(*fds)
     sender.close()
@@ -258,7 +270,8 @@ async def test_offers_of_absurd_size_are_declined(settings: TransferSettings, ar
 async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettings) -> None:
     sender = make_sender(settings)
     offer = sender.offer()
-    source = await ShmReceiveTransport(settings).connect(offer)
+    receiver = ShmReceiveTransport(settings)
+    source = await receiver.connect(offer)
     assert source is not None
     for offset in (0, HEADER_BYTES - 1, offer.arena_bytes - 9, offer.arena_bytes, 2**64 - 1):
         with pytest.raises(TransferCorrupt):
@@ -268,17 +281,18 @@ async def test_offsets_outside_of_the_arena_are_refused(settings: TransferSettin
     source.close()
     with pytest.raises(TransferFailed):
         source.fetch(Payload(arena_offset=HEADER_BYTES), 10)
+    receiver.close()
     sender.close()
 
 
 async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(settings: TransferSettings) -> None:
     sender = make_sender(settings)
     assert sender.slots.num_slots == 2
-    held = [await sender.acquire(10), await sender.acquire(PAGE)]
+    held = [await sender.slots.acquire(10), await sender.slots.acquire(PAGE)]
     order: list[int] = []
 
     async def wait_for_slot(number: int) -> None:
-        slot = await sender.acquire(10)
+        slot = await sender.slots.acquire(10)
         order.append(number)
         slot.release(is_acknowledged=True)
 
@@ -292,14 +306,14 @@ async def test_waiters_get_slots_in_order_and_cancelled_ones_leave_nothing(setti
     held[1].release(is_acknowledged=True)
     assert sender.slots.num_free == 2
     with pytest.raises(TransferFailed, match="does not fit"):
-        await sender.acquire(PAGE + 1)
+        await sender.slots.acquire(PAGE + 1)
     sender.close()
 
 
 async def test_an_arena_has_room_for_the_largest_chunk(settings: TransferSettings) -> None:
     sender = make_sender(settings, 5 * PAGE + 1)
     assert sender.slots.num_slots == 1
-    (await sender.acquire(5 * PAGE + 1)).release(is_acknowledged=True)
+    (await sender.slots.acquire(5 * PAGE + 1)).release(is_acknowledged=True)
     sender.close()
 
 

@@ -147,7 +147,8 @@ def test_output_round_trip() -> None:
 
 
 def test_worker_round_trip() -> None:
-    layout = KVLayout("fp", 2, 4, 8, 16, "float32", state_blocks=3, keys_are_values=True, windows=(0, 128))
+    facts = {"state_blocks": 3, "keys_are_values": True, "windows": (0, 128), "windows_are_chunks": True}
+    layout = KVLayout("fp", 2, 4, 8, 16, "float32", **facts)
     endpoints = (KVEndpoint("h:2", KVSpan(Span(0, 1), Span(0, 4))), KVEndpoint("h:3", KVSpan(Span(1, 1), Span(0, 4))))
     for role in WorkerRole:
         info = WorkerInfo("w", "i", role, "h:1", "m", "t", layout, 512, 64, 100, 2048, "cpu", 7, kv_endpoints=endpoints)

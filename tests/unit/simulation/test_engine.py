@@ -60,14 +60,17 @@ def test_steps_of_decodes_are_taken_at_once() -> None:
 
 
 def test_a_sequence_holds_the_blocks_of_its_state() -> None:
-    """Two sequences of 7 blocks fit without states; of 17 blocks each, the second waits for the first."""
+    """Two sequences of 7 blocks fit without states; of 17 blocks each, the second waits for the first. With three
+    groups of layers it has to wait, too, unless two of these see 16 tokens only.
+    """
 
     def work(watched: Watched) -> None:
         watched.add(sequence("a", 100, 51))
         watched.add(sequence("b", 100, 51))
 
-    for state_blocks, most in ((0, 2), (10, 1)):
-        watched = run(replace(NO_CONTEXT, num_blocks=33, state_blocks=state_blocks), work, {})
+    windows = [({"windows": (0, *[seen] * 2)}, most) for seen, most in ((999, 1), (16, 2))]
+    for facts, most in (({}, 2), ({"state_blocks": 10}, 1), *windows):
+        watched = run(replace(NO_CONTEXT, num_blocks=33, **facts), work, {})
         assert max(len(tokens) for _, tokens in watched.steps) == most
         assert sum(sum(tokens.values()) for _, tokens in watched.steps) == 102
 

@@ -8,7 +8,7 @@ from structlog.testing import capture_logs
 
 from engine.loop import Busy
 from mesh.domain.errors import ConfigurationError
-from worker.runtime import StallWatch
+from worker.runtime import watch_stalls
 from worker.settings import WorkerSettings
 
 
@@ -46,7 +46,7 @@ async def changes(engine: Engine) -> AsyncIterator[list[bool]]:
     async def hear(is_stalled: bool) -> None:
         heard.append(is_stalled)
 
-    watch = asyncio.create_task(StallWatch(engine, stall_after_s=0.05, wedged_exit_s=60, on_change=hear).run())
+    watch = asyncio.create_task(watch_stalls(engine, stall_after_s=0.05, wedged_exit_s=60, on_change=hear))
     yield heard
     watch.cancel()
 
@@ -86,9 +86,7 @@ async def test_beyond_hope(engine: Engine, wedged_exit_s: float, ends: bool) -> 
     async def hear(is_stalled: bool) -> None:
         pass
 
-    watch = asyncio.create_task(
-        StallWatch(engine, stall_after_s=0.05, wedged_exit_s=wedged_exit_s, on_change=hear).run()
-    )
+    watch = asyncio.create_task(watch_stalls(engine, stall_after_s=0.05, wedged_exit_s=wedged_exit_s, on_change=hear))
     await engine.be_looked_at(Busy(29.9, 1))
     assert not watch.done()
     engine.now = Busy(30.0, 1)

@@ -1,0 +1,236 @@
+"""BlockTables: the blocks that sequences hold, from the slot that they get to their end. No tensors.
+
+The scheduler says which sequence gets blocks; this file says which ones, and when each is freed:
+
+    admit, reserve   blocks for all tokens of a sequence: cached ones (PrefixCache, Windows), those that were kept when
+                     they were evicted, and others. In groups of layers with a window, those that are seen
+    share            the blocks of another choice of the same prompt (CopyOnWrite)
+    grow             blocks for the next token, or for drafts
+    publish          full blocks and snapshots become findable: prefix cache
+    trim             frees blocks of wrong drafts, and those behind windows
+    free             frees all
+
+The first entries of a table are the blocks of a recurrent state, if the model has one (`state_blocks`). Entries for
+tokens follow, see KVGroups.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from engine.block_pool import BlockPool
+from engine.block_sharing import CopyOnWrite, PrefixCache
+from engine.sequence import BlockPayloads, SequenceState
+from engine.settings import SchedulerConfig
+from engine.snapshots import Snapshots
+from engine.windows import Windows
+from mesh.domain.kv import BlockHash, group_hash
+from mesh.domain.kv_groups import NO_BLOCK
+
+
+class EvictedBlocks(Protocol):
+    """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
+
+    def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
+        """Start to read blocks that `BlockTables.missing` names: those up to the first one that is not there, and
+        without which later ones are worth nothing. Any thread may call it.
+        """
+        ...
+
+    def restore(self, block_ids: Sequence[int], payloads: Sequence[bytes]) -> None:
+        """Copy payloads into blocks of the cache."""
+        ...
+
+    def close(self) -> None:
+        """Keep what was evicted so far. Called once, at the end."""
+        ...
+
+
+class BlockTables:
+    """The block tables of one scheduler. `evicted` keeps the blocks that the pool evicts, if anything does. `windows`,
+    `copies` and `snapshots` are also told what a step computes.
+
+    `admit` and `reserve` return False, and change nothing, if too few blocks would be left for the running sequences
+    `beside` to grow into, so that a newcomer is not preempted at once, and for `next_in_line`, which waits for longer.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, evicted: EvictedBlocks | None) -> None:
+        self.evicted = evicted
+        self._pool = pool
+        self._groups = config.groups
+        self._state_blocks = config.state_blocks
+        self.windows = Windows(pool, self._groups, config.max_batch_tokens)
+        self.copies = CopyOnWrite(pool, self._groups, config.state_blocks)
+        self._prefixes = PrefixCache(
+            pool, self._groups, config.prefix_caching, config.whole_prompts, config.state_blocks
+        )
+        self.snapshots = Snapshots(pool, config.block_size, config.state_blocks if config.prefix_caching else 0)
+
+    def max_tokens(self, max_model_len: int) -> int:
+        """The length of the longest sequence that fits, if it is alone."""
+        num_blocks = self._pool.num_blocks - self._state_blocks
+        return self._groups.max_tokens_in(num_blocks, self.windows.step_tokens, max_model_len)
+
+    def missing(self, sequence: SequenceState) -> list[BlockHash]:
+        """Hashes of the sequence's reusable blocks from the first one that it cannot use as it is here; with groups,
+        those of all groups of each position. b"" for blocks that are here.
+        """
+        hashes = self._prefixes.reusable(sequence)
+        if self._state_blocks:
+            return self.snapshots.missing(hashes)
+        count, num_matched = self._groups.count, len(self.windows.match(hashes)) // self._groups.count
+        names = [group_hash(each, group) for each in hashes[num_matched:] for group in range(count)]
+        return [name if self._pool.find(name) is None else b"" for name in names]
+
+    # -- a sequence gets blocks --------------------------------------------------------------------------------------
+
+    def reserve(
+        self, sequence: SequenceState, beside: Collection[SequenceState], next_in_line: SequenceState | None
+    ) -> bool:
+        """Allocate blocks for the whole prompt of a sequence whose KV another worker will send."""
+        hashes, last = self._prefixes.hashes(sequence), sequence.num_tokens - 1
+        if self._state_blocks:  # the last token is computed once more, and writes to its block
+            hashes = hashes[: last // self._groups.block_size]
+        matched = self.windows.match(hashes, last, sequence.from_disk)
+        return self._take(sequence, hashes, matched, self._num_kept(beside, next_in_line), last_seen=last)
+
+    def admit(
+        self, sequence: SequenceState, beside: Collection[SequenceState], next_in_line: SequenceState | None
+    ) -> bool:
+        """Allocate blocks for a sequence that is computed here."""
+        hashes, num_kept = self._prefixes.reusable(sequence), self._num_kept(beside, next_in_line)
+        if self._state_blocks and self.evicted is not None:
+            self.snapshots.restore(sequence, hashes, self.evicted.restore)
+        if not self._state_blocks:
+            return self._take(sequence, hashes, self.windows.match(hashes, kept=sequence.from_disk), num_kept)
+        matched = self.windows.match(hashes)
+        reused = self.snapshots.find(hashes[: len(matched)])
+        snapshot = self._pool.snapshot(hashes[reused - 1]) if reused else ()
+        # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
+        if not self._take(sequence, hashes, matched[:reused], num_kept, snapshot) and not (
+            reused and self._take(sequence, hashes, [], num_kept)
+        ):
+            return False
+        self.snapshots.begin(sequence, len(matched))
+        return True
+
+    def _num_kept(self, beside: Collection[SequenceState], next_in_line: SequenceState | None) -> int:
+        """Blocks that a newcomer must leave free."""
+        num_kept = self._headroom(beside) + self.windows.num_promised(beside)
+        if next_in_line is not None:
+            num_tokens, step_tokens = next_in_line.num_tokens, self.windows.step_tokens
+            num_kept += self._state_blocks + self._groups.num_blocks_at_once(num_tokens, step_tokens)
+        return num_kept
+
+    def _headroom(self, running: Collection[SequenceState]) -> int:
+        return len(running) * self._groups.count
+
+    def _take(
+        self,
+        sequence: SequenceState,
+        hashes: list[BlockHash],
+        matched: Sequence[int | None],
+        num_kept: int,
+        snapshot: Sequence[int] = (),
+        last_seen: int | None = None,
+    ) -> bool:
+        """Give a sequence the blocks `matched` by `hashes`, and others for the rest of its tokens; False, and no
+        change, if fewer than `num_kept` would be left. Its state begins as the one in `snapshot`. `last_seen`: the
+        token whose window counts, see `Windows.match`.
+        """
+        num_tokens, states = sequence.num_tokens, self._state_blocks
+        num_reused = len(matched) // self._groups.count
+        num_cached_tokens = num_reused * self._groups.block_size
+        unheld = self.windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
+        num_restored, held = matched.count(None), [each for each in matched if each is not None]
+        num_missing = states + num_restored + sum(unheld)
+        if last_seen is None:
+            num_kept += self.windows.num_passing(num_tokens, num_cached_tokens)
+        if num_missing > self._pool.num_allocatable_beside([*held, *snapshot]) - num_kept:
+            return False
+        self._pool.hold([*held, *snapshot, *[NO_BLOCK] * unheld.count(False)])
+        own = self._pool.allocate(num_missing) or []
+        remaining = iter(own[states:])
+        begin = [next(remaining) if each is None else each for each in matched] if num_restored else held
+        others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
+        sequence.block_table += own[:states] + begin + others
+        self.copies.begin_as(snapshot, sequence, own[: len(snapshot)])
+        self._restore(sequence, hashes, [place for place, each in enumerate(matched) if each is None])
+        sequence.block_hashes = hashes[:num_reused]
+        sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
+        return True
+
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], places: list[int]) -> None:
+        """Fill the sequence's blocks at these places in the table of its tokens with what was kept of them."""
+        kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
+        if self.evicted is not None and places:
+            blocks = [sequence.block_table[self._state_blocks + place] for place in places]
+            names = [group_hash(hashes[place // self._groups.count], place % self._groups.count) for place in places]
+            self.evicted.restore(blocks, [kept[name] for name in names])
+            for block_id, name in zip(blocks, names, strict=True):
+                self._pool.publish(block_id, name)
+
+    def share(self, fork: SequenceState, origin: SequenceState) -> bool:
+        """Give a fork the blocks of its origin, see `CopyOnWrite.share`. False, and no change, if no block is free."""
+        if not self.copies.share(fork, origin):
+            return False
+        self.windows.free_behind(fork)
+        return True
+
+    # -- a sequence is computed --------------------------------------------------------------------------------------
+
+    def grow(self, sequence: SequenceState) -> bool:
+        """Allocate blocks for the next token if needed. False if too few are free now."""
+        while len(sequence.block_table) < self._num_entries(sequence):
+            blocks = self._pool.allocate(self._groups.count)
+            if blocks is None:
+                return False
+            sequence.block_table += blocks
+        return True
+
+    def grow_for_drafts(self, sequence: SequenceState, num_drafts: int, running: Collection[SequenceState]) -> int:
+        """Allocate blocks for up to `num_drafts` draft tokens; returns how many fit. Drafts leave what the `running`
+        sequences are going to need.
+        """
+        size, count, states = self._groups.block_size, self._groups.count, self._state_blocks
+        num_positions = self._groups.num_positions(sequence.num_tokens + num_drafts)
+        num_missing = num_positions - (len(sequence.block_table) - states) // count
+        num_new = max(0, min(num_missing, (self._pool.num_free - self._headroom(running)) // count))
+        if num_new > 0:
+            sequence.block_table += self._pool.allocate(num_new * count) or []
+        return min(num_drafts, (len(sequence.block_table) - states) // count * size - sequence.num_tokens)
+
+    def publish(self, sequence: SequenceState, end: int) -> None:
+        """Make blocks findable that have become full, and the snapshot that a step up to position `end` has taken."""
+        self._prefixes.publish(sequence)
+        self.snapshots.publish(sequence, end)
+
+    def trim(self, sequence: SequenceState) -> None:
+        """Free blocks of drafts that were wrong, and those that no later token sees."""
+        needed = self._num_entries(sequence)
+        if len(sequence.block_table) > needed:
+            self._pool.free(sequence.block_table[needed:])
+            del sequence.block_table[needed:]
+        self.windows.free_behind(sequence)
+
+    def free(self, sequence: SequenceState) -> None:
+        """Free all that a sequence holds."""
+        self.copies.drop(sequence)
+        self.snapshots.end(sequence)
+        request = sequence.request
+        self._pool.free(sequence.block_table, request.cache_namespace, request.cache_hints)
+        sequence.block_table.clear()
+
+    def unverified(self, sequence: SequenceState) -> list[int]:
+        """The blocks into which a transfer writes the KV of a reserved sequence."""
+        num_shared = sequence.num_cached_tokens // self._groups.block_size * self._groups.count
+        states, table = self._state_blocks, sequence.block_table
+        return [*table[:states], *table[states + num_shared :]]
+
+    def check_integrity(self, holders: Iterable[SequenceState]) -> None:
+        """Raise ValueError unless these sequences account for every held block."""
+        self._pool.check_integrity([self.windows.kept, *(sequence.held_blocks for sequence in holders)])
+
+    def _num_entries(self, sequence: SequenceState) -> int:
+        """Length of the table for all tokens that the sequence has."""
+        return self._state_blocks + self._groups.num_positions(sequence.num_tokens) * self._groups.count

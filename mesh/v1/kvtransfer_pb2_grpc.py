@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class KvTransferStub:
-    """Prefill worker to decode worker. Served by the decode worker; one call per transfer.
+    """Prefill worker to decode worker. Served by the decode worker; one call per transfer. On one machine later
+    conversations may carry the same messages over a Unix socket instead.
     """
 
     def __init__(self, channel):
@@ -43,7 +44,8 @@ class KvTransferStub:
 
 
 class KvTransferServicer:
-    """Prefill worker to decode worker. Served by the decode worker; one call per transfer.
+    """Prefill worker to decode worker. Served by the decode worker; one call per transfer. On one machine later
+    conversations may carry the same messages over a Unix socket instead.
     """
 
     def Push(self, request_iterator, context):
@@ -74,7 +76,8 @@ def add_KvTransferServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class KvTransfer:
-    """Prefill worker to decode worker. Served by the decode worker; one call per transfer.
+    """Prefill worker to decode worker. Served by the decode worker; one call per transfer. On one machine later
+    conversations may carry the same messages over a Unix socket instead.
     """
 
     @staticmethod

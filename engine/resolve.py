@@ -223,7 +223,7 @@ def _is_compiled(settings: RunnerSettings, config: AnyConfig) -> bool:
 def _why_not_packed(settings: RunnerSettings, config: AnyConfig, quantize: str) -> str | None:
     """The reason why matrices in int4 or fp8 cannot be multiplied as such, or None."""
     if quantize == "fp8" and read_partition(settings.model_dir) is None and not _has_fp8(settings, config):
-        return "no matrix of the checkpoint is in fp8 (e4m3) with scales for whole outputs, groups or blocks"
+        return "the matrices of the checkpoint are not in fp8 (e4m3) with scales for whole outputs, groups or blocks"
     return _why_eager_unresolved(replace(settings, quantize=quantize), config)
 
 

@@ -104,7 +104,7 @@ def test_what_is_dequantised(quantized: Quantized, form: str, changes: dict[str,
 
 
 def test_other_checkpoints_are_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(ConfigurationError, match=r"no matrix of the checkpoint is in fp8 \(e4m3\)"):
+    with pytest.raises(ConfigurationError, match=r"the matrices of the checkpoint are not in fp8 \(e4m3\)"):
         resolve(settings(checkpoint("llama"), quantize="fp8"))
 
 

@@ -133,14 +133,14 @@ def test_an_order_has_the_numbers_of_the_file(quantized: Quantized) -> None:
     """To the bit those that the dequantised matrix has; each output of every matrix."""
     model_dir = quantized("gptq-32-order")
     specs = parameter_specs(load_decoder_config(model_dir))
-    stored = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32, "int4"))
+    in_int4 = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32, "int4"))
     floats = load_weights(model_dir, specs, WeightsTarget(torch.device("cpu"), torch.float32))
     for name in ("qkv", "o", "gate_up", "down"):
-        matrix, expected = stored.take_linear(f"layers.1.{name}"), floats.take_linear(f"layers.1.{name}").weight
+        matrix, expected = in_int4.take_linear(f"layers.1.{name}"), floats.take_linear(f"layers.1.{name}").weight
         assert matrix.order is not None
         assert matrix.scales is not None
         assert matrix.zeros is not None
-        group_of = torch.arange(expected.shape[1]) // stored.group
+        group_of = torch.arange(expected.shape[1]) // in_int4.stored.group
         found = (matrix.weight.float() - matrix.zeros[:, group_of]) * matrix.scales[:, group_of]
         assert torch.equal(found, expected[:, matrix.order])
 

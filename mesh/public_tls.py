@@ -23,7 +23,7 @@ class PublicTlsSettings:
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext:
-    """What an HTTP server with this certificate needs. Raises ConfigurationError."""
+    """TLS of an HTTP server with this certificate. Raises ConfigurationError."""
     for path in (cert, key):
         read_pem(path)
     host_in(cert, key)

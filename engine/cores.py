@@ -17,6 +17,10 @@ moment, they share cores for that one step. A worker that died in a step keeps c
 
 The wait pays off: the threads of a step synchronise hundreds of times, so one thread on a shared core slows down all
 of them. Without the wait such a step took two to four times as long.
+
+For the same reason a worker leaves lent cores alone for some decode steps after one in which it waited for a third of
+the time: other processes use its own cores or the lent ones, and alone it waits for its own ones only. Steps with
+prompts are divided by rows, whose threads do not meet, so they always take what is lent.
 """
 
 import contextlib
@@ -37,12 +41,14 @@ _LINE_WORDS = 8  # 64 bytes, a cache line: no false sharing between workers
 _TRUSTED_FOR_NS = 1_000_000_000
 _MAX_WAIT_NS = 40_000_000  # a decode step on a busy machine; the step then shares cores with the rest of a long prompt
 _POLL_INTERVAL_S = 0.0002
+_MAX_STRETCH = 1.5  # wall time of a decode step on lent cores over CPU time of its first thread
+_FIRST_PAUSE, _MAX_PAUSE = 2, 64  # decode steps
 
 
 class ComputeCores:
     """The cores that steps use: those of a worker without a partner. Called by the engine's thread only."""
 
-    def begin_step(self, *, borrow: bool = True) -> Cores:
+    def begin_step(self, *, borrow: bool = True, has_prompt: bool = False) -> Cores:
         """Record that a step begins. Returns the cores that it may use besides the worker's own: none if it does not
         `borrow` any.
         """
@@ -76,11 +82,14 @@ class SharedCores(ComputeCores):
         self._waited_for_ns = 0  # start of the partner's step that was last waited for: never wait for one twice
         self._borrows_since = self._busy_since + 2
         self._partner_borrows_since = self._partner_since + 2
+        self._num_alone = 0  # next decode steps that leave lent cores alone
+        self._pause = _FIRST_PAUSE
+        self._lent_at_ns: tuple[int, int] | None = None  # wall and CPU time at which a decode step took lent cores
         self._words[self._busy_since] = self._words[self._borrows_since] = 0
         self._words[self._busy_since + 1] = os.getpid()
 
-    def begin_step(self, *, borrow: bool = True) -> Cores:
-        """Takes less than a microsecond, except for the wait."""
+    def begin_step(self, *, borrow: bool = True, has_prompt: bool = False) -> Cores:
+        """Takes about a microsecond, except for the wait."""
         words = self._words
         now_ns = time.monotonic_ns()
         words[self._busy_since] = now_ns
@@ -94,7 +103,11 @@ class SharedCores(ComputeCores):
         )
         if not is_free:
             return ()
+        if self._num_alone and not has_prompt:
+            self._num_alone -= 1
+            return ()
         words[self._borrows_since] = now_ns
+        self._lent_at_ns = None if has_prompt else (time.monotonic_ns(), time.thread_time_ns())
         return self._lent
 
     def must_yield(self) -> bool:
@@ -102,6 +115,17 @@ class SharedCores(ComputeCores):
 
     def end_step(self) -> None:
         self._words[self._borrows_since] = 0
+        if self._lent_at_ns is not None:
+            began_ns, cpu_ns = self._lent_at_ns
+            self._lent_at_ns = None
+            self._judge(time.monotonic_ns() - began_ns, time.thread_time_ns() - cpu_ns)
+
+    def _judge(self, wall_ns: int, cpu_ns: int) -> None:
+        """Leave lent cores alone for a while if a decode step on them waited too long, each time for longer."""
+        if wall_ns > _MAX_STRETCH * cpu_ns:
+            self._num_alone, self._pause = self._pause, min(2 * self._pause, _MAX_PAUSE)
+        else:
+            self._pause = _FIRST_PAUSE
 
     def _wait_for_own(self, begun_ns: int) -> None:
         """Wait until no step of the partner runs on this worker's cores, or the limit is reached."""

@@ -130,13 +130,13 @@ class Engine:
     def _begin(self, scheduled: ScheduledBatch) -> None:
         begun_s, batch = time.monotonic(), scheduled
         self.num_step_tokens = batch.num_tokens + sum(step.batch.num_tokens for step in self._in_flight)
-        lent = self._cores.begin_step(borrow=self._borrows)
+        has_prompt = scheduled.num_tokens > scheduled.num_decodes
+        lent = self._cores.begin_step(borrow=self._borrows, has_prompt=has_prompt)
         self._runner.use_cores(lent)
         if self._speculator is not None:
             self._speculator.drafter.use_cores(lent)
             batch = self._speculator.extend(scheduled, self.scheduler)
             self.num_step_tokens += batch.num_tokens - scheduled.num_tokens
-        has_prompt = scheduled.num_tokens > scheduled.num_decodes
         on_layers = self._between_layers if lent and (has_prompt or self._on_layers) else self._on_layers
         self._in_flight.append(_Step(scheduled, batch, self._runner.begin(batch, on_layers), begun_s))
 

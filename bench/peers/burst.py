@@ -69,7 +69,8 @@ def summarise(steady: Sequence[Times], long: Sequence[Times], arrival: float) ->
 async def run_burst(stream: Stream) -> Burst:
     """Run the steady streams and one burst."""
     steady: list[Times] = [[] for _ in _STEADY.prompts()]
-    long: list[Times] = [[] for _ in _LONG.prompts()]
+    long_prompts = list(_LONG.prompts())  # drawn before the burst, which this would delay
+    long: list[Times] = [[] for _ in long_prompts]
     halfway = asyncio.Event()
 
     async def follow(prompt: list[int], max_new_tokens: int, times: Times) -> None:
@@ -83,7 +84,7 @@ async def run_burst(stream: Stream) -> Burst:
             group.create_task(follow(prompt, _STEADY.output_tokens, times))
         await halfway.wait()
         arrival = time.perf_counter()
-        for prompt, times in zip(_LONG.prompts(), long, strict=True):
+        for prompt, times in zip(long_prompts, long, strict=True):
             group.create_task(follow(prompt, _LONG.output_tokens, times))
     return summarise(steady, long, arrival)
 

@@ -53,7 +53,7 @@ def test_a_worker_that_does_not_borrow_leaves_its_partners_cores_alone(table: Pa
 
 def test_who_wants_its_cores_back_waits_for_the_step_that_is_on_them_but_not_for_long(table: Path) -> None:
     prefill, decode = SharedCores(table, PREFILL, DECODE), SharedCores(table, DECODE, PREFILL)
-    assert decode.begin_step() == PREFILL
+    assert decode.begin_step(has_prompt=True) == PREFILL
     ended_ns: list[int] = []
 
     def end() -> None:
@@ -90,6 +90,17 @@ def test_a_step_on_lent_cores_sees_that_it_must_yield(table: Path) -> None:
     assert not prefill.must_yield()
 
 
+def test_a_decode_step_that_waited_leaves_lent_cores_alone_for_a_while(table: Path) -> None:
+    decode = SharedCores(table, DECODE, PREFILL)
+    for num_alone in (2, 4, 8):
+        assert decode.begin_step() == PREFILL
+        time.sleep(0.002)  # as a thread does that waits for another one
+        decode.end_step()
+        assert decode.begin_step(has_prompt=True) == PREFILL
+        decode.end_step()
+        assert {decode.begin_step() for _ in range(num_alone)} == {()}
+
+
 def test_a_dead_borrower_is_not_waited_for(table: Path) -> None:
     SharedCores(table, DECODE, PREFILL)
     long_ago_ns = time.monotonic_ns() - 60_000_000_000
@@ -98,7 +109,7 @@ def test_a_dead_borrower_is_not_waited_for(table: Path) -> None:
         file.write(struct.pack("=q", long_ago_ns))
     prefill = SharedCores(table, PREFILL, DECODE)
     begun_ns = time.monotonic_ns()
-    prefill.begin_step()
+    prefill.begin_step(has_prompt=True)
     assert time.monotonic_ns() - begun_ns < 20_000_000
 
 

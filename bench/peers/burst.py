@@ -4,8 +4,8 @@
 
 There are four steady streams (256 tokens in, 128 out). When all are halfway, eight prompts of 1,500 tokens (64 out)
 arrive. The burst lasts until the last long prompt has its first token. The table has the gaps between tokens of the
-steady streams before and during the burst, and the TTFT of the long prompts, as medians over the rounds. Arms are
-written as in bench.peers.arms.
+steady streams before and during the burst, the longest one and when it ended, in ms after the burst's arrival, and the
+TTFT of the long prompts, as medians over the rounds. Arms are written as in bench.peers.arms.
 """
 
 import argparse
@@ -38,14 +38,20 @@ class Burst:
     before_p99_ms: float
     during_p50_ms: float
     during_p99_ms: float
+    longest_ms: float
+    longest_at_ms: float
+    """The end of the longest gap, after the burst's arrival."""
     long_ttft_s: float
     factor_p99: float
 
 
-def gaps_ending_in(streams: Sequence[Times], start_s: float, end_s: float) -> list[float]:
-    """Gaps in seconds between tokens whose later token arrived in (start_s, end_s]."""
+def gaps_ending_in(streams: Sequence[Times], start_s: float, end_s: float) -> list[tuple[float, float]]:
+    """Gaps between tokens whose later token arrived in (start_s, end_s], in seconds, each with the later one's time."""
     return [
-        later - earlier for times in streams for earlier, later in itertools.pairwise(times) if start_s < later <= end_s
+        (later - earlier, later)
+        for times in streams
+        for earlier, later in itertools.pairwise(times)
+        if start_s < later <= end_s
     ]
 
 
@@ -53,14 +59,17 @@ def summarise(steady: Sequence[Times], long: Sequence[Times], arrival: float) ->
     """Figures of a run. `steady` and `long` have the token times of each stream; `arrival` is the start of the
     burst.
     """
-    before = gaps_ending_in(steady, 0.0, arrival)
-    during = gaps_ending_in(steady, arrival, max(times[0] for times in long))
+    before = [gap for gap, _ in gaps_ending_in(steady, 0.0, arrival)]
+    ended = gaps_ending_in(steady, arrival, max(times[0] for times in long))
+    during, (longest, longest_end) = [gap for gap, _ in ended], max(ended)
     before_p99, during_p99 = percentile(before, 99), percentile(during, 99)
     return Burst(
         before_p50_ms=1000 * percentile(before, 50),
         before_p99_ms=1000 * before_p99,
         during_p50_ms=1000 * percentile(during, 50),
         during_p99_ms=1000 * during_p99,
+        longest_ms=1000 * longest,
+        longest_at_ms=1000 * (longest_end - arrival),
         long_ttft_s=statistics.fmean(times[0] - arrival for times in long),
         factor_p99=during_p99 / before_p99,
     )
@@ -98,8 +107,8 @@ def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
     """Print one row per arm."""
     table = Table(title=title)
     table.add_column("arm")
-    columns = ("before p50 / p99 ms", "during p50 / p99 ms", "factor at p99 (min..max)", "long prompts' mean TTFT s")
-    for column in columns:
+    columns = ("before p50 / p99 ms", "during p50 / p99 ms", "factor at p99 (min..max)", "longest gap ms, its end")
+    for column in (*columns, "long prompts' mean TTFT s"):
         table.add_column(column, justify="right")
     for arm, bursts in runs.items():
         middle, factors = median_of(bursts), [burst.factor_p99 for burst in bursts]
@@ -108,6 +117,7 @@ def print_table(runs: dict[Arm, list[Burst]], title: str) -> None:
             f"{middle.before_p50_ms:.0f} / {middle.before_p99_ms:.0f}",
             f"{middle.during_p50_ms:.0f} / {middle.during_p99_ms:.0f}",
             f"{middle.factor_p99:.1f} ({min(factors):.1f}..{max(factors):.1f})",
+            f"{middle.longest_ms:.0f}, {middle.longest_at_ms:.0f}",
             f"{middle.long_ttft_s:.1f}",
         )
     Console(width=120).print(table)

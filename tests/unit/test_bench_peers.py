@@ -121,9 +121,10 @@ def test_ratios_are_to_the_best_peer_at_each_number_of_clients() -> None:
 
 def test_gaps_of_a_burst_are_those_between_its_arrival_and_the_last_first_token() -> None:
     steady = [[0.0, 1.0, 2.0, 6.0, 11.0, 20.0]]
-    assert gaps_ending_in(steady, 0.0, 2.0) == [1.0, 1.0]
+    assert gaps_ending_in(steady, 0.0, 2.0) == [(1.0, 1.0), (1.0, 2.0)]
     burst = summarise_burst(steady, [[8.0, 9.0], [12.0]], arrival=2.0)
     assert (burst.before_p50_ms, burst.during_p50_ms) == (1000, 4500)
+    assert (burst.longest_ms, burst.longest_at_ms) == (5000, 9000)
     assert burst.long_ttft_s == 8.0
 
 

@@ -36,7 +36,7 @@ class LendingCores(ComputeCores):
         self.num_ended = 0
         self.wanted_back = False
 
-    def begin_step(self, *, borrow: bool = True) -> tuple[int, ...]:
+    def begin_step(self, *, borrow: bool = True, has_prompt: bool = False) -> tuple[int, ...]:
         lent, self._next = self._next, ()
         return lent if borrow else ()
 

@@ -25,11 +25,11 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Window,
 )
-from engine.kernels.cpu.attention import attend, has_splits, join
+from engine.kernels.cpu.attention import attend, cache_code, has_splits, join
 from engine.kernels.cpu.buffers import Buffers, has_prompt
+from engine.kernels.cpu.cache_rows import write_tokens
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
-from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
 from engine.models.rope import Rotation
 
@@ -151,11 +151,12 @@ class CpuAttention:
         batch = kernel_batch(metadata, shape.block_size)
         visible = Window(NO_WINDOW if window is None else window)
         splits = self._buffers[0].splits(shape, batch)
-        is_prompt, last = has_prompt(batch), (splits, self._slopes, kernel_sinks(sinks))
+        is_prompt, last = has_prompt(batch), (self._slopes, kernel_sinks(sinks))
         scratches = [buffers.attention(shape, rows, has_prompt=is_prompt) for buffers in self._buffers]
-        work = [Attending(flat, shape, batch, scratch, *last) for scratch in scratches]
+        code, cache_bytes = cache_code(cache.dtype), cache.view(np.uint8)
+        work = [Attending(flat, shape, batch, scratch, splits, code, *last) for scratch in scratches]
         run, count = self.threads.run, self.threads.count
-        run(lambda thread: _attend(work[thread], cache, _ONLY, visible, Part(thread, count)))
+        run(lambda thread: _attend(work[thread], cache_bytes, _ONLY, visible, Part(thread, count)))
         if _has_splits(batch, visible):
             run(lambda thread: _join(work[thread], _ONLY, visible, Part(thread, count)))
         return out

@@ -28,9 +28,17 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.buffers import Buffers, has_prompt, round_up
 from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
-from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
+from engine.kernels.cpu.matmul import product_code
 from engine.kernels.cpu.packing import operand_dtypes, wide_size
-from engine.kernels.cpu.step_arguments import Activations, ModelConstants, OutputRows, StepBatch, ThreadMemory
+from engine.kernels.cpu.panels import MAX_PANEL_ROWS
+from engine.kernels.cpu.step_arguments import (
+    Activations,
+    ModelConstants,
+    OutputRows,
+    StepBatch,
+    ThreadMemory,
+    in_bytes,
+)
 from engine.kernels.cpu.stored import Stored, stored
 from engine.models.model_config import ModelConfig
 from engine.models.packed_weights import qkv_width
@@ -83,7 +91,7 @@ class LoopMemory:
         self._shapes, self._adapters, self._bf16 = shapes, adapters, bf16
         self._qkv_width, self._shrunk_width = max(qkv_width(each, config) for each in shapes), shrunk_width
         self.logits_width = round_up(config.vocab_size, PANEL)
-        self._constants = stored(model)
+        self._constants = stored(in_bytes(model))
         self._buffers = Buffers()
         self._thread_buffers: list[Buffers] = []
         self._layers, self._output = _Kept(None, []), _Kept(None, [])
@@ -259,18 +267,17 @@ class LoopMemory:
 
     def _operands(self, rows: int, weights: Weights, shares: Sequence[Range], num_threads: int) -> list[Operand]:
         """One operand for each thread. All threads of a row share have its rows, and separate sums."""
-        kind, sums_dtype = operand_dtypes(weights)
-        shared, width = self._ranks.buffers, int(weights.matrices[:, 2].max())
-        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * width * np.dtype(kind).itemsize, np.uint8)
+        (kind, _), code = operand_dtypes(weights), product_code(weights)
+        shared, row_bytes = self._ranks.buffers, int(weights.matrices[:, 2].max()) * code.operand_bytes
+        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * row_bytes, np.uint8)
         factors, amx = shared.get("factors", rows), amx_shapes() if kind in AMX_OPERANDS else _NO_AMX
         size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
         operands = []
         for thread, buffers in enumerate(self._thread_buffers[:num_threads]):
             number = thread * len(shares) // num_threads
             first = shares[number].first
-            own_a = a[(first + number * TILE_ROWS) * width * np.dtype(kind).itemsize :].view(kind)
-            sums = buffers.get("sums", size, np.uint8)[:size].view(sums_dtype)
-            operands.append(Operand(own_a, factors[first:], sums, amx, buffers.get("wide", wide_size(weights))))
+            own_a, sums = a[(first + number * TILE_ROWS) * row_bytes :], buffers.get("sums", size, np.uint8)
+            operands.append(Operand(own_a, factors[first:], sums, amx, code, buffers.get("wide", wide_size(weights))))
         return operands
 
 

@@ -2,7 +2,7 @@
 
     open ──▶ granted     the receiver chooses one of the paths and grants credit; then three tasks run concurrently:
     gather               waits for announced KV, a credit (its own, and one of those of the receiver) and a slot, and
-                         queues the chunk for threads, which copy KV into slots and send chunks, in order; at last the
+                         queues the chunk for a thread, which copies KV into the slot and sends the chunk; at last the
                          commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees a slot and returns a credit; Committed, the end, frees the other slots
@@ -13,7 +13,7 @@ At the end, on success or failure, the call is cancelled, no thread reads the st
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -81,16 +81,6 @@ class SenderResources:
     executor: Executor
 
 
-@dataclass(frozen=True, slots=True)
-class Gathering:
-    """A chunk and its slot; the checksum is known once the slot is filled."""
-
-    number: int
-    chunk_range: ChunkRange
-    num_bytes: int
-    slot: Slot
-
-
 AnyCall = PushCall | LinkCall
 
 
@@ -110,11 +100,9 @@ class OutgoingConversation:
         self._num_bytes = 0
         self._paths: dict[str, SendPath] = {}  # by name of the transport, in order of preference
         self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
-        self._sending = threading.Lock()  # for what follows, which threads use, too
-        self._empty: deque[Gathering] = deque()
-        self._num_threads = 0  # that fill slots
-        self._filled: dict[int, tuple[Gathering, int]] = {}  # with their checksums; those before them are not
-        self._num_all: int | None = None  # chunks, once all are announced
+        self._queueing = threading.Lock()
+        self._queued: deque[Callable[[], bytes]] = deque()  # each makes a message, on a thread
+        self._is_sending = False  # a thread takes what is queued
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
@@ -159,7 +147,7 @@ class OutgoingConversation:
             try:
                 await self._listen(call, credit)
             finally:
-                self._empty.clear()  # threads need not fill what nobody will get
+                self._queued.clear()  # nobody will get it
             for helper in helpers:
                 helper.cancel()
         return TransferResult(granted.transport, self._num_bytes, self._num_chunks)
@@ -209,58 +197,47 @@ class OutgoingConversation:
         while await self._announced.wait():
             await credit.take()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
-            num_bytes = chunk_range.num_bytes(self._layout)
-            slot = self._slots[number] = await path.acquire(num_bytes)
-            with self._sending:
-                self._empty.append(Gathering(number, chunk_range, num_bytes, slot))
-                is_room = self._num_threads < self._resources.settings.num_threads
-                self._num_threads += is_room
-            if is_room:
-                tasks.create_task(run_to_end(self._resources.executor, partial(self._fill_slots, call)))
+            slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
+            self._queue(call, partial(self._fill, slot, number, chunk_range), tasks)
             number += 1
-        with self._sending:
-            self._num_all = number
-            self._commit_if_complete(call)
+        self._queue(call, self._commit, tasks)
 
-    def _fill_slots(self, call: AnyCall) -> None:
-        """Runs on one thread or several, which do not wait for the event loop between two chunks."""
+    def _queue(self, call: AnyCall, make: Callable[[], bytes], tasks: asyncio.TaskGroup) -> None:
+        """Let a thread make and send a message, behind those before it."""
+        with self._queueing:
+            self._queued.append(make)
+            is_sending, self._is_sending = self._is_sending, True
+        if not is_sending:
+            tasks.create_task(run_to_end(self._resources.executor, partial(self._send_queued, call)))
+
+    def _send_queued(self, call: AnyCall) -> None:
+        """Runs on a thread, which does not wait for the event loop between two messages."""
         while True:
-            with self._sending:
-                if not self._empty:
-                    self._num_threads -= 1
+            with self._queueing:
+                if not self._queued:
+                    self._is_sending = False
                     return
-                chunk = self._empty.popleft()
-            checksum = self._fill(chunk)
-            with self._sending:
-                self._filled[chunk.number] = chunk, checksum
-                while (filled := self._filled.pop(self._num_chunks, None)) is not None:
-                    self._say(call, self._chunk(*filled))
-                self._commit_if_complete(call)
+                make = self._queued.popleft()
+            request = make()
+            self._watchdog.on_request()
+            call.send(request)
 
-    def _fill(self, chunk: Gathering) -> int:
-        """Copy KV from the store into the slot; returns the checksum."""
-        blocks = chunk.chunk_range.blocks
-        block_ids = self._spec.block_ids[blocks.first : blocks.end]
-        seed = chunk_seed(self._seed, chunk.number, chunk.chunk_range, chunk.num_bytes)
-        return self._resources.store.copy_out(block_ids, chunk.chunk_range.span, chunk.slot.buffer(), seed)
-
-    def _chunk(self, chunk: Gathering, checksum: int) -> Chunk:
-        """Count the chunk, and seal its slot."""
+    def _fill(self, slot: Slot, number: int, chunk_range: ChunkRange) -> bytes:
+        """Copy KV from the store into the slot; returns the chunk."""
+        block_ids = self._spec.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
+        buffer = slot.buffer()
+        seed = chunk_seed(self._seed, number, chunk_range, len(buffer))
+        checksum = self._resources.store.copy_out(block_ids, chunk_range.span, buffer, seed)
         self._digest.add(checksum)
         self._num_chunks += 1
-        self._num_bytes += chunk.num_bytes
-        return Chunk(chunk.number, chunk.chunk_range, chunk.num_bytes, checksum, chunk.slot.seal())
+        self._num_bytes += len(buffer)
+        return request_to_bytes(Chunk(number, chunk_range, len(buffer), checksum, slot.seal()))
 
-    def _commit_if_complete(self, call: AnyCall) -> None:
-        if self._num_chunks == self._num_all and not self._is_committing:
-            assert self._prompt_end is not None
-            self._is_committing = True
-            num_tokens, first_token_id = self._prompt_end
-            self._say(call, Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id))
-
-    def _say(self, call: AnyCall, message: Chunk | Commit) -> None:
-        self._watchdog.on_request()
-        call.send(request_to_bytes(message))
+    def _commit(self) -> bytes:
+        assert self._prompt_end is not None
+        num_tokens, first_token_id = self._prompt_end
+        self._is_committing = True
+        return request_to_bytes(Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id))
 
     async def _renew(self, call: AnyCall, interval_s: float) -> None:
         while not self._is_committing:

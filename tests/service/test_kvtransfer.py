@@ -25,9 +25,10 @@ from kvtransfer import (
     TransferSettings,
     TransferSpec,
 )
-from kvtransfer.messages import Chunk
-from kvtransfer.outgoing_conversation import Gathering, OutgoingConversation
+from kvtransfer.chunks import ChunkRange
+from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
+from kvtransfer.transports.base import Slot
 from kvtransfer.transports.shm import ShmSendTransport
 from mesh.domain.errors import (
     ConfigurationError,
@@ -106,19 +107,17 @@ async def test_a_bit_that_flips_on_the_way_is_refused_and_never_committed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the sender has summed it up: on the wire, or in the arena."""
-    seal = OutgoingConversation._chunk
+    seal = OutgoingConversation._fill
 
-    def spoilt(conversation: OutgoingConversation, filled: Gathering, checksum: int) -> Chunk:
-        chunk = seal(conversation, filled, checksum)
-        if chunk.sequence_number != 4:
-            return chunk
-        inline = bytearray(chunk.payload.inline)
-        memory = inline or filled.slot.buffer()
-        memory[-1] ^= 8
-        return replace(chunk, payload=replace(chunk.payload, inline=bytes(inline)))
+    def fill(conversation: OutgoingConversation, slot: Slot, number: int, chunk_range: ChunkRange) -> bytes:
+        request = bytearray(seal(conversation, slot, number, chunk_range))
+        if number == 4:
+            memory = request if pair.settings.transports == ("grpc",) else slot.buffer()
+            memory[-1] ^= 8
+        return bytes(request)
 
     with monkeypatch.context() as patch:
-        patch.setattr(OutgoingConversation, "_chunk", spoilt)
+        patch.setattr(OutgoingConversation, "_fill", fill)
         with pytest.raises(TransferCorrupt, match="chunk 4 does not match its checksum"):
             await pair.start().commit(11, FIRST_TOKEN)
     assert isinstance(await pair.failure(), TransferCorrupt)
@@ -396,9 +395,8 @@ async def test_a_stuck_receiver_is_given_up_and_a_slow_sender_is_not(tmp_path: P
         assert isinstance(await pair.failure(), TransferFailed)
         pair.receiver.expect(RESERVATION)
         transfer = pair.open()
-        conversation = transfer._conversation
+        watchdog = transfer._conversation._watchdog
         transfer.announce(Span(0, 1), Span(0, 1))
-        watchdog = conversation._watchdog
         await turn_until(lambda: watchdog._num_requests == watchdog._num_answers == 1)
         assert watchdog.due > asyncio.get_running_loop().time() + 5  # no answer is due: only the lease runs
         transfer.announce(Span(1, 2), Span(0, 1))

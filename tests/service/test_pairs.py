@@ -18,8 +18,7 @@ import pytest
 from torch import Tensor
 
 from kvtransfer import ExpectedTransfer, KVSender, TransferSpec
-from kvtransfer.messages import Chunk
-from kvtransfer.outgoing_conversation import Gathering, OutgoingConversation
+from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.transports import open_send_transports, torch_distributed
 from kvtransfer.transports import pair as pair_module
 from kvtransfer.transports.base import Payload, TransportOffer
@@ -369,20 +368,20 @@ class Faults:
         self._random = random.Random(1)
         self._spoilt: dict[str, str] = {}
         self.num_failed = 0
-        seal, send = OutgoingConversation._chunk, Group.send
+        fill, send = OutgoingConversation._fill, Group.send
 
-        def seal_and_spoil(conversation: OutgoingConversation, filled: Gathering, checksum: int) -> Chunk:
-            chunk = seal(conversation, filled, checksum)
-            if chunk.sequence_number == 4 and self._spoilt.get(conversation._spec.transfer_id) == "flip":
-                filled.slot.buffer()[-1] ^= 8
-            return chunk
+        def fill_and_spoil(conversation: OutgoingConversation, slot: Any, number: int, chunk_range: Any) -> Any:
+            filled = fill(conversation, slot, number, chunk_range)
+            if number == 4 and self._spoilt.get(conversation._spec.transfer_id) == "flip":
+                slot.buffer()[-1] ^= 8
+            return filled
 
         def send_or_break(group: Group, payload: Any, tag: int) -> Any:
             if "break" in self._spoilt.values() and self._random.random() < 0.1:
                 raise group._broken(RuntimeError("broken by a test"))
             return send(group, payload, tag)
 
-        monkeypatch.setattr(OutgoingConversation, "_chunk", seal_and_spoil)
+        monkeypatch.setattr(OutgoingConversation, "_fill", fill_and_spoil)
         monkeypatch.setattr(Group, "send", send_or_break)
 
     async def one(self, number: int) -> None:

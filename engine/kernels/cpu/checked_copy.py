@@ -207,6 +207,7 @@ def _copy(
     secret_at, sums_at = address(secret), address(sums)
     per_piece, last_piece = pieces.num_bytes // STRIPE_BYTES, len(addresses) - 1
     ahead_pieces, ahead_bytes = divmod(_AHEAD_BYTES, pieces.num_bytes)
+    past_cache = payload % STRIPE_BYTES == 0  # a slot's lines may still be in the caches of its last reader
     total, done = len(addresses) * per_piece, 0
     for number in range(len(addresses)):
         start, end = done, done + per_piece
@@ -219,16 +220,15 @@ def _copy(
             part = secret_at + (_LAST_SECRET if is_last else 8 * phase)
             piece = addresses[number] + (done - start) * STRIPE_BYTES
             if to_pieces:
-                _copy_stripes(payload, piece, count, part, sums_at, to_pieces, payload + _AHEAD_BYTES)
+                _copy_stripes(payload, piece, count, part, sums_at, 1, payload + _AHEAD_BYTES)
             else:
                 offset = (done - start) * STRIPE_BYTES + ahead_bytes
                 is_beyond = offset >= pieces.num_bytes
                 ahead = addresses[min(number + ahead_pieces + is_beyond, last_piece)] + offset
-                _copy_stripes(piece, payload, count, part, sums_at, to_pieces, ahead - is_beyond * pieces.num_bytes)
+                _copy_stripes(piece, payload, count, part, sums_at, past_cache, ahead - is_beyond * pieces.num_bytes)
             done += count
             payload += count * STRIPE_BYTES
-    if to_pieces:
-        _end_streamed_stores()
+    _end_streamed_stores()
     return _digest(secret, sums, total * STRIPE_BYTES)
 
 

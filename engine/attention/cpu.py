@@ -57,10 +57,7 @@ def kernel_batch(
     segments = tables.reshape(len(tables), -1, 1) * block_size + of_block
     cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
-        cos, sin = (
-            _padded(factors).transpose(0, 1).contiguous().numpy()
-            for factors in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
-        )
+        cos, sin = _padded([each.cos for each in rotations]), _padded([each.sin for each in rotations])
     if any(rotation.query_factors is not None for rotation in rotations):
         ones = torch.ones(cos.shape[1])
         factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
@@ -77,10 +74,12 @@ def kernel_batch(
     )
 
 
-def _padded(factors: Sequence[Tensor]) -> Tensor:
-    """Factors [num_tokens, 1, width] beside each other, as wide as the widest."""
-    widest = max(each.shape[2] for each in factors)
-    return torch.cat([torch.nn.functional.pad(each, (0, widest - each.shape[2])) for each in factors], 1)
+def _padded(factors: Sequence[Tensor]) -> Floats:
+    """Factors [num_tokens, 1, width] behind each other: [factors, num_tokens, width], as wide as the widest."""
+    padded = np.zeros((len(factors), len(factors[0]), max(each.shape[2] for each in factors)), np.float32)
+    for row, each in zip(padded, factors, strict=True):
+        row[:, : each.shape[2]] = each[:, 0].numpy()
+    return padded
 
 
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:

@@ -66,10 +66,10 @@ class _StepSize(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The memory of each thread, and what it was made for."""
+    """Arguments of each thread that steps of the same size have in common, and what they were made for."""
 
     made_for: object
-    memories: list[Stored]
+    arguments: list[tuple[Stored, ...]]
 
 
 class LoopMemory:
@@ -115,10 +115,10 @@ class LoopMemory:
         size = _StepSize(len(batch.slots), num_threads, tuple(shares), tuple(map(has_prompt, batches)), adapters)
         if self._layers.made_for != (size, self._versions()):
             memories = self._new_memories(size, splits)
-            self._layers = _Kept((size, self._versions()), memories)
+            self._layers = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
         steps = [stored(StepBatch(*each)) for each in zip(batches, of_shares, strict=True)]
         each_step = (step for step in steps for _ in range(num_threads // len(shares)))
-        return [(self._constants, *each) for each in zip(self._layers.memories, each_step, strict=True)]
+        return [(*kept, step) for kept, step in zip(self._layers.arguments, each_step, strict=True)]
 
     def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
@@ -126,9 +126,10 @@ class LoopMemory:
         own_logits = self.rows("logits", num_rows, self.logits_width, self._share.vocab.first)
         if self._output.made_for != (num_rows, num_threads, self._versions()):
             operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)], num_threads)
-            self._output = _Kept((num_rows, num_threads, self._versions()), list(map(stored, operands)))
-        step = stored(OutputRows(rows, own_logits))
-        return [(self._constants, operand, step) for operand in self._output.memories]
+            places = stored(OutputRows(rows, own_logits))
+            arguments: list[tuple[Stored, ...]] = [(self._constants, stored(operand), places) for operand in operands]
+            self._output = _Kept((num_rows, num_threads, self._versions()), arguments)
+        return self._output.arguments
 
     def _versions(self) -> tuple[int, ...]:
         return (self._ranks.buffers.version, self._buffers.version, *(each.version for each in self._thread_buffers))

@@ -76,6 +76,7 @@ def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", "has no keys"),
         ("x = [", "cannot read"),
+        ("x = " + "[" * 2000, "cannot read"),
         ('abc = "alice"', "64 lower-case hex digits: abc"),
         (f"{DIGEST} = 1", "want"),
         (f"{DIGEST} = {{ operator = true }}", "want"),

@@ -16,6 +16,7 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
+from engine.dummy_weights import dummy_weights
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
@@ -35,7 +36,7 @@ from engine.partition import read_rank
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
-from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
+from engine.weights import Progress, WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
@@ -139,7 +140,7 @@ def _parameters(
     dtype = getattr(torch, settings.dtype)
     target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
-        return dummy_weights(specs, target, settings.seed, on_progress)
+        return dummy_weights(specs, target, settings.seed, on_progress, getattr(torch, config.dtype))
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
     scales = scale_names(settings.model_dir) if _scales_kv(settings) else ()
     return load_weights(settings.model_dir, specs, target, on_progress, tied=tied, used_elsewhere=scales)

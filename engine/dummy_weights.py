@@ -12,7 +12,7 @@ from engine.models.parameters import ParameterSpec
 from engine.weights import Progress, WeightsTarget, held, parameters_of, target_of_table
 
 _STD = 0.02
-_DRAWN_AT_ONCE = 2**22
+_MAX_DRAWN = 2**22
 
 
 def dummy_weights(
@@ -30,20 +30,22 @@ def dummy_weights(
 
 
 def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
-    """Numbers are drawn for some rows at a time: those of a vocabulary would need twice as much memory as they take."""
+    """Behind _MAX_DRAWN numbers the same rows come again, shifted by a column: to draw billions would take minutes, and
+    those of a vocabulary at once twice the memory.
+    """
     dtype, inputs = target.dtype_of(spec), spec.input_slice
     if spec.is_scale:
         return torch.ones(spec.held_shape, dtype=dtype, device=target.device)
     digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    rows_at_once = max(1, _MAX_DRAWN // prod(spec.shape[1:]))
+    drawn = torch.empty(min(rows_at_once, spec.shape[0]), *spec.shape[1:]).normal_(0.0, _STD, generator=generator)
     values = torch.empty(spec.held_shape, dtype=dtype, device=target.device)
-    rows_at_once = max(1, _DRAWN_AT_ONCE // prod(spec.shape[1:]))
-    for first in range(0, spec.shape[0], rows_at_once):
-        count = min(rows_at_once, spec.shape[0] - first)
-        drawn = torch.empty(count, *spec.shape[1:]).normal_(0.0, _STD, generator=generator)
+    for number, first in enumerate(range(0, spec.shape[0], rows_at_once)):
+        numbers = drawn[: spec.shape[0] - first].roll(number, -1)[..., inputs]
         if (rows := spec.held_rows) is None:
-            values[first : first + count] = drawn[..., inputs]
+            values[first : first + len(numbers)] = numbers
             continue
-        places = np.flatnonzero((rows >= first) & (rows < first + count))
-        values[torch.from_numpy(places)] = drawn[torch.from_numpy(rows[places] - first)][..., inputs].to(values)
+        places = np.flatnonzero((rows >= first) & (rows < first + len(numbers)))
+        values[torch.from_numpy(places)] = numbers[torch.from_numpy(rows[places] - first)].to(values)
     return values

@@ -21,6 +21,7 @@ from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
 from engine.load_times import load_phase
+from engine.memory import return_freed_memory
 from engine.masks import TokenMasks
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
@@ -77,7 +78,9 @@ def load_packed(
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
+    packed = pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
+    return_freed_memory()
+    return packed
 
 
 def decoder_memory(

@@ -21,8 +21,8 @@ from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
 from engine.load_times import load_phase
-from engine.memory import return_freed_memory
 from engine.masks import TokenMasks
+from engine.memory import return_freed_memory
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig

@@ -7,42 +7,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.models.encodings import Parameters
 from engine.models.parameters import ParameterSpec
-from engine.weights import Progress, WeightsTarget, held, parameters_of, target_of_table
 
 _STD = 0.02
 _MAX_DRAWN = 2**22
 
 
-def dummy_weights(
-    specs: list[ParameterSpec],
-    target: WeightsTarget,
-    seed: int = 0,
-    on_progress: Progress | None = None,
-    own_dtype: torch.dtype = torch.float32,
-) -> Parameters:
-    """Random parameters that depend on the seed, not on the device: norms are 1, biases and matrices small.
-    `own_dtype`: that of a checkpoint's numbers.
-    """
-    values = (_dummy_values(spec, target_of_table(spec, own_dtype, target), seed) for spec in held(specs))
-    return parameters_of(specs, target, values, on_progress)
+def dummy_values(spec: ParameterSpec, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """Numbers that depend on the seed, not on the device: norms are 1, biases and matrices small.
 
-
-def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
-    """Behind _MAX_DRAWN numbers the same rows come again, shifted by a column: to draw billions would take minutes, and
-    those of a vocabulary at once twice the memory.
+    Behind _MAX_DRAWN numbers the same rows come again, shifted by a column: to draw each number would take longer than
+    to pack it, and to draw those of a vocabulary at once twice the memory.
     """
-    dtype, inputs = target.dtype_of(spec), spec.input_slice
     if spec.is_scale:
-        return torch.ones(spec.held_shape, dtype=dtype, device=target.device)
+        return torch.ones(spec.held_shape, dtype=dtype, device=device)
     digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
     rows_at_once = max(1, _MAX_DRAWN // prod(spec.shape[1:]))
     drawn = torch.empty(min(rows_at_once, spec.shape[0]), *spec.shape[1:]).normal_(0.0, _STD, generator=generator)
-    values = torch.empty(spec.held_shape, dtype=dtype, device=target.device)
+    values = torch.empty(spec.held_shape, dtype=dtype, device=device)
     for number, first in enumerate(range(0, spec.shape[0], rows_at_once)):
-        numbers = drawn[: spec.shape[0] - first].roll(number, -1)[..., inputs]
+        numbers = drawn[: spec.shape[0] - first].roll(number, -1)[..., spec.input_slice]
         if (rows := spec.held_rows) is None:
             values[first : first + len(numbers)] = numbers
             continue

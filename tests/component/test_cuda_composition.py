@@ -10,9 +10,8 @@ import torch
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.dummy_weights import dummy_weights
 from engine.kv_cache import KVCache
-from engine.load import assemble_runner
+from engine.load import assemble_runner, dummy_weights
 from engine.model import DecoderMemory
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder

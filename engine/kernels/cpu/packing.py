@@ -293,7 +293,7 @@ def _pad_inputs(weight: Tensor, depth: int, value: int = 0) -> Tensor:
 
 def _row_sums(weight: Tensor) -> Tensor:
     """int32 [outputs] of int8 [outputs, depth]. Some rows at a time, because torch widens before it adds."""
-    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in weight.split(_ROWS_AT_ONCE)])
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in torch.split(weight, _ROWS_AT_ONCE)])
 
 
 def _pad_columns(values: Tensor, columns: int) -> Tensor:

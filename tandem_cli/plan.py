@@ -228,7 +228,7 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     if args.quantize == "none":
         return Precision(dtype, dtype, args.kv_dtype or "")
-    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "")
+    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "", is_cpu)
 
 
 def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:

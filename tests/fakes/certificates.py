@@ -34,6 +34,25 @@ class Issued:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
 
 
+class LivePair:
+    """Certificate and key of a public port at paths that stay, while what lies there is replaced."""
+
+    def __init__(self, folder: Path, first: Issued) -> None:
+        self.cert, self.key = folder / "live.pem", folder / "live.key"
+        self.replace(first.cert, first.key)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"public_tls_cert": str(self.cert), "public_tls_key": str(self.key)}
+
+    def replace(self, cert: Path | None = None, key: Path | None = None) -> None:
+        for path, new in ((self.cert, cert), (self.key, key)):
+            if new is not None:
+                link = path.with_suffix(".new")
+                link.symlink_to(new)
+                link.replace(path)
+
+
 class Authority:
     """A CA of its own in `folder`. Skips the test where there is no openssl."""
 

@@ -57,10 +57,8 @@ class RouterProcess:
         self._settings = settings
         self.membership = Membership(time.monotonic, self._require_served)
 
-        keys, anonymous, self._tls = settings.load_api_keys(), settings.allow_anonymous, settings.load_public_tls()
-        listen = Listen(
-            settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, public_tls=self._tls
-        )
+        keys, is_open, self._tls = settings.load_api_keys(), settings.allow_anonymous, settings.load_public_tls()
+        listen = Listen(settings.host, settings.port, keys, public=True, public_tls=self._tls, allow_anonymous=is_open)
         self.public = Server(listen)
         self._callers = keys or NoKeys()
 

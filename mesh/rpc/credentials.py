@@ -13,7 +13,6 @@ import grpc
 from mesh.certificates import host_in, read_pem
 from mesh.domain.errors import ConfigurationError, Unauthenticated
 from mesh.domain.host import is_loopback
-from mesh.public_tls import Renewed
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -56,24 +55,6 @@ class TlsIdentity:
     def channel_options(self) -> list[tuple[str, str]]:
         """Channel options that must accompany `channel_credentials`."""
         return [("grpc.ssl_target_name_override", self.peer_name)] if self.peer_name else []
-
-
-def renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:
-    """Credentials of a server that shows each new client the latest certificate, and asks for none."""
-    shown = identity.latest
-
-    def configuration() -> grpc.ServerCertificateConfiguration:
-        return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)])
-
-    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
-        """gRPC calls it for each new connection, on a thread of its own; None keeps what it has."""
-        nonlocal shown
-        if shown is identity.latest:
-            return None
-        shown = identity.latest
-        return configuration()
-
-    return grpc.dynamic_ssl_server_credentials(configuration(), changed_configuration)
 
 
 class Guard(Protocol):

@@ -23,7 +23,7 @@ from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
 from mesh.domain.host import join_host
 from mesh.public_tls import Renewed
 from mesh.rpc import health
-from mesh.rpc.credentials import Guard, TlsIdentity, renewed_credentials, require_safe_bind
+from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
 from mesh.rpc.request_reader import RequestReader
 from mesh.rpc.status import details_of, status_of
@@ -74,7 +74,7 @@ class Listen:
     def server_credentials(self) -> grpc.ServerCredentials | None:
         """None for plaintext."""
         if self.public_tls is not None:
-            return renewed_credentials(self.public_tls)
+            return _renewed_credentials(self.public_tls)
         return self.tls.server_credentials() if self.tls is not None else None
 
 
@@ -134,6 +134,24 @@ class Server:
         """Set NOT_SERVING, refuse new calls, and end running calls after `grace_s`."""
         self.health.end()
         await self.grpc.stop(grace_s)
+
+
+def _renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:
+    """Credentials of a server that shows each new client the latest certificate, and asks for none."""
+    shown = identity.latest
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)])
+
+    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls it for each new connection, on a thread of its own; None keeps what it has."""
+        nonlocal shown
+        if shown is identity.latest:
+            return None
+        shown = identity.latest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), changed_configuration)
 
 
 def require_listenable(listen: Listen) -> None:

@@ -218,7 +218,7 @@ class Deployment:
     def stop_limit_s(self, service: Service, environ: Mapping[str, str]) -> float:
         """Seconds after SIGTERM in which `service` should exit: the time for running work, and some more."""
         settings = self.resolve(service, environ)
-        grace_s: float = settings.drain_grace_s if service.role in ("prefill", "decode") else settings.grace_s
+        grace_s: float = settings.drain_grace_s if service.role in _WORKER_ROLES else settings.grace_s
         return grace_s + _STOP_MARGIN_S
 
     def origins(self, service: Service, environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -58,8 +58,8 @@ class RouterProcess:
         self._settings = settings
         self.membership = Membership(time.monotonic, self._require_served)
 
-        keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
-        listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
+        keys, is_open, self._tls = settings.load_api_keys(), settings.allow_anonymous, settings.load_public_tls()
+        listen = Listen(settings.host, settings.port, keys, public=True, public_tls=self._tls, allow_anonymous=is_open)
         self.public = Server(listen)
         self._callers = keys or NoKeys()
 
@@ -127,7 +127,8 @@ class RouterProcess:
         self._following = run_for_life(self._follow_mesh())
         await self.coordination.start()
         await self.public.start(SERVICES)
-        runs = (self._readiness.run(), self.history.run(self.reading), *self._role_switching())
+        runs = [self._readiness.run(), self.history.run(self.reading), *self._role_switching()]
+        runs += [] if self._tls is None else [self._tls.follow()]
         self._tasks = [run_for_life(run) for run in runs]
         self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
 

@@ -20,7 +20,7 @@ from tandem._requests import (
     tokenize_request,
 )
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
-from tandem._routers import ChannelFactory, Stubs, Tls, channels_over, insecure_channel
+from tandem._routers import ChannelFactory, SecureChannels, Stubs, Tls, insecure_channel
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 from tandem.v1 import generation_pb2, mesh_pb2
@@ -66,7 +66,7 @@ class AsyncClient:
         open_channel: ChannelFactory | None = None,
     ) -> None:
         if open_channel is None:
-            open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
+            open_channel = SecureChannels(Tls() if tls is True else tls) if tls else insecure_channel
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
         self._timeout_s = timeout
         self._resume_timeout_s = resume_timeout

@@ -1,4 +1,4 @@
-# Every target sets up what it needs, from a bare clone. Override PYTHON to choose the interpreter (3.11 or newer).
+# Every target sets up what it needs, from a bare clone. PYTHON=python3.12 chooses the interpreter (3.11 or newer); after `make clean`, if .venv has another.
 PYTHON ?= python3
 BIN := .venv/bin
 TYPED := client/tandem router prefill_worker decode_worker rank_worker switchable_worker kvtransfer engine mesh checkpoint worker gateway tandem_cli bench demo_model examples docs_site

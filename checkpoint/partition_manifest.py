@@ -170,7 +170,7 @@ def read_partition(model_dir: Path) -> Partition | None:
         manifest = json.loads(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     try:
         if manifest["version"] != VERSION:

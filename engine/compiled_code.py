@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
+from typing import Any
 
 import structlog
+from numba.core import event
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kernels.cpu.code_cache import CodeCache
@@ -27,6 +29,8 @@ from mesh.domain.kv import KVLayout
 from mesh.domain.request import SamplingParams, SequenceSpec
 
 log = structlog.get_logger(__name__)
+_event: Any = event  # numba does not annotate it
+_Listener: Any = _event.Listener
 
 COMBINATIONS: tuple[dict[str, str], ...] = (
     {"dtype": "float32"},
@@ -108,6 +112,28 @@ def reported_code(settings: RunnerSettings, config: AnyConfig, layout: KVLayout)
     code = CompiledCode(code_key(settings, config, layout), counts.num_loaded, counts.num_compiled, seconds)
     about = {"loaded": code.num_loaded, "compiled": code.num_compiled, "seconds": round(seconds, 2)}
     log.info("compiled code", cache="hit" if code.is_hit else "miss", key=code.key, **about)
+
+
+class _Told(_Listener):
+    """Calls `tell` when the first function is about to be compiled."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell: Callable[[], None] | None = tell
+
+    def on_start(self, event: object) -> None:
+        tell, self._tell = self._tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, event: object) -> None:
+        pass
+
+
+@contextmanager
+def told_of_compilation(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` once, when the block begins to compile code that is not on disk."""
+    with _event.install_listener("numba:compile", _Told(tell)):
+        yield
 
 
 def compile_code(settings: RunnerSettings, load: Callable[[RunnerSettings], Runner]) -> CompiledCode:

@@ -16,9 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.block_copies import BlockCopies, streams_for
-from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.buffers import aligned
-from engine.kernels.cpu.checked_copy import can_copy, gather, prepare, scatter
+from engine.kernels.cpu.checked_copy import Pieces, can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
 from engine.kv_types import as_bytes, kv_type
@@ -192,22 +191,20 @@ class KVCache:
     def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
         """Like `read_blocks`; returns the XXH3-64 of `out`."""
         self._require(span)
-        if self._copies is not None:
+        pieces = self._pieces(block_ids, span)
+        if pieces is None:
             return read_and_hash(self.read_blocks, block_ids, span, out, seed)
-        pieces, num_bytes = self._pieces(block_ids, span)
-        if not can_copy(pieces, num_bytes):
-            return read_and_hash(self.read_blocks, block_ids, span, out, seed)
-        return gather(pieces, num_bytes, np.frombuffer(out, np.uint8), seed)
+        return gather(pieces, np.array(block_ids, np.int64), np.frombuffer(out, np.uint8), seed)
 
     def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
         """Like `write_blocks`; returns the XXH3-64 of what was written, even if somebody changes `data` meanwhile."""
         self._require(span)
         if self._copies is not None:
             return self._land(block_ids, span, data, seed)
-        pieces, num_bytes = self._pieces(block_ids, span)
-        if not can_copy(pieces, num_bytes):
+        pieces = self._pieces(block_ids, span)
+        if pieces is None:
             return hash_and_write(self.write_blocks, block_ids, span, data, seed)
-        return scatter(pieces, num_bytes, np.frombuffer(data, np.uint8), seed)
+        return scatter(pieces, np.array(block_ids, np.int64), np.frombuffer(data, np.uint8), seed)
 
     def _land(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int = 0) -> int:
         """Copy `data` to blocks on a GPU by way of pinned memory; returns the XXH3-64 of what was written."""
@@ -220,30 +217,40 @@ class KVCache:
             memory[:] = payload
             return xxhash.xxh3_64_intdigest(memory.data, seed=seed)
 
-    def _pieces(self, block_ids: Sequence[int], span: KVSpan) -> tuple[Int64s, int]:
-        """Addresses of the pieces that follow each other in a payload, and the bytes of each. On CPU."""
-        units = self._select(block_ids, span)
-        layers, kinds, _, block_units, heads, unit_bytes = units.shape
-        counts, strides = [layers, kinds, len(block_ids), block_units], units.stride()
-        steps = [np.arange(count) * stride for count, stride in zip(counts, strides, strict=False)]
-        steps[2] = np.array(block_ids, np.int64) * strides[2]
-        num_bytes = heads * unit_bytes
+    def _pieces(self, block_ids: Sequence[int], span: KVSpan) -> Pieces | None:
+        """The pieces of `span` in these blocks, None if they cannot be copied in one pass."""
+        self._require_blocks(block_ids)
+        if self._copies is not None:
+            return None
+        layer_stride, plane_stride, block_stride, unit_stride, head_stride, _ = self._units.stride()
+        layers, heads = span.layers.slice_in(self.span.layers), span.heads.slice_in(self.span.heads)
+        num_units, num_bytes = self.layout.block_units, span.heads.count * head_stride
         if span.heads == self.span.heads:  # a block is one piece
-            num_bytes *= block_units
-            steps.pop()
-        addresses = np.full(1, units.data_ptr(), np.int64)
-        for step in steps:
-            addresses = np.add.outer(addresses, step).ravel()
-        return addresses, num_bytes
+            num_units, num_bytes = 1, num_units * num_bytes
+        pieces = Pieces(
+            self._units.data_ptr() + layers.start * layer_stride + heads.start * head_stride,
+            span.layers.count,
+            layer_stride,
+            self.layout.num_planes,
+            plane_stride,
+            block_stride,
+            num_units,
+            unit_stride,
+            num_bytes,
+        )
+        return pieces if can_copy(pieces, len(block_ids)) else None
 
     def _require(self, span: KVSpan) -> None:
         if not span.is_inside(self.span):
             raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
 
-    def _select(self, block_ids: Sequence[int], span: KVSpan) -> Tensor:
-        """[layers, planes, num_blocks, units, heads, bytes of a unit] of `span`."""
+    def _require_blocks(self, block_ids: Sequence[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:
             raise IndexError(f"block ids {min(block_ids)}..{max(block_ids)} of {self.num_blocks} blocks")
+
+    def _select(self, block_ids: Sequence[int], span: KVSpan) -> Tensor:
+        """[layers, planes, num_blocks, units, heads, bytes of a unit] of `span`."""
+        self._require_blocks(block_ids)
         layers = self._units[span.layers.slice_in(self.span.layers)]
         return layers if span.heads == self.span.heads else layers[..., span.heads.slice_in(self.span.heads), :]
 

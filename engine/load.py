@@ -16,11 +16,13 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
+from engine.dummy_weights import dummy_values
 from engine.kv_cache import KVCache
 from engine.kv_memory import KVReservation
 from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
 from engine.load_times import load_phase
 from engine.masks import TokenMasks
+from engine.memory import return_freed_memory
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -35,7 +37,7 @@ from engine.partition import read_rank
 from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.sharded_kv_cache import AnyKVCache
-from engine.weights import Progress, WeightsTarget, dummy_weights, load_weights
+from engine.weights import Progress, WeightsTarget, held, load_weights, parameters_of, target_of_table
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
@@ -76,7 +78,9 @@ def load_packed(
         with load_phase("map"):
             return read_rank(partition, share.rank, share.degrees, settings.quantize, settings.dtype)
     specs = share_specs(parameter_specs(config), config, share, "outputs")
-    return pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
+    packed = pack_decoder(config, _parameters(settings, config, specs, on_progress, is_packed=True), share)
+    return_freed_memory()
+    return packed
 
 
 def decoder_memory(
@@ -139,10 +143,23 @@ def _parameters(
     dtype = getattr(torch, settings.dtype)
     target = WeightsTarget(torch.device(settings.device), dtype, settings.encoding, is_packed)
     if settings.load_format == "dummy":
-        return dummy_weights(specs, target, settings.seed, on_progress)
+        return dummy_weights(specs, target, settings.seed, on_progress, getattr(torch, config.dtype))
     tied = None if isinstance(config, EncoderDecoderConfig) else tied_names(config)
     scales = scale_names(settings.model_dir) if _scales_kv(settings) else ()
     return load_weights(settings.model_dir, specs, target, on_progress, tied=tied, used_elsewhere=scales)
+
+
+def dummy_weights(
+    specs: list[ParameterSpec],
+    target: WeightsTarget,
+    seed: int = 0,
+    on_progress: Progress | None = None,
+    own_dtype: torch.dtype = torch.float32,
+) -> Parameters:
+    """Random parameters, see dummy_values. `own_dtype`: that of a checkpoint's numbers."""
+    targets = ((spec, target_of_table(spec, own_dtype, target)) for spec in held(specs))
+    values = (dummy_values(spec, own.dtype_of(spec), own.device, seed) for spec, own in targets)
+    return parameters_of(specs, target, values, on_progress)
 
 
 def _scales_kv(settings: RunnerSettings) -> bool:

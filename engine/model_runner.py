@@ -246,22 +246,26 @@ class ModelRunner:
     def _sample(
         self, batch: ScheduledBatch, hidden: Tensor, sample_rows: Tensor | None, sequences: list[SequenceState]
     ) -> tuple[float, list[tuple[SampledToken, ...]]]:
-        """The sum of the hidden states, and sampled tokens of each item: none, one, or more where drafts were right.
+        """A sum that is finite if the hidden states are, and sampled tokens of each item: none, one, or more where
+        drafts were right.
 
         `sequences` has one entry per row to sample. This is where the host waits for the device, once.
         """
-        total = sum_of(hidden)
+        # A row that is not finite has no finite log-prob, so where each item has one row, that tells enough.
+        needs_sum = not len(batch.items) == len(sequences) == len(hidden)
+        sums = [sum_of(hidden)] if needs_sum else []
         if not sequences:
-            return total.item(), [()] * len(batch.items)
+            return sums[0].item(), [()] * len(batch.items)
         chosen = hidden if sample_rows is None else hidden[sample_rows]
         drawn = self._sampler.draw(self._model.logits(chosen), sequences)
-        total, *drawn_tensors = self._copies.to_host([total, *drawn.tensors])
-        sampled = iter(drawn.read(drawn_tensors))
+        sums_and_drawn = self._copies.to_host([*sums, *drawn.tensors])
+        total = sums_and_drawn[0].item() if needs_sum else 0.0
+        sampled = iter(drawn.read(sums_and_drawn[len(sums) :]))
         tokens = [
             _verified(item.drafts, sampled)[: self._masks.num_rows(item.sequence)] if item.needs_sampling else ()
             for item in batch.items
         ]
-        return total.item(), tokens
+        return total, tokens
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
         """Log-probs of the prompt tokens that follow the item's rows; empty if not requested."""

@@ -1,4 +1,4 @@
-"""Loading of weights: memory-mapped safetensors become merged parameters; tests and benchmarks use random ones.
+"""Loading of weights: memory-mapped safetensors become merged parameters.
 
 Every parameter is allocated once and filled from the map when the model takes it. Matrices are converted to their
 encoding one by one, and pages of the map are given back, so besides the model itself only the page cache grows.
@@ -10,7 +10,6 @@ Checkpoint tensors that the model does not use are listed in the log, and refuse
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from hashlib import blake2b
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,8 +49,8 @@ from mesh.domain.errors import ConfigurationError
 log = structlog.get_logger(__name__)
 
 Progress = Callable[[float], None]
-_DUMMY_STD = 0.02
 _TABLES = ("embed", "layer_inputs")
+_ROUNDED = ("int8", "int4")
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 _NAN_OF_E4M3 = 0x7F
 """The bits of NaN without its sign."""
@@ -111,21 +110,14 @@ def load_weights(
     if in_int8:
         log.info("matrices that the checkpoint has in another form are rounded to 8 bits", matrices=len(in_int8))
     values = _stored_values(specs, target, _Contents(stored, modules, kept))
-    return _parameters(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
+    return parameters_of(specs, target, values, on_progress, kept or ALL_FLOAT, factors)
 
 
-def dummy_weights(
-    specs: list[ParameterSpec], target: WeightsTarget, seed: int = 0, on_progress: Progress | None = None
-) -> Parameters:
-    """Random parameters that depend on the seed, not on the device: norms are 1, biases and matrices small."""
-    return _parameters(specs, target, (_dummy_values(spec, target, seed) for spec in _held(specs)), on_progress)
-
-
-def _held(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
+def held(specs: Iterable[ParameterSpec]) -> list[ParameterSpec]:
     return [spec for spec in specs if spec.is_held]
 
 
-def _parameters(
+def parameters_of(
     specs: list[ParameterSpec],
     target: WeightsTarget,
     values: Iterable[Tensor | LinearParameters],
@@ -134,7 +126,7 @@ def _parameters(
     factors: Mapping[str, float] | None = None,
 ) -> Parameters:
     """Parameters with these values of the specs that are held, in their order."""
-    specs = _held(specs)
+    specs = held(specs)
 
     def source() -> Iterator[Values]:
         total, done = sum(prod(spec.held_shape) for spec in specs), 0
@@ -156,6 +148,10 @@ class _Contents(NamedTuple):
     modules: Mapping[str, QuantizedModule]
     kept: StoredMatrices | None
 
+    def dtype_of(self, source: Source) -> str:
+        """As the file names it; of a quantised module "quantised"."""
+        return "quantised" if source.name in self.modules else self.stored[stored_name(source.name, self.stored)].dtype
+
 
 def _stored_values(
     specs: list[ParameterSpec], target: WeightsTarget, contents: _Contents
@@ -163,7 +159,7 @@ def _stored_values(
     kept = contents.kept
     with ExitStack() as stack:
         reader = _Reader(contents.stored, contents.modules, stack)
-        for spec in _held(specs):
+        for spec in held(specs):
             own = target.encoding
             encoding = OUTPUT_ENCODINGS.get(own, own) if spec.name == OUTPUT else own
             parameter: Tensor | LinearParameters
@@ -177,28 +173,26 @@ def _stored_values(
                 elif encoding == "int8" and reader.has_int8(spec):
                     parameter = reader.int8(spec)
                 else:
-                    parameter = reader.fill(spec, _of_table(spec, contents.stored, target))
+                    parameter = reader.fill(spec, _in_own_type(spec, encoding, contents, target))
             yield parameter
 
 
-def _of_table(spec: ParameterSpec, stored: Mapping[str, StoredTensor], target: WeightsTarget) -> WeightsTarget:
+def _in_own_type(spec: ParameterSpec, encoding: str, contents: _Contents, target: WeightsTarget) -> WeightsTarget:
+    """The target with the checkpoint's own type for tables of tokens, see `target_of_table`, and for matrices that will
+    be rounded: in 16 bits they take half of the memory until then.
+    """
+    dtypes = {contents.dtype_of(source) for source in spec.sources}
+    own = _NARROW.get(dtypes.pop(), target.dtype) if len(dtypes) == 1 else target.dtype
+    is_exact = spec.factor == 1.0 and not spec.offset and not spec.unit_rows
+    if spec.is_matrix and is_exact and encoding in _ROUNDED:
+        return replace(target, dtype=own)
+    return target_of_table(spec, own, target)
+
+
+def target_of_table(spec: ParameterSpec, own_dtype: torch.dtype, target: WeightsTarget) -> WeightsTarget:
     """The target with the checkpoint's own type for tables of tokens, if these are packed beside rounded matrices."""
-    if spec.name not in _TABLES or not target.is_packed or target.encoding == "float":
-        return target
-    tensor = stored[stored_name(spec.sources[0].name, stored)]
-    return replace(target, dtype=_NARROW.get(tensor.dtype, target.dtype))
-
-
-def _dummy_values(spec: ParameterSpec, target: WeightsTarget, seed: int) -> Tensor:
-    if spec.is_scale:
-        values = torch.ones(spec.shape)
-    else:
-        digest = blake2b(f"{seed}:{spec.name}".encode(), digest_size=7).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        values = torch.empty(spec.shape).normal_(0.0, _DUMMY_STD, generator=generator)
-    if spec.held_rows is not None:
-        values = values[torch.from_numpy(spec.held_rows)]
-    return values[..., spec.input_slice].contiguous().to(target.device, target.dtype_of(spec))
+    is_kept = spec.name in _TABLES and target.is_packed and target.encoding != "float"
+    return replace(target, dtype=own_dtype) if is_kept else target
 
 
 def _check(

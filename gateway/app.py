@@ -1,14 +1,12 @@
 """The ASGI application: routes of all dialects on one port, and the check of the Host header."""
 
-from collections.abc import Mapping
-
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -17,7 +15,7 @@ from gateway.access import is_known_host
 from gateway.anthropic.messages import count_tokens, messages
 from gateway.backend import Backend
 from gateway.batches import endpoints as batches
-from gateway.errors import ANTHROPIC, ANTHROPIC_TYPES, LMI, OPENAI, TGI, Problem
+from gateway.errors import ANTHROPIC, LMI, OPENAI, TGI, Dialect, Problem, Reply, Row
 from gateway.exchange import Endpoint, Handler
 from gateway.lmi.invocations import invocations, lmi_options, sagemaker_invocations, sagemaker_invocations_stream
 from gateway.lmi.sagemaker import SAGEMAKER
@@ -186,10 +184,10 @@ class _HostCheck:
             if not await self._backend.gate.is_open():
                 return None
         except TandemError as error:
-            problem = Problem.of(error)
-            return _error(path, problem.row.openai.status, problem.row.lmi.type, problem.message, {})
-        message = f"this gateway is not known as {host[:128]!r}; see allowed_hosts"
-        return _error(path, 403, "ForbiddenException", message, {})
+            return _dialect_of(path).error_response(Problem.of(error))
+        return _error(
+            path, 403, "ForbiddenException", f"this gateway is not known as {host[:128]!r}; see allowed_hosts"
+        )
 
 
 async def _unknown_route(request: Request, error: Exception) -> Response:
@@ -198,15 +196,19 @@ async def _unknown_route(request: Request, error: Exception) -> Response:
     kind = _NAMES.get(error.status_code, "HttpException")
     backend: Backend = request.app.state.backend
     backend.metrics.observe_answer("none", error.status_code)
-    return _error(request.url.path, error.status_code, kind, message, error.headers or {})
+    response = _error(request.url.path, error.status_code, kind, message)
+    response.headers.update(error.headers or {})
+    return response
 
 
-def _error(path: str, status: int, kind: str, message: str, headers: Mapping[str, str]) -> Response:
-    """Anthropic's error body under /v1/messages, OpenAI's under the rest of /v1, LMI's elsewhere."""
+def _error(path: str, status: int, kind: str, message: str) -> Response:
+    """The response to a request that gets to no endpoint. `kind` is LMI's name for the error."""
+    row = Row(Reply(status, "invalid_request_error"), Reply(status, kind), Reply(status))
+    return _dialect_of(path).error_response(Problem(row, message))
+
+
+def _dialect_of(path: str) -> Dialect:
+    """Anthropic's under /v1/messages, OpenAI's under the rest of /v1, LMI's elsewhere."""
     if path.startswith("/v1/messages"):
-        type_of_messages = ANTHROPIC_TYPES.get(status, "invalid_request_error")
-        return JSONResponse({"type": "error", "error": {"type": type_of_messages, "message": message}}, status, headers)
-    if path.startswith("/v1/"):
-        error_of_v1 = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        return JSONResponse({"error": error_of_v1}, status, headers)
-    return JSONResponse({"code": status, "type": kind, "message": message}, status, headers)
+        return ANTHROPIC
+    return OPENAI if path.startswith("/v1/") else LMI

@@ -14,7 +14,8 @@ client gets its answer. A client that sends FIN at any other time has left.
 
 TLS lies between a connection and its TCP socket. A connection counts, and must send headers in time, from the moment it
 is accepted, so clients that begin no handshake have the same limits. Over TLS every FIN is a client that has left:
-asyncio ends a TLS connection with either half. The server says goodbye (close_notify), and waits for no reply.
+asyncio ends a TLS connection with either half. The server says goodbye (close_notify), and waits for no reply. A client
+whose first byte begins no handshake speaks plain HTTP, and is told to use HTTPS.
 """
 
 import asyncio
@@ -28,9 +29,13 @@ from typing import Any, cast
 
 import h11
 import structlog
+from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mesh.logs import LogLimit
+from mesh.public_tls import Renewed
+
+TlsContext = Renewed[ssl.SSLContext]
 
 log = structlog.get_logger(__name__)
 
@@ -42,8 +47,13 @@ _ANSWER_START = b"HTTP/1.1 "
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
 # SO_LINGER on, 0 s: on close the kernel drops its unsent bytes, too.
 _NO_LINGER = struct.pack("ii", 1, 0)
-# asyncio's own limit on the end of a TLS connection; `Connection.is_overdue` has a better one.
+# asyncio's own limits on both ends of a TLS connection; `Connection.is_overdue` has better ones.
 _NO_LIMIT_S = 1e6
+# The first byte of a TLS connection: a record of the handshake (RFC 8446, section 5.1).
+_HANDSHAKE = 22
+_PLAIN_HTTP_REFUSED = PlainTextResponse(
+    "This port speaks HTTPS: begin the address with https://\n", 400, {"connection": "close"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +75,7 @@ class Connections:
     been idle longest.
     """
 
-    def __init__(self, limits: ConnectionLimits, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, limits: ConnectionLimits, tls: TlsContext | None = None) -> None:
         self._limits = limits
         self._tls = tls
         self._all: set[Connection] = set()
@@ -82,7 +92,7 @@ class Connections:
 
     def _create(self, **options: Any) -> asyncio.BaseProtocol:
         connection = Connection(self, **options)
-        return connection if self._tls is None else _TlsLayer(connection, self, self._tls, self._limits)
+        return connection if self._tls is None else _Unknown(connection, self, self._tls)
 
     def opened(self, connection: "Connection") -> None:
         """Register a connection. At the limit, close the one that has been idle longest, which may be the new one."""
@@ -114,6 +124,12 @@ class Connections:
                 if connection.is_overdue(now_s, self._limits):
                     self._drop(connection)
 
+    def drop_handshakes(self) -> None:
+        """Close what has no TLS yet: uvicorn does not know it, and asyncio's server ends only after all connections."""
+        for connection in list(self._all):
+            if connection.scheme is None:
+                self._drop(connection)
+
     def _drop(self, connection: "Connection") -> None:
         """Close the descriptor in the loop's next iteration; `close` alone would wait for the client to read."""
         self.closed(connection)
@@ -143,7 +159,7 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         super().connection_made(transport)
-        if not self._has_tls:
+        if self._awaited_s is None:
             self.accepted(transport)
 
     def accepted(self, wire: asyncio.Transport) -> None:
@@ -237,20 +253,44 @@ class Connection(H11Protocol):
         return self.cycle is not None and not self.cycle.response_complete
 
 
-class _TlsLayer(SSLProtocol):
-    """TLS below one connection. With a server's option `ssl`, asyncio would tell of a connection only after its
-    handshake, and any number of clients could keep descriptors by beginning none.
-    """
+class _Unknown(asyncio.Protocol):
+    """A TCP connection whose client has sent nothing: over TLS or, by mistake, plain HTTP."""
 
-    def __init__(self, above: Connection, others: Connections, tls: ssl.SSLContext, limits: ConnectionLimits) -> None:
-        options: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": limits.header_timeout_s}
-        super().__init__(above.loop, above, tls, server_side=True, ssl_shutdown_timeout=_NO_LIMIT_S, **options)
-        self._above, self._others = above, others
+    def __init__(self, above: Connection, others: Connections, tls: TlsContext) -> None:
+        self._above, self._others, self._tls = above, others, tls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
+        self._wire = transport
         self._above.accepted(transport)
-        super().connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._others.closed(self._above)
+
+    def data_received(self, data: bytes) -> None:
+        if data[0] != _HANDSHAKE:
+            self._above.app = _PLAIN_HTTP_REFUSED
+            self._wire.set_protocol(self._above)
+            self._above.connection_made(self._wire)
+            self._above.data_received(data)
+            return
+        layer = _TlsLayer(self._above, self._others, self._tls.latest)
+        self._wire.set_protocol(layer)
+        layer.connection_made(self._wire)
+        layer.get_buffer(len(data))[: len(data)] = data
+        layer.buffer_updated(len(data))
+
+
+class _TlsLayer(SSLProtocol):
+    """TLS below one connection. A server's option `ssl` would tell of a connection only after its handshake, and any
+    number of clients could keep descriptors by beginning none. `loop.start_tls` is given what it has not yet read, and
+    cannot be given the client's first bytes.
+    """
+
+    def __init__(self, above: Connection, others: Connections, context: ssl.SSLContext) -> None:
+        options: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": _NO_LIMIT_S}
+        super().__init__(above.loop, above, context, server_side=True, ssl_shutdown_timeout=_NO_LIMIT_S, **options)
+        self._above, self._others = above, others
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._others.closed(self._above)  # which hears of it only if the handshake is over

@@ -19,11 +19,12 @@ _SERVER = "server_error"
 _UNREACHABLE = "the model cannot be reached now; try again later"
 # Anthropic's own API answers 529 when it is overloaded; 429 is for the limits of one customer.
 _ANTHROPIC_STATUS = {429: 529}
-ANTHROPIC_TYPES = {
+_ANTHROPIC_TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
+    405: "invalid_request_error",
     408: "invalid_request_error",
     413: "request_too_large",
     415: "invalid_request_error",
@@ -191,7 +192,7 @@ def openai_error_body(problem: Problem) -> dict[str, dict[str, object]]:
 
 
 def anthropic_error_body(problem: Problem) -> dict[str, object]:
-    kind = ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
+    kind = _ANTHROPIC_TYPES.get(problem.row.openai.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": problem.message}}
 
 

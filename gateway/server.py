@@ -9,7 +9,6 @@ import contextlib
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import AsyncIterator, Coroutine, Iterator
 
 import structlog
@@ -18,7 +17,7 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from gateway.connections import LOG_LINES_PER_S, ConnectionLimits, Connections
+from gateway.connections import LOG_LINES_PER_S, ConnectionLimits, Connections, TlsContext
 from gateway.settings import GatewaySettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.host import join_host
@@ -37,11 +36,22 @@ _KEEP_ALIVE_S = 75
 
 
 class _Server(uvicorn.Server):
-    """Installs no signal handlers: mesh/process.py handles signals."""
+    """Installs no signal handlers: mesh/process.py handles signals. A stop waits for no handshake."""
+
+    def __init__(self, config: uvicorn.Config, connections: Connections | None) -> None:
+        super().__init__(config)
+        self._connections = connections
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        if self._connections is not None:
+            self._connections.drop_handshakes()
+        await super().shutdown(sockets)
 
 
 @contextlib.asynccontextmanager
@@ -67,7 +77,7 @@ async def serving_at(
     listener: socket.socket,
     grace_s: float,
     limits: ConnectionLimits | None = None,
-    tls: ssl.SSLContext | None = None,
+    tls: TlsContext | None = None,
 ) -> AsyncIterator[None]:
     """Serve at a socket that already listens. `limits` is None if the clients are trusted, and speak no TLS."""
     connections = None if limits is None else Connections(limits, tls)
@@ -84,17 +94,18 @@ async def serving_at(
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=max(1, round(grace_s)),
     )
-    server = _Server(config)
+    server = _Server(config, connections)
     with _rate_limited_logs():
-        watching = None if connections is None else run_for_life(connections.watch())
+        watches = [] if connections is None else [run_for_life(connections.watch())]
+        watches += [] if tls is None else [run_for_life(tls.follow())]
         task = asyncio.create_task(server.serve(sockets=[listener]))
         try:
             yield
         finally:
             server.should_exit = True
             await task
-            if watching is not None:
-                watching.cancel()
+            for watch in watches:
+                watch.cancel()
 
 
 def _affordable_connections(max_connections: int) -> int:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from mesh.domain.errors import ConfigurationError
 from mesh.process import ProcessSettings
-from mesh.public_tls import PublicTlsSettings, server_context
+from mesh.public_tls import PublicTlsSettings, Renewed, server_context
 from mesh.settings import setting
 
 LMI_SCHEMAS = ("rolling", "0.26", "async")
@@ -135,10 +135,10 @@ class GatewaySettings(ProcessSettings, PublicTlsSettings):
             raise ConfigurationError("router_tls_ca and router_tls_name need router_tls")
         self.load_public_tls()
 
-    def load_public_tls(self) -> ssl.SSLContext | None:
+    def load_public_tls(self) -> Renewed[ssl.SSLContext] | None:
         """Read the certificate; None for plain HTTP. Raises ConfigurationError."""
         files = self.public_tls_files()
-        return server_context(*files) if files else None
+        return Renewed(files, server_context) if files else None
 
     @property
     def allowed_origins(self) -> list[str]:

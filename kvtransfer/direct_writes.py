@@ -1,25 +1,12 @@
-"""The receiver's side of a conversation over a link: messages, and chunks that the thread writes which reads them."""
+"""The receiver's side of a conversation over a link: chunks that the thread writes which reads them."""
 
 import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 
-from kvtransfer.messages import Chunk, SenderMessage, request_from_bytes
+from kvtransfer.messages import Chunk, request_from_bytes
 from kvtransfer.transports.link import Call
-
-
-class LinkRequests:
-    """A sender's messages that no thread takes."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-    def __aiter__(self) -> "LinkRequests":
-        return self
-
-    async def __anext__(self) -> SenderMessage:
-        return request_from_bytes(await self._call.read())
 
 
 class DirectWrites:

@@ -1,10 +1,9 @@
 """The sender's half of one conversation.
 
-    open ──▶ granted     the receiver chooses one of the paths and grants credit; then four tasks run concurrently:
+    open ──▶ granted     the receiver chooses one of the paths and grants credit; then three tasks run concurrently:
     gather               waits for announced KV, a credit (its own, and one of those of the receiver) and a slot, and
-                         gives the slot to the threads to copy KV into
-    send                 writes filled chunks to the stream, in order, while others are filled; then writes Commit. Over
-                         a link the threads that fill chunks send them
+                         queues the chunk for a thread, which copies KV into the slot and sends the chunk; at last the
+                         commit
     renew                renews the lease three times per lease, even while the engine computes
     listen               an ack frees a slot and returns a credit; Committed, the end, frees the other slots
 
@@ -13,6 +12,7 @@ At the end, on success or failure, the call is cancelled, no thread reads the st
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
@@ -81,17 +81,7 @@ class SenderResources:
     executor: Executor
 
 
-@dataclass(frozen=True, slots=True)
-class _Filled:
-    """A serialized chunk, ready to be sent."""
-
-    request: bytes
-    num_bytes: int
-    checksum: int
-
-
 AnyCall = PushCall | LinkCall
-_Chunks = asyncio.Queue[asyncio.Task[_Filled] | None]  # in order of their numbers; then None
 
 
 class OutgoingConversation:
@@ -102,7 +92,7 @@ class OutgoingConversation:
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
         self._announced = RangeQueue(layer_block_bytes, resources.settings.chunk_bytes)
-        self._prompt_end: asyncio.Future[tuple[int, int]] = asyncio.get_running_loop().create_future()
+        self._prompt_end: tuple[int, int] | None = None  # number of tokens, and the first token
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
         self._digest = Digest()
@@ -110,7 +100,9 @@ class OutgoingConversation:
         self._num_bytes = 0
         self._paths: dict[str, SendPath] = {}  # by name of the transport, in order of preference
         self._slots: dict[int, Slot] = {}  # by sequence number, until acknowledged
-        self._outbox: _Outbox | None = None
+        self._queueing = threading.Lock()
+        self._queued: deque[Callable[[], bytes]] = deque()  # each makes a message, on a thread
+        self._is_sending = False  # a thread takes what is queued
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
@@ -120,8 +112,7 @@ class OutgoingConversation:
 
     def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Commit once all announced KV has been sent. Only the first call has an effect."""
-        if not self._prompt_end.done():
-            self._prompt_end.set_result((num_tokens, first_token_id))
+        self._prompt_end = self._prompt_end or (num_tokens, first_token_id)
         self._announced.finish()
 
     async def run(self) -> TransferResult:
@@ -148,14 +139,17 @@ class OutgoingConversation:
         granted = await self._granted(call)
         path = self._paths[granted.transport]
         await path.join(granted.rendezvous)
-        chunks: _Chunks = asyncio.Queue()  # the credit bounds its length
-        self._outbox = _Outbox(call) if isinstance(call, LinkCall) else None
         async with _credit(granted.credit_chunks, places) as credit, task_group() as tasks:
-            tasks.create_task(self._gather(path, credit, chunks, tasks))
-            tasks.create_task(self._send(call, chunks))
-            renewal = tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))
-            await self._listen(call, credit)
-            renewal.cancel()
+            tasks.create_task(self._gather(call, path, credit, tasks))
+            helpers = [tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))]
+            if isinstance(call, PushCall):
+                helpers.append(tasks.create_task(call.write_all()))
+            try:
+                await self._listen(call, credit)
+            finally:
+                self._queued.clear()  # nobody will get it
+            for helper in helpers:
+                helper.cancel()
         return TransferResult(granted.transport, self._num_bytes, self._num_chunks)
 
     async def _find_paths(self, transports: Sequence[SendTransport]) -> None:
@@ -198,57 +192,58 @@ class OutgoingConversation:
                 return
             path.decline()
 
-    async def _gather(self, path: SendPath, credit: "_Credit", chunks: _Chunks, tasks: asyncio.TaskGroup) -> None:
-        """Start to fill the next chunk before the last one is full, so that no thread waits for the event loop, unless
-        the path needs them in order."""
+    async def _gather(self, call: AnyCall, path: SendPath, credit: "_Credit", tasks: asyncio.TaskGroup) -> None:
         number = 0
         while await self._announced.wait():
             await credit.take()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
-            fill = partial(self._fill, slot, number, chunk_range)
-            filling = tasks.create_task(run_to_end(self._resources.executor, fill))
-            chunks.put_nowait(filling)
-            if path.is_ordered:
-                await filling
+            self._queue(call, partial(self._fill, slot, number, chunk_range), tasks)
             number += 1
-        chunks.put_nowait(None)
+        self._queue(call, self._commit, tasks)
 
-    def _fill(self, slot: Slot, number: int, chunk_range: ChunkRange) -> _Filled:
-        """Copy KV from the store into the slot and serialize the chunk. Runs on a thread."""
+    def _queue(self, call: AnyCall, make: Callable[[], bytes], tasks: asyncio.TaskGroup) -> None:
+        """Let a thread make and send a message, behind those before it."""
+        with self._queueing:
+            self._queued.append(make)
+            is_sending, self._is_sending = self._is_sending, True
+        if not is_sending:
+            tasks.create_task(run_to_end(self._resources.executor, partial(self._send_queued, call)))
+
+    def _send_queued(self, call: AnyCall) -> None:
+        """Runs on a thread, which does not wait for the event loop between two messages."""
+        while True:
+            with self._queueing:
+                if not self._queued:
+                    self._is_sending = False
+                    return
+                make = self._queued.popleft()
+            request = make()
+            self._watchdog.on_request()
+            call.send(request)
+
+    def _fill(self, slot: Slot, number: int, chunk_range: ChunkRange) -> bytes:
+        """Copy KV from the store into the slot; returns the chunk."""
         block_ids = self._spec.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
         buffer = slot.buffer()
         seed = chunk_seed(self._seed, number, chunk_range, len(buffer))
         checksum = self._resources.store.copy_out(block_ids, chunk_range.span, buffer, seed)
-        message = Chunk(number, chunk_range, len(buffer), checksum, slot.seal())
-        filled = _Filled(request_to_bytes(message), len(buffer), checksum)
-        if self._outbox is not None:
-            self._outbox.put(number, filled, self._count)
-        return filled
-
-    def _count(self, chunk: _Filled) -> None:
-        """The next chunk goes out."""
-        self._digest.add(chunk.checksum)
+        self._digest.add(checksum)
         self._num_chunks += 1
-        self._num_bytes += chunk.num_bytes
+        self._num_bytes += len(buffer)
+        return request_to_bytes(Chunk(number, chunk_range, len(buffer), checksum, slot.seal()))
 
-    async def _send(self, call: AnyCall, chunks: _Chunks) -> None:
-        while (filling := await chunks.get()) is not None:
-            chunk = await filling
-            self._watchdog.on_request()
-            if self._outbox is None:
-                self._count(chunk)
-                await call.write(chunk.request)
+    def _commit(self) -> bytes:
+        assert self._prompt_end is not None
+        num_tokens, first_token_id = self._prompt_end
         self._is_committing = True
-        num_tokens, first_token_id = await self._prompt_end
-        commit = Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id)
-        self._watchdog.on_request()
-        await call.write_last(request_to_bytes(commit))
+        return request_to_bytes(Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id))
 
     async def _renew(self, call: AnyCall, interval_s: float) -> None:
-        while True:
+        while not self._is_committing:
             await asyncio.sleep(interval_s)
-            await call.write(request_to_bytes(Renew()))
+            if not self._is_committing:
+                call.send(request_to_bytes(Renew()))
 
     async def _listen(self, call: AnyCall, credit: "_Credit") -> None:
         while not isinstance(reply := await self._read(call), Committed):
@@ -270,25 +265,6 @@ class OutgoingConversation:
         reply = await call.read()
         self._watchdog.on_message()
         return reply
-
-
-class _Outbox:
-    """Sends the chunks of a conversation over a link, in order, from the threads that fill them."""
-
-    def __init__(self, call: LinkCall) -> None:
-        self._call = call
-        self._lock = threading.Lock()
-        self._filled: dict[int, _Filled] = {}
-        self._next = 0
-
-    def put(self, number: int, chunk: _Filled, count: Callable[[_Filled], None]) -> None:
-        """Send the chunk with this number behind those before it, at once or when they are full."""
-        with self._lock:
-            self._filled[number] = chunk
-            while (chunk_to_send := self._filled.pop(self._next, None)) is not None:
-                count(chunk_to_send)
-                self._call.send(chunk_to_send.request)
-                self._next += 1
 
 
 class _Credit:
@@ -326,54 +302,61 @@ class Watchdog:
 
     Silent: no message has arrived for `lease_s`. A live receiver is never silent, because it confirms renewals.
     Stuck: the receiver is alive but has not answered a chunk or the commit for `progress_timeout_s`.
-    Both are noticed up to a hundredth later, so that not every message sets the timer anew.
+    Both are noticed up to a tenth later.
     """
 
     def __init__(self, settings: TransferSettings) -> None:
         self._lease_s = settings.lease_s
         self._progress_timeout_s = settings.progress_timeout_s
-        self._clock = asyncio.get_running_loop().time
-        self._heard_at = self._progress_at = self._clock()
-        self._num_unanswered = 0
-        self._slack_s = min(self._lease_s, self._progress_timeout_s) / 100
-        self._timeout = asyncio.timeout(self._lease_s + self._slack_s)
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._progress_at = self._loop.time()
+        self._num_requests = self._num_answers = 0
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def watch(self) -> AsyncIterator[None]:
         """Watch while the block, the whole conversation, runs. Raises TransferFailed."""
         try:
             async with self._timeout:
+                self._look()
                 yield
         except TimeoutError:
-            silent_s = self._clock() - self._heard_at
+            silent_s = self._loop.time() - self._heard_at
             if silent_s >= self._lease_s:
                 raise TransferFailed(f"the receiver has sent nothing for {self._lease_s:g} s") from None
             raise TransferFailed(f"the receiver has not answered for {self._progress_timeout_s:g} s") from None
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
 
     def on_message(self) -> None:
         """Note that a message has come from the receiver."""
-        self._heard_at = self._clock()
-        self._restart()
+        self._heard_at = self._loop.time()
 
     def on_request(self) -> None:
-        """Note that the receiver must answer one more request (a chunk or the commit)."""
-        self._num_unanswered += 1
-        if self._num_unanswered == 1:
-            self._progress_at = self._clock()
-            self._restart()
+        """Note that the receiver must answer one more request (a chunk or the commit). On the thread that sends it."""
+        if self._num_requests == self._num_answers:
+            self._progress_at = self._loop.time()
+        self._num_requests += 1
 
     def on_answer(self) -> None:
         """Note that the receiver has answered a request. The timeout for the remaining ones starts anew."""
-        self._num_unanswered -= 1
-        self._progress_at = self._clock()
-        self._restart()
+        self._progress_at = self._loop.time()
+        self._num_answers += 1
 
-    def _restart(self) -> None:
-        when = self._timeout.when()
-        if when is None or self._timeout.expired():
-            return
+    @property
+    def due(self) -> float:
+        """When the receiver is silent or stuck, unless it is heard of before, by the loop's clock."""
         due = self._heard_at + self._lease_s
-        if self._num_unanswered:
+        if self._num_requests > self._num_answers:
             due = min(due, self._progress_at + self._progress_timeout_s)
-        if not due <= when <= due + self._slack_s:
-            self._timeout.reschedule(due + self._slack_s)
+        return due
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if now >= self.due:
+            self._timeout.reschedule(now)
+        else:
+            soon = now + min(self._lease_s, self._progress_timeout_s) / 10
+            self._timer = self._loop.call_at(min(self.due, soon), self._look)

@@ -88,20 +88,24 @@ class PushCall:
         push = channel.stream_stream(_METHOD, None, pb.PushResponse.FromString)
         self._call = push(metadata=metadata)
         self._status = FirstStatus(self._call)
-        self._writing = asyncio.Lock()  # grpc.aio takes one write at a time
-        self._is_complete = False
+        self._unsent: asyncio.Queue[bytes] = asyncio.Queue()
+        self._loop = asyncio.get_running_loop()
+
+    def send(self, request: bytes) -> None:
+        """Let `write_all` send it, from any thread."""
+        self._loop.call_soon_threadsafe(self._unsent.put_nowait, request)
+
+    async def write_all(self) -> None:
+        """Write what is sent, until cancelled. Raises MeshError."""
+        while True:
+            await self.write(await self._unsent.get())
 
     async def write(self, request: bytes) -> None:
-        """Send `request` after the writes of other tasks. Does nothing after `write_last`. Raises MeshError."""
-        async with self._writing:
-            if not self._is_complete:
-                await self._write(request)
-
-    async def write_last(self, request: bytes) -> None:
-        """Send the final message; later writes are dropped. Raises MeshError."""
-        async with self._writing:
-            self._is_complete = True
-            await self._write(request)
+        """Send a message while no other task writes. Raises MeshError."""
+        try:
+            await self._call.write(request)
+        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call had ended before the write, or ends now
+            raise await self._error() from None
 
     async def read(self) -> ReceiverMessage:
         """Return the next reply. Raises the MeshError that ended the call."""
@@ -120,12 +124,6 @@ class PushCall:
     def cancel(self) -> None:
         """End the call now; idempotent."""
         self._call.cancel()
-
-    async def _write(self, request: bytes) -> None:
-        try:
-            await self._call.write(request)
-        except (asyncio.InvalidStateError, grpc.aio.AioRpcError):  # the call had ended before the write, or ends now
-            raise await self._error() from None
 
     async def _error(self) -> MeshError:
         """Return the error that has ended the call.
@@ -148,16 +146,13 @@ class LinkCall:
         self._call = call
 
     def send(self, request: bytes) -> None:
-        """Like `write`, from any thread."""
+        """Send a message, from any thread."""
         try:
             self._call.send(request)
         except WorkerLost as error:
             raise _unreachable(error) from None
 
     async def write(self, request: bytes) -> None:
-        self.send(request)
-
-    async def write_last(self, request: bytes) -> None:
         self.send(request)
 
     async def read(self) -> ReceiverMessage:

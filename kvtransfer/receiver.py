@@ -18,7 +18,7 @@ and none follows.
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -26,7 +26,7 @@ from functools import partial
 import grpc
 import structlog
 
-from kvtransfer.direct_writes import DirectWrites, LinkRequests
+from kvtransfer.direct_writes import DirectWrites
 from kvtransfer.incoming_transfer import Assembly, ExpectedTransfer, TransferChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
@@ -55,6 +55,8 @@ log = structlog.get_logger(__name__)
 
 # A lease has three renewals: for twenty leases a sender has read nothing, and it should have given up after one.
 _MAX_UNREAD_RENEWALS = 64
+Read = Callable[[], Awaitable[SenderMessage | None]]
+"""Returns the sender's next message, None if it has disconnected."""
 Reply = Callable[[ReceiverMessage], None]
 
 
@@ -141,7 +143,10 @@ class KVReceiver:
                 raise TransferFailed("the sender reads no replies")
             replies.put_nowait(message)
 
-        task = asyncio.create_task(self._converse(requests, put))
+        async def read() -> SenderMessage | None:
+            return await anext(requests, None)
+
+        task = asyncio.create_task(self._converse(read, put))
         task.add_done_callback(lambda _: replies.put_nowait(None))
         try:
             while (reply := await replies.get()) is not None:
@@ -157,13 +162,17 @@ class KVReceiver:
         task = asyncio.current_task()
         assert task is not None
         call.on_end = task.cancel
+
+        async def read() -> SenderMessage:
+            return request_from_bytes(await call.read())
+
         try:
-            await self._converse(LinkRequests(call), lambda reply: call.send(reply_to_bytes(reply)), call)
+            await self._converse(read, lambda reply: call.send(reply_to_bytes(reply)), call)
         except MeshError as error:
             call.leave(error)
 
-    async def _converse(self, requests: AsyncIterator[SenderMessage], reply: Reply, call: Call | None = None) -> None:
-        opening = await self._next(requests)
+    async def _converse(self, read: Read, reply: Reply, call: Call | None = None) -> None:
+        opening = await self._next(read)
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
         incoming = self._admit(opening)
@@ -176,7 +185,7 @@ class KVReceiver:
             incoming.assembly.open(opening.span)
             if incoming.assembly.is_opened:
                 incoming.opening_lease.cancel()
-            commit = await self._fill(checks, opening, requests, reply, call)
+            commit = await self._fill(checks, opening, read, reply, call)
             incoming.assembly.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
@@ -207,7 +216,7 @@ class KVReceiver:
         self,
         checks: TransferChecks,
         opening: TransferOpen,
-        requests: AsyncIterator[SenderMessage],
+        read: Read,
         reply: Reply,
         call: Call | None,
     ) -> Commit:
@@ -217,7 +226,7 @@ class KVReceiver:
         try:
             reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
             async with task_group() as writes:  # the block exits only when every write has ended
-                while not isinstance(request := await self._next(requests), Commit):
+                while not isinstance(request := await self._next(read), Commit):
                     if request is None:
                         raise TransferFailed("the sender disconnected before the commit")
                     if isinstance(request, Renew):
@@ -239,12 +248,12 @@ class KVReceiver:
             finally:
                 source.close()
 
-    async def _next(self, requests: AsyncIterator[SenderMessage]) -> SenderMessage | None:
-        """Return the sender's next message, None if it has disconnected. Raises LeaseExpired after a silent lease."""
+    async def _next(self, read: Read) -> SenderMessage | None:
+        """Return the sender's next message. Raises LeaseExpired after a silent lease."""
         lease_s = self._settings.lease_s
         try:
             async with asyncio.timeout(lease_s):
-                return await anext(requests, None)
+                return await read()
         except TimeoutError:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 

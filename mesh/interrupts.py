@@ -25,10 +25,16 @@ T = TypeVar("T")
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.01
 _BLOCKED_S = 1.0
-_CALLERS = ("logging.", "grpc.", "llvmlite.binding.executionengine.", "engine.models.loop_threads.LoopThreads.run")
+_CALLERS = (
+    "logging.",
+    "grpc.",
+    "llvmlite.binding.executionengine.",
+    "engine.models.loop_threads.LoopThreads.run",
+    "mesh.interrupts._interrupt",
+)
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-threads of a step would wait for one that has raised.
+threads of a step would wait for one that has raised; `_interrupt` itself may run in the middle of asyncio's code.
 """
 
 

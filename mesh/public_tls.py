@@ -1,11 +1,23 @@
 """The certificate that clients see, over gRPC (the router) and HTTP (the gateway)."""
 
+import asyncio
+import os
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import structlog
 
 from mesh.certificates import host_in, read_pem
 from mesh.domain.errors import ConfigurationError
 from mesh.settings import setting
+
+T = TypeVar("T")
+
+log = structlog.get_logger(__name__)
+
+_CHECK_INTERVAL_S = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +32,49 @@ class PublicTlsSettings:
         if bool(self.public_tls_cert) != bool(self.public_tls_key):
             raise ConfigurationError("public_tls_cert and public_tls_key belong together: one of them is not set")
         return (self.public_tls_cert, self.public_tls_key) if self.public_tls_cert else None
+
+
+class Renewed(Generic[T]):
+    """What `load` makes of certificate and key, the files of `public_tls_files`. `follow` makes it again when they are
+    replaced. Raises ConfigurationError as `load` does.
+    """
+
+    def __init__(self, files: tuple[str, str], load: Callable[[str, str], T]) -> None:
+        self._files = files
+        self._load = load
+        self._used = self._version()
+        self.latest = load(*files)
+
+    async def follow(self) -> None:
+        """Keep `latest` up to date until cancelled. Files that cannot be used are reported once."""
+        seen = self._used
+        while True:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            before, seen = seen, self._version()
+            if seen == before and seen != self._used:  # certificate and key are not replaced at the same moment
+                self._used = seen
+                self._renew()
+
+    def _renew(self) -> None:
+        cert, key = self._files
+        try:
+            self.latest = self._load(cert, key)
+        except ConfigurationError as error:
+            log.error("the new certificate cannot be used, clients still see the one before", error=str(error))
+        else:
+            log.info("certificate read again, new connections use it", public_tls_cert=cert)
+
+    def _version(self) -> list[tuple[int, int, int] | None]:
+        """Return a value that changes with the files, also where they are symbolic links."""
+        return [_version_of(path) for path in self._files]
+
+
+def _version_of(path: str) -> tuple[int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size, status.st_ino
 
 
 def server_context(cert: str, key: str) -> ssl.SSLContext:

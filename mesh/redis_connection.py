@@ -86,9 +86,9 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
     try:
         parts = urlsplit(url)
         if parts.scheme in _BY_SENTINEL:
-            return _open_master(url, options)
+            return _open_master(parts, options)
         if parts.scheme in _BY_CLUSTER:
-            return open_slot(parts, options, tls=_BY_CLUSTER[parts.scheme] == "rediss")
+            return _open_slot(parts, options)
         return Redis.from_url(url, **options)
     except ValueError:
         # The text of the error may contain a part of the password.
@@ -108,30 +108,38 @@ class _Master(Redis):
         await pool.sentinel_manager.aclose()
 
 
-def _open_master(url: str, options: dict[str, Any]) -> Redis:
+def _servers_in(url: SplitResult, default_port: int) -> tuple[list[Address], dict[str, Any]]:
+    """Return the servers of redis://USER:PASSWORD@HOST:PORT,HOST:PORT/DB and the options that hold for all of them, as
+    redis names them. Raises ValueError."""
+    login, at, addresses = url.netloc.rpartition("@")
+    servers: list[Address] = []
+    options: dict[str, Any] = {}
+    for address in addresses.split(","):
+        options = dict(parse_url(urlunsplit(url._replace(netloc=f"{login}{at}{address}"))))
+        servers.append((options.pop("host", ""), int(options.pop("port", default_port))))
+    if not all(host for host, _ in servers):
+        raise ValueError("a host is missing")
+    if options.pop("connection_class", None) is not None:
+        options["ssl"] = True
+    return servers, options
+
+
+def _open_master(url: SplitResult, options: dict[str, Any]) -> Redis:
     """Return a client of SERVICE's master. User, password and TLS are those of the servers and of the sentinels. Raises
     ValueError."""
-    parts = urlsplit(url)
-    login, at, addresses = parts.netloc.rpartition("@")
-    service, _, database = parts.path.strip("/").partition("/")
-    plain = parts._replace(scheme=_BY_SENTINEL[parts.scheme], path=database)
-    hosts = []
-    for address in addresses.split(","):
-        parsed: dict[str, Any] = dict(parse_url(urlunsplit(plain._replace(netloc=f"{login}{at}{address}"))))
-        hosts.append((parsed.pop("host", ""), parsed.pop("port", _SENTINEL_PORT)))
-    if not service or not all(host for host, _ in hosts):
-        raise ValueError("the name of the service, or a host, is missing")
-    if parsed.pop("connection_class", None) is not None:
-        parsed["ssl"] = True
+    service, _, database = url.path.strip("/").partition("/")
+    sentinels, parsed = _servers_in(url._replace(scheme=_BY_SENTINEL[url.scheme], path=database), _SENTINEL_PORT)
+    if not service:
+        raise ValueError("the name of the service is missing")
     number = parsed.pop("db", 0)
     parsed = {**options, **parsed}  # as in Redis.from_url
-    sentinel = Sentinel(hosts, sentinel_kwargs=parsed, **parsed)  # type: ignore[no-untyped-call]
+    sentinel = Sentinel(sentinels, sentinel_kwargs=parsed, **parsed)  # type: ignore[no-untyped-call]
     return cast(Redis, sentinel.master_for(service, redis_class=_Master, db=number))
 
 
 def name_in(redis: Redis, name: str) -> str:
     """A key or channel as this client's Redis has it."""
-    return f"{TAG}:{name.removeprefix(PREFIX)}" if is_clustered(redis) else name
+    return f"{TAG}:{name.removeprefix(PREFIX)}" if _is_clustered(redis) else name
 
 
 def cause_of(error: BaseException) -> str:
@@ -210,25 +218,18 @@ async def _owner(servers: Sequence[Address], options: dict[str, Any]) -> Address
     raise failure
 
 
-def open_slot(url: SplitResult, options: dict[str, Any], *, tls: bool) -> Redis:
-    """Return a client for USER:PASSWORD@HOST:PORT,HOST:PORT; user, password and TLS are those of all servers. Raises
+def _open_slot(url: SplitResult, options: dict[str, Any]) -> Redis:
+    """Return a client of the server that has the slot; user, password and TLS are those of all servers. Raises
     ValueError."""
-    login, at, addresses = url.netloc.rpartition("@")
-    servers = []
-    parsed: dict[str, Any] = {}
-    for address in addresses.split(","):
-        plain = url._replace(scheme="rediss" if tls else "redis", netloc=f"{login}{at}{address}")
-        parsed = dict(parse_url(urlunsplit(plain)))
-        servers.append((parsed.pop("host", ""), int(parsed.pop("port", _PORT))))
-    if parsed.pop("db", 0) or not all(host for host, _ in servers):
-        raise ValueError("a cluster has database 0 only, or a host is missing")
-    parsed.pop("connection_class", None)
+    servers, parsed = _servers_in(url._replace(scheme=_BY_CLUSTER[url.scheme]), _PORT)
+    if parsed.pop("db", 0):
+        raise ValueError("a cluster has database 0 only")
+    tls = parsed.pop("ssl", False)
     parsed = {**options, **parsed}
     asking = {**parsed, "ssl": True} if tls else parsed
     pool = ConnectionPool(_ToSlotWithTls if tls else _ToSlot, servers=servers, asking=asking, **parsed)
     return Redis.from_pool(pool)
 
 
-def is_clustered(redis: Redis) -> bool:
-    """Whether this client belongs to a cluster."""
+def _is_clustered(redis: Redis) -> bool:
     return issubclass(redis.connection_pool.connection_class, _ToSlot)

@@ -31,10 +31,10 @@ _FAILURE: dict[SequenceFailure, decode_pb2.SequenceFailure] = {
 }
 _FAILURE_BACK = {value: failure for failure, value in _FAILURE.items()}
 
-ROLES: dict[WorkerRole, worker_pb2.WorkerRole] = {
+_ROLE: dict[WorkerRole, worker_pb2.WorkerRole] = {
     role: getattr(worker_pb2, f"WORKER_ROLE_{role.name}") for role in WorkerRole
 }
-_ROLE_BACK = {value: role for role, value in ROLES.items()}
+_ROLE_BACK = {value: role for role, value in _ROLE.items()}
 
 _STATE: dict[WorkerState, worker_pb2.WorkerState] = {
     state: getattr(worker_pb2, f"WORKER_STATE_{state.name}") for state in WorkerState
@@ -309,6 +309,10 @@ def failure_from_proto(value: decode_pb2.SequenceFailure) -> SequenceFailure:
     return _FAILURE_BACK.get(value, SequenceFailure.INTERNAL)
 
 
+def role_to_proto(role: WorkerRole) -> worker_pb2.WorkerRole:
+    return _ROLE[role]
+
+
 def role_from_proto(role: worker_pb2.WorkerRole) -> WorkerRole:
     """Raises InvalidRequest for an unknown role."""
     if role not in _ROLE_BACK:
@@ -318,7 +322,7 @@ def role_from_proto(role: worker_pb2.WorkerRole) -> WorkerRole:
 
 def worker_to_proto(info: WorkerInfo) -> worker_pb2.WorkerRecord:
     return worker_pb2.WorkerRecord(
-        role=ROLES[info.role],
+        role=role_to_proto(info.role),
         layout=layout_to_proto(info.layout),
         ranks=kv_endpoints_to_proto(info.kv_endpoints),
         tensor_parallel=info.tensor_parallel,

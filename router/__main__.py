@@ -9,6 +9,7 @@ from typing import Any
 
 import structlog
 
+from mesh.domain.errors import LayoutMismatch
 from mesh.domain.host import is_loopback
 from mesh.domain.request import mint_id
 from mesh.domain.worker import WorkerInfo
@@ -22,13 +23,13 @@ from router.history import History, Reading, take_reading
 from router.journal import Journal
 from router.metrics import RouterMetrics
 from router.model_directory import ModelDirectory
-from router.model_router import ModelRouter, require_served
+from router.model_router import ModelRouter
 from router.readiness import SERVICES, Readiness
 from router.role_switching import RoleSwitcher, SwitchLimits
 from router.settings import RouterSettings
 from router.tenants import NoKeys
 from router.traffic import Traffic, parse_traffic
-from router.workers.connections import Caller, Channels, WorkerControl
+from router.workers.connections import Channels, RouterIdentity, WorkerControl
 from router.workers.coordination import coordinate
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership, WorkerView
@@ -57,25 +58,25 @@ class RouterProcess:
         self._settings = settings
         self.membership = Membership(time.monotonic, self._require_served)
 
-        keys, tls, anonymous = settings.load_api_keys(), settings.load_public_tls(), settings.allow_anonymous
-        listen = Listen(settings.host, settings.port, keys, public=True, allow_anonymous=anonymous, tls=tls)
+        keys, is_open, self._tls = settings.load_api_keys(), settings.allow_anonymous, settings.load_public_tls()
+        listen = Listen(settings.host, settings.port, keys, public=True, public_tls=self._tls, allow_anonymous=is_open)
         self.public = Server(listen)
         self._callers = keys or NoKeys()
 
         # Coordination shares what traffic has, and makes the limiters of the models' routers.
-        caller = Caller(mint_id(), settings.load_credentials())
+        identity = RouterIdentity(mint_id(), settings.load_credentials())
         names = [model_settings.served_name for model_settings in settings.each_model()]
         self.traffic = Traffic(parse_traffic(settings.traffic), names, self._has_workers)
-        self.coordination = coordinate(settings, self.membership, caller, self.traffic)
+        self.coordination = coordinate(settings, self.membership, identity, self.traffic)
 
         self.metrics = RouterMetrics()
         self.history = History()
         self.journal = Journal(time.monotonic, [self.metrics, self.history])
 
-        self._channels = Channels(self.membership, caller.credentials.tls)
-        self._control = WorkerControl(self.membership, self._channels, caller, self._serving_beside)
-        self._links = DecodeLinks(self.membership, self._channels, caller, self._mesh_changed)
-        prefill_client = PrefillClient(self.membership, self._channels, caller, timeout_s=settings.prefill_timeout_s)
+        self._channels = Channels(self.membership, identity.credentials.tls)
+        self._control = WorkerControl(self.membership, self._channels, identity, self._serving_beside)
+        self._links = DecodeLinks(self.membership, self._channels, identity, self._mesh_changed)
+        prefill_client = PrefillClient(self.membership, self._channels, identity, timeout_s=settings.prefill_timeout_s)
         self.model_routers = [
             ModelRouter(
                 model_settings.located(_downloading),
@@ -126,7 +127,8 @@ class RouterProcess:
         self._following = run_for_life(self._follow_mesh())
         await self.coordination.start()
         await self.public.start(SERVICES)
-        runs = (self._readiness.run(), self.history.run(self.reading), *self._role_switching())
+        runs = [self._readiness.run(), self.history.run(self.reading), *self._role_switching()]
+        runs += [] if self._tls is None else [self._tls.follow()]
         self._tasks = [run_for_life(run) for run in runs]
         self._proving = [run_for_life(model_router.run()) for model_router in self.model_routers]
 
@@ -163,7 +165,12 @@ class RouterProcess:
         return any(router.mesh.has_path for router in self.model_routers if router.model.name == model)
 
     def _require_served(self, info: WorkerInfo) -> None:
-        require_served([model_router.model for model_router in self.model_routers], info)
+        """Raise LayoutMismatch, with both values, for a worker of another model or another tokenizer."""
+        models = {router.model.name: router.model for router in self.model_routers}
+        if info.model not in models:
+            names = " and ".join(map(repr, models))
+            raise LayoutMismatch(f"the router serves model {names}, worker {info.worker_id} {info.model!r}")
+        models[info.model].require_fits(info)
 
     def reading(self) -> Reading:
         """The counters of this moment, for the history."""

@@ -68,6 +68,7 @@ class AnswerStream:
         self._tasks = [self._start(choice, permit) for choice, permit in zip(choices, permits, strict=True)]
         self._watchdog = self._loop.call_later(slow_reader_s, self._watch_reader)
         self.on_stuck: Callable[[BaseException], object] = _ignore
+        """Called with the error if a client that was cut off reads nothing for _LAST_READ_S more."""
         self.ended: asyncio.Future[None] = self._loop.create_future()
         """Done when no choice runs any more."""
 
@@ -203,7 +204,7 @@ class Delta(NamedTuple):
 
 
 class Answer:
-    """Read `deltas()` to the end, or call `close()`.
+    """Read `deltas()` to the end, or close its `stream`.
 
     `first_choice` receives the prompt's log-probs. `echo` is the prompt's text, repeated before each choice.
     """
@@ -211,27 +212,19 @@ class Answer:
     def __init__(
         self, stream: AnswerStream, valid: ValidRequest, *, first_choice: Choice, encoder: PromptEncoder, echo: str
     ) -> None:
-        self._stream = stream
+        self.stream = stream
         self._valid = valid
         self._choice = first_choice
         self._encoder = encoder
         self._echo = echo
-
-    def close(self) -> None:
-        """Cancel the choices: the client is gone."""
-        self._stream.close()
-
-    def when_stuck(self, end_call: Callable[[BaseException], object]) -> None:
-        """Call `end_call` with the error if a client that was cut off reads nothing for _LAST_READ_S more."""
-        self._stream.on_stuck = end_call
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """Yield all messages; each choice's first one carries the echo. Raises the error that the request ends with."""
         waiting: list[ChoiceEvents] = []
         prompt_sent = False
         echoed: set[int] = set()
-        async with aclosing(self._stream.events()) as stream:
-            async for events in stream:
+        async with aclosing(self.stream.events()) as ready_events:
+            async for events in ready_events:
                 waiting.append(events)
                 if not prompt_sent and not self._knows_prompt(events):
                     continue
@@ -241,7 +234,7 @@ class Answer:
                     prompt = await anext(parts)
                     async for next_part in parts:
                         yield Delta(None, prompt)
-                        self._stream.note_read()
+                        self.stream.note_read()
                         prompt = next_part
                     prompt_sent = True
                 for ready in waiting:

@@ -147,6 +147,7 @@ class Attempt:
             self._timeline.tokens_received(self._last_event_s)
             self._reservation.first_token()
         if self._choice.finish_reason is not None:
+            self._timeline.end_attempt()
             self._choice.timing = self._timeline.timing()
             self._end(None, None)
 

@@ -121,7 +121,7 @@ class Journal:
     def running(self) -> list[Trace]:
         """Running choices in their current state, oldest first."""
         now_s, oldest = self._clock(), islice(self._running.items(), _MAX_RUNNING)
-        return [_trace(choice, timeline, now_s - timeline.age_s, timeline.timing_now()) for choice, timeline in oldest]
+        return [_trace(choice, timeline, now_s - timeline.age_s, timeline.timing()) for choice, timeline in oldest]
 
     @property
     def traces(self) -> list[Trace]:
@@ -163,6 +163,7 @@ class Journal:
     def ended(self, choice: Choice, timeline: Timeline, error: str | None) -> Trace:
         """Record that a choice has ended; `error` is the name of its error, None without one."""
         self._running.pop(choice, None)
+        timeline.end_attempt()
         self.num_ended += 1
         if error is not None and error != CANCELLED:
             self.num_failed += 1
@@ -207,12 +208,12 @@ def _trace(choice: Choice, timeline: Timeline, at_s: float, timing: Timing | Non
 class ChoiceSpan:
     """The span of one choice; its request arrived `age_s` ago. `traceparent` is the parent of workers' spans."""
 
-    def __init__(self, caller: Mapping[str, str], request_id: str, *, age_s: float) -> None:
+    def __init__(self, trace_headers: Mapping[str, str], request_id: str, *, age_s: float) -> None:
         self._start_ns = time.time_ns() - round(age_s * _NS)
         self._tracer = trace.get_tracer("tandem.router")
         self._span = self._tracer.start_span(
             "generate",
-            context_in(caller),
+            context_in(trace_headers),
             SpanKind.SERVER,
             {"tandem.request_id": request_id},
             start_time=self._start_ns,

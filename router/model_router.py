@@ -5,13 +5,12 @@ is full, or whose workers are gone, does not affect the others.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import structlog
 
-from mesh.domain.errors import LayoutMismatch
-from mesh.domain.worker import WorkerInfo, WorkerRole
+from mesh.domain.worker import WorkerRole
 from router.admission.forecast import Forecast
 from router.admission.in_flight import InFlightTable
 from router.admission.limiter import ConcurrencyLimiter
@@ -163,12 +162,3 @@ def _sample(at_s: float, router: ModelRouter) -> Sample:
         prompt_tokens=int(prefill.prefill_tokens.sum()) + queue.num_tokens_waiting(WorkerRole.PREFILL),
         computed_tokens=router.in_flight.prefilled_tokens,
     )
-
-
-def require_served(models: Sequence[ServedModel], info: WorkerInfo) -> None:
-    """Raise LayoutMismatch, with both values, for a worker of another model or another tokenizer."""
-    model = next((model for model in models if model.name == info.model), None)
-    if model is None:
-        names = " and ".join(repr(model.name) for model in models)
-        raise LayoutMismatch(f"the router serves model {names}, worker {info.worker_id} {info.model!r}")
-    model.require_fits(info)

@@ -204,7 +204,7 @@ class ModelService:
         """Acquire permits under `cap`. Raises Overloaded with the forecast's retry-after."""
         count = params.num_generated_choices
         try:
-            return await self._limiter.admit(count, params.tenant, cap)
+            return await self._limiter.acquire(count, params.tenant, cap)
         except Overloaded as error:
             wait_s = retry_after_s(self._forecast.permits_s(count), error.retry_after_s)
             raise Overloaded(str(error), retry_after_s=wait_s) from None

@@ -146,7 +146,7 @@ class ApiKeys:
         """Raises ConfigurationError with the reason and the path of the file."""
         try:
             content = tomllib.loads(text.decode())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"cannot read the API keys file {path}: {error}") from error
         if not content:
             raise ConfigurationError(f"the API keys file {path} has no keys; make one with: tandem keys new TENANT")

@@ -142,13 +142,13 @@ class Timeline:
     def end_attempt(self, failure: str = "") -> None:
         """The attempt has failed or finished now. Only the first call counts."""
         if self._current.ended_s is None:
-            self._current.ended_s = self._now_s()
+            self._current.ended_s = self.age_s
             self._current.workers.failure = failure
 
     def mark(self, event: str, *, ago_s: float = 0.0) -> None:
         """Record that an event happens now, or happened `ago_s` ago. Only the first one per attempt counts."""
         if event not in self._current.at_s:
-            at_s = max(0.0, self._now_s() - ago_s)
+            at_s = max(0.0, self.age_s - ago_s)
             self._current.at_s[event] = at_s
             self._events.setdefault(event, at_s)
 
@@ -167,7 +167,7 @@ class Timeline:
     @property
     def age_s(self) -> float:
         """Seconds since the request arrived."""
-        return self._now_s()
+        return self._clock() - self._begin_s
 
     @property
     def events_s(self) -> dict[str, float]:
@@ -175,15 +175,10 @@ class Timeline:
         return dict(self._events)
 
     def timing(self) -> Timing | None:
-        """Return the timing of a choice that ends now; None if it was never enqueued."""
-        self.end_attempt()
-        return self.timing_now()
-
-    def timing_now(self) -> Timing | None:
-        """Return the timing of a running choice so far; None before it is enqueued."""
+        """Return the timing so far, of the last attempt up to its end; None before the choice is enqueued."""
         if not self._attempts:
             return None
-        now_s = self._now_s()
+        now_s = self.age_s
         current = self._current if self._current.ended_s is not None else replace(self._current, ended_s=now_s)
         return timing_of([*self._attempts[:-1], current], self._events.get("first_token", now_s))
 
@@ -197,6 +192,3 @@ class Timeline:
         copy = Timeline(self._clock, self._on_gap)
         copy._begin_s = self._begin_s
         return copy
-
-    def _now_s(self) -> float:
-        return self._clock() - self._begin_s

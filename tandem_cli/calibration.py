@@ -101,5 +101,7 @@ class PromptEncoder:
         if self._template is None:
             raise ConfigurationError("the model has no chat template: give prompt or token_ids in place of messages")
         messages = [ChatMessage(message["role"], message["content"]) for message in job.messages or ()]
+        if not all(isinstance(text, str) for message in messages for text in (message.role, message.content)):
+            raise ConfigurationError("role and content of messages must be texts")
         ends_with_answer = messages[-1].role == "assistant"
         return self._template.render(messages, how=Rendering(adds_generation_prompt=not ends_with_answer))

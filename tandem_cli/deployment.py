@@ -157,12 +157,12 @@ class Deployment:
         if settings.http_port is None:
             return None
         gateway_settings: dict[str, Any] = {"host": settings.http_host, "port": settings.http_port}
-        identity = router.load_public_tls()
-        if identity is not None:
+        tls = router.load_public_tls()
+        if tls is not None:
             gateway_settings |= {
                 "router_tls": True,
                 "router_tls_ca": router.public_tls_cert,
-                "router_tls_name": identity.name,
+                "router_tls_name": tls.latest.name,
             }
         routers = ",".join(map(_reachable, router_addresses))
         flags = as_flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
@@ -218,7 +218,7 @@ class Deployment:
     def stop_limit_s(self, service: Service, environ: Mapping[str, str]) -> float:
         """Seconds after SIGTERM in which `service` should exit: the time for running work, and some more."""
         settings = self.resolve(service, environ)
-        grace_s: float = settings.drain_grace_s if service.role in ("prefill", "decode") else settings.grace_s
+        grace_s: float = settings.drain_grace_s if service.role in _WORKER_ROLES else settings.grace_s
         return grace_s + _STOP_MARGIN_S
 
     def origins(self, service: Service, environ: Mapping[str, str]) -> Mapping[str, str]:

@@ -59,6 +59,11 @@ class Entry:
         """The key with its origin, for messages."""
         return self.key if self.key == self.origin else f"{self.key} ({self.origin})"
 
+    @property
+    def full_label(self) -> str:
+        """The key with its value and origin, for messages."""
+        return f"{self.key}={self.value} ({self.origin})"
+
 
 @dataclass
 class LowCode:
@@ -123,13 +128,13 @@ def _apply(knob: Knob, entry: Entry, low_code: LowCode, environ: Mapping[str, st
         value = knob.convert(entry.value)
         spread = knob.spread(entry.value) if knob.spread else {}
     except ConfigurationError as error:
-        raise ConfigurationError(f"{entry.key}={entry.value} ({entry.origin}): {error}") from None
+        raise ConfigurationError(f"{entry.full_label}: {error}") from None
     if knob.is_file and value:
         value = str(Path(entry.folder, value))
     for target, part in spread.items():
         _set(entry, (target,), part, low_code, environ)
     if not knob.targets and not knob.spread:
-        low_code.warnings.append(f"{entry.key}={entry.value} ({entry.origin}) has no effect: {knob.note}")
+        low_code.warnings.append(f"{entry.full_label} has no effect: {knob.note}")
         return
     _set(entry, knob.targets, value, low_code, environ)
 
@@ -153,11 +158,10 @@ def _pass_through(
 
 def _report_unknown(unknown: list[Entry], low_code: LowCode, *, has_handler: bool) -> None:
     for entry in unknown:
-        name = f"{entry.key} ({entry.origin})"
         if has_handler:
-            low_code.lines.append(f"{name} is for the handler")
+            low_code.lines.append(f"{entry.label} is for the handler")
         else:
-            low_code.warnings.append(f"{name} is not known here and has no effect")
+            low_code.warnings.append(f"{entry.label} is not known here and has no effect")
 
 
 def _without_prefix(key: str) -> str:
@@ -169,11 +173,11 @@ def _set(entry: Entry, targets: tuple[str, ...], value: str, low_code: LowCode, 
         role, _, name = target.partition(".")
         variable = f"TANDEM_{name.upper()}"
         if environ.get(variable):
-            low_code.lines.append(f"{entry.key}={entry.value} ({entry.origin}): {target} stays as {variable} has it")
+            low_code.lines.append(f"{entry.full_label}: {target} stays as {variable} has it")
         else:
             low_code.of(role)[name] = value
             low_code.origins.setdefault(role, {})[name] = entry.label
-            low_code.lines.append(f"{entry.key}={entry.value} ({entry.origin}): {target} = {value}")
+            low_code.lines.append(f"{entry.full_label}: {target} = {value}")
 
 
 def _check_mode(merged: Mapping[str, Entry]) -> None:

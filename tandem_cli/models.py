@@ -16,10 +16,6 @@ _TIMEOUT_S = 10.0
 _NOT_IN_NAMES = frozenset("=:,;")
 
 
-def _add_models_arguments(parser: CommandParser) -> None:
-    add_connection_arguments(parser)
-
-
 def _list_models(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         models = client.models(timeout=_TIMEOUT_S)
@@ -101,6 +97,6 @@ def _share(text: str) -> tuple[str, float]:
 
 
 COMMANDS = {
-    "models": Command(_add_models_arguments, _list_models),
+    "models": Command(add_connection_arguments, _list_models),
     "traffic": Command(_add_traffic_arguments, _share_out),
 }

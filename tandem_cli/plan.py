@@ -228,7 +228,7 @@ def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *
     dtype = args.dtype or ("float32" if is_cpu else config.dtype)
     if args.quantize == "none":
         return Precision(dtype, dtype, args.kv_dtype or "")
-    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "")
+    return Precision(args.quantize, dtype, args.kv_dtype or "", config.dtype if is_cpu else "", is_cpu)
 
 
 def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partition | None) -> str:
@@ -334,7 +334,7 @@ def _device(args: argparse.Namespace, precision: Precision) -> Device:
             raise ConfigurationError("use --memory, --bandwidth and --flops together, or use --device")
         rates = dict.fromkeys((precision.weights, precision.attention), args.flops * 1e12)
         return Device("as given", args.memory * 1e9, args.bandwidth * 1e9, rates, "the command line")
-    if (args.device or _HERE) == _HERE:
+    if not _has_gpus(args):
         from tandem_cli.capacity.measurement import probe
 
         return probe(_num_threads(args)).device()
@@ -348,7 +348,7 @@ def _measured_ms(args: argparse.Namespace, model_dir: Path, degrees: Degrees) ->
     if args.measure:
         from tandem_cli.capacity.measurement import EngineSteps, StepWorkload
 
-        if (args.device or _HERE) != _HERE:
+        if _has_gpus(args):
             raise ConfigurationError(f"--measure runs on this machine, not on {args.device}")
         if degrees.pipeline > 1:
             raise ConfigurationError("--measure runs one stage: plan a model and degrees with one")

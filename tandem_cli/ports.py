@@ -51,7 +51,8 @@ def require_distinct_ports(deployment: Deployment, metrics_host: str) -> None:
 
 def reach_directly(host: str) -> None:
     """Let gRPC reach the mesh's routers without the HTTP proxy of the environment, here and in the gateway. The SDK
-    does so for loopback addresses only."""
+    does so for loopback addresses only.
+    """
     if not is_loopback(host):
         others = os.environ.get(NO_GRPC_PROXY) or os.environ.get(NO_PROXY, "")
         os.environ[NO_GRPC_PROXY] = ",".join(filter(None, (others, host.strip("[]"))))

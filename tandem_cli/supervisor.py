@@ -357,7 +357,8 @@ class Supervisor:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
         logs = "".join(map(_end_of_log, late))
-        return f"not ready after {self._deployment.settings.loading_timeout_s:g} s: {names}{logs}"
+        limit_s = self._deployment.settings.loading_timeout_s
+        return f"not ready after {limit_s:g} s: {names}; --model-loading-timeout gives them longer{logs}"
 
 
 def _row(child: RunningService) -> tuple[str, ...]:

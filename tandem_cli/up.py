@@ -264,8 +264,8 @@ def _check(deployment: Deployment, environ: Mapping[str, str], trial_key: str) -
     router: RouterSettings = deployment.resolve(deployment.router(), environ)
     _require_keys_file(router, environ)
     _require_redis(deployment.settings.routers, router.registry_url)
-    identity = router.load_public_tls()
-    tls = tandem.Tls(router.public_tls_cert, identity.name) if identity is not None else False
+    public = router.load_public_tls()
+    tls = tandem.Tls(router.public_tls_cert, public.latest.name) if public is not None else False
     deployment.worker_settings(environ)
     _require_credentials("--host", deployment.settings.host, router, is_open=router.allow_anonymous)
     require_distinct_ports(deployment, router.metrics_host)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
 from typing import Any, TypedDict
 
 from google.protobuf.message import Message
@@ -127,7 +128,7 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     _set(request, "client_request_id", values.get("client_request_id"))
     _set(request, "num_choices", values.get("n"), shown_name="n")
     _set(request, "best_of", values.get("best_of"))
-    _set(request, "priority", _priority(values.get("priority")))
+    _set(request, "priority", _number("priority", values.get("priority"), Priority, generation_pb2.Priority))
     _set_seconds(request, "ttft_target", values.get("ttft_target"))
     _set_cache_hints(request, values)
     request.sampling.SetInParent()
@@ -273,12 +274,14 @@ def _set(message: Message, name: str, value: object, *, shown_name: str | None =
         raise InvalidRequest(f"{shown_name or name}: {error}") from error
 
 
-def _priority(name: str | None) -> int | None:
+def _number(field: str, name: str | None, names: type[StrEnum], numbers: Any) -> int | None:
+    """The number of a name in the enum of a message."""
     if name is None:
         return None
-    if name not in list(Priority):
-        raise InvalidRequest(f"priority must be one of {', '.join(Priority)}, got {name!r}")
-    return generation_pb2.Priority.Value(f"PRIORITY_{Priority(name).name}")
+    if name not in list(names):
+        raise InvalidRequest(f"{field} must be one of {', '.join(names)}, got {name!r}")
+    number: int = numbers.Value(f"{field}_{name}".upper())
+    return number
 
 
 def _set_cache_hints(request: generation_pb2.GenerateRequest, arguments: Mapping[str, Any]) -> None:
@@ -286,15 +289,8 @@ def _set_cache_hints(request: generation_pb2.GenerateRequest, arguments: Mapping
         return
     _set(request.cache_hints, "session_id", arguments.get("session_id"))
     _set_seconds(request.cache_hints, "time_to_live", arguments.get("time_to_live"))
-    _set(request.cache_hints, "keep_priority", _keep_priority(arguments.get("keep_priority")))
-
-
-def _keep_priority(name: str | None) -> int | None:
-    if name is None:
-        return None
-    if name not in list(KeepPriority):
-        raise InvalidRequest(f"keep_priority must be one of {', '.join(KeepPriority)}, got {name!r}")
-    return cache_pb2.KeepPriority.Value(f"KEEP_PRIORITY_{KeepPriority(name).name}")
+    keep_priority = _number("keep_priority", arguments.get("keep_priority"), KeepPriority, cache_pb2.KeepPriority)
+    _set(request.cache_hints, "keep_priority", keep_priority)
 
 
 def _set_seconds(message: Message, name: str, seconds: float | None, *, shown_name: str | None = None) -> None:

@@ -8,7 +8,7 @@ router without such a failure, so that a restarted router does not receive the c
 import asyncio
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -58,19 +58,44 @@ def insecure_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_options(address))
 
 
-def channels_over(tls: Tls) -> ChannelFactory:
-    """A factory of TLS channels. Raises InvalidRequest if the CA file cannot be read."""
-    try:
-        roots = None if tls.ca is None else Path(tls.ca).read_bytes()
-    except OSError as error:
-        raise InvalidRequest(f"cannot read the CA file {tls.ca}: {error.strerror}") from error
-    credentials = grpc.ssl_channel_credentials(roots)
-    name = [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
+class SecureChannels:
+    """A ChannelFactory for TLS. Raises InvalidRequest if the CA file cannot be read.
 
-    def secure_channel(address: str) -> grpc.aio.Channel:
+    The file is read again when it has been replaced, because it may hold the router's own certificate, which is
+    renewed. What it held before stays trusted, because the router may still show it.
+    """
+
+    def __init__(self, tls: Tls) -> None:
+        self._tls = tls
+        self._version: tuple[int, int] | None = None
+        self._newest: bytes | None = None
+        self._roots: bytes | None = None
+        if tls.ca is not None:
+            try:
+                self._read(tls.ca)
+            except OSError as error:
+                raise InvalidRequest(f"cannot read the CA file {tls.ca}: {error.strerror}") from error
+
+    def __call__(self, address: str) -> grpc.aio.Channel:
+        name = [("grpc.ssl_target_name_override", self._tls.name)] if self._tls.name else []
+        credentials = grpc.ssl_channel_credentials(self._roots)
         return grpc.aio.secure_channel(address, credentials, options=[*_options(address), *name])
 
-    return secure_channel
+    def roots(self) -> bytes | None:
+        """The certificates that are trusted now; None for the CAs that gRPC ships."""
+        if self._tls.ca is not None:
+            with suppress(OSError):  # the file is being replaced
+                self._read(self._tls.ca)
+        return self._roots
+
+    def _read(self, ca: str | PathLike[str]) -> None:
+        status = os.stat(ca)
+        version = (status.st_mtime_ns, status.st_ino)
+        if version != self._version:
+            self._version, content = version, Path(ca).read_bytes()
+            if content != self._newest:
+                self._roots = content + b"\n" + (self._newest or b"")
+                self._newest = content
 
 
 def _options(address: str) -> list[tuple[str, int]]:
@@ -115,6 +140,8 @@ class Router:
         self.address = address
         self._open_channel = open_channel
         self._opened: Stubs | None = None
+        self._roots: bytes | None = None  # that the opened channel trusts
+        self._outdated: list[grpc.aio.Channel] = []  # with calls that still run
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
 
@@ -128,8 +155,13 @@ class Router:
         loop = asyncio.get_running_loop()
         if self._loop is not None and self._loop.is_closed():
             self._opened = None  # nothing could close this channel any more
+            self._outdated.clear()
+        roots = self._open_channel.roots() if isinstance(self._open_channel, SecureChannels) else None
+        if self._opened is not None and self._loop is loop and roots is not self._roots:
+            self._outdated.append(self._opened.channel)
+            self._opened = None
         if self._opened is None:
-            self._loop = loop
+            self._loop, self._roots = loop, roots
             channel = self._open_channel(self.address)
             self._opened = Stubs(
                 channel,
@@ -161,7 +193,8 @@ class Router:
         self._closed = True
         opened, self._opened = self._opened, None
         if opened is not None and self._loop is asyncio.get_running_loop():
-            await opened.channel.close()
+            for channel in (opened.channel, *self._outdated):
+                await channel.close()
 
 
 class Routers:

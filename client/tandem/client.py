@@ -1,9 +1,11 @@
 """The asynchronous client. `sync.py` has the same client for code without an event loop."""
 
 import copy
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Self, Unpack
+from typing import Self, TypeVar, Unpack
+
+from google.protobuf.message import Message
 
 from tandem._calls import Deadline, RetryPolicy
 from tandem._connection import Connection, ResumableStream, make_repeatable
@@ -18,10 +20,12 @@ from tandem._requests import (
     tokenize_request,
 )
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
-from tandem._routers import ChannelFactory, Tls, channels_over, insecure_channel
+from tandem._routers import ChannelFactory, SecureChannels, Stubs, Tls, insecure_channel
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 from tandem.v1 import generation_pb2, mesh_pb2
+
+R = TypeVar("R")
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 DEFAULT_TIMEOUT_S = 600.0
@@ -62,7 +66,7 @@ class AsyncClient:
         open_channel: ChannelFactory | None = None,
     ) -> None:
         if open_channel is None:
-            open_channel = channels_over(Tls() if tls is True else tls) if tls else insecure_channel
+            open_channel = SecureChannels(Tls() if tls is True else tls) if tls else insecure_channel
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
         self._timeout_s = timeout
         self._resume_timeout_s = resume_timeout
@@ -146,22 +150,16 @@ class AsyncClient:
     async def models(self, *, timeout: float | None = None) -> tuple[Model, ...]:
         """The served models and their limits."""
         request = generation_pb2.ListModelsRequest()
-        deadline = self._deadline(timeout)
-        response = await self._connection.unary(lambda stubs: stubs.generation.ListModels, request, deadline)
-        return models(response.models)
+        return models((await self._call(lambda stubs: stubs.generation.ListModels, request, timeout)).models)
 
     async def model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """One served model. Without a name, it is the only model. Raises ModelNotFound."""
         request = generation_pb2.GetModelRequest(model=name)
-        deadline = self._deadline(timeout)
-        response = await self._connection.unary(lambda stubs: stubs.generation.GetModel, request, deadline)
-        return models([response.model])[0]
+        return models([(await self._call(lambda stubs: stubs.generation.GetModel, request, timeout)).model])[0]
 
     async def mesh(self, *, timeout: float | None = None) -> Mesh:
         """All workers with their load, and counts of the router."""
-        request = mesh_pb2.ListWorkersRequest()
-        deadline = self._deadline(timeout)
-        return mesh(await self._connection.unary(lambda stubs: stubs.mesh.ListWorkers, request, deadline))
+        return mesh(await self._call(lambda stubs: stubs.mesh.ListWorkers, mesh_pb2.ListWorkersRequest(), timeout))
 
     async def workers(self, *, timeout: float | None = None) -> tuple[Worker, ...]:
         """All workers with their load."""
@@ -173,9 +171,7 @@ class AsyncClient:
         The longer the span, the longer the stretches. Tokens are those of all routers' requests, all else is of this
         one.
         """
-        request = history_request(span_s)
-        deadline = self._deadline(timeout)
-        return history(await self._connection.unary(lambda stubs: stubs.mesh.GetHistory, request, deadline))
+        return history(await self._call(lambda stubs: stubs.mesh.GetHistory, history_request(span_s), timeout))
 
     async def drain(self, worker_id: str, *, timeout: float | None = None) -> None:
         """Take a worker out of service, for all routers: it finishes its sequences and gets no new ones.
@@ -195,8 +191,7 @@ class AsyncClient:
         has, a switch that is under way is taken back. Raises InvalidRequest if there is no such worker or role, if the
         worker was not started as switchable, or if no other worker of its role serves.
         """
-        request = switch_role_request(worker_id, role)
-        await self._connection.unary(lambda stubs: stubs.mesh.SwitchRole, request, self._deadline(timeout))
+        await self._call(lambda stubs: stubs.mesh.SwitchRole, switch_role_request(worker_id, role), timeout)
 
     async def set_traffic(self, name: str, shares: Mapping[str, float], *, timeout: float | None = None) -> None:
         """Share out the requests for `name` among revisions: served models, and their shares in proportion to the sum.
@@ -205,21 +200,25 @@ class AsyncClient:
         its share to the others. Shares of 0 for all remove the name. Raises InvalidRequest for models that are not
         served.
         """
-        request = set_traffic_request(name, shares)
-        await self._connection.unary(lambda stubs: stubs.mesh.SetTraffic, request, self._deadline(timeout))
+        await self._call(lambda stubs: stubs.mesh.SetTraffic, set_traffic_request(name, shares), timeout)
 
     async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
         request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
-        await self._connection.unary(lambda stubs: stubs.mesh.SetDraining, request, self._deadline(timeout))
+        await self._call(lambda stubs: stubs.mesh.SetDraining, request, timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:
         """Wait until a router serves. Routers need not be running yet. Raises DeadlineExceeded."""
         await self._connection.wait_serving(timeout)
 
     async def _tokenize(self, arguments: TokenizeArguments) -> generation_pb2.TokenizeResponse:
-        request = tokenize_request(arguments)
-        deadline = self._deadline(arguments.get("timeout"))
-        return await self._connection.unary(lambda stubs: stubs.generation.Tokenize, request, deadline)
+        request, timeout = tokenize_request(arguments), arguments.get("timeout")
+        return await self._call(lambda stubs: stubs.generation.Tokenize, request, timeout)
+
+    async def _call(
+        self, method: Callable[[Stubs], Callable[..., Awaitable[R]]], request: Message, timeout: float | None
+    ) -> R:
+        """Make a unary call. `method` selects the RPC from the stubs of a router."""
+        return await self._connection.unary(method, request, self._deadline(timeout))
 
     def _deadline(self, timeout: float | None) -> Deadline:
         return Deadline.after(self._timeout_s if timeout is None else timeout)

@@ -25,11 +25,11 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Window,
 )
-from engine.kernels.cpu.attention import attend, has_splits, join
+from engine.kernels.cpu.attention import attend, cache_code, has_splits, join
 from engine.kernels.cpu.buffers import Buffers, has_prompt
+from engine.kernels.cpu.cache_rows import write_tokens
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
-from engine.kernels.cpu.rows import write_tokens
 from engine.kv_cache import elements
 from engine.models.rope import Rotation
 
@@ -57,10 +57,7 @@ def kernel_batch(
     segments = tables.reshape(len(tables), -1, 1) * block_size + of_block
     cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
     if rotations:
-        cos, sin = (
-            _padded(factors).transpose(0, 1).contiguous().numpy()
-            for factors in zip(*((rotation.cos, rotation.sin) for rotation in rotations), strict=True)
-        )
+        cos, sin = _padded([each.cos for each in rotations]), _padded([each.sin for each in rotations])
     if any(rotation.query_factors is not None for rotation in rotations):
         ones = torch.ones(cos.shape[1])
         factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
@@ -77,10 +74,12 @@ def kernel_batch(
     )
 
 
-def _padded(factors: Sequence[Tensor]) -> Tensor:
-    """Factors [num_tokens, 1, width] beside each other, as wide as the widest."""
-    widest = max(each.shape[2] for each in factors)
-    return torch.cat([torch.nn.functional.pad(each, (0, widest - each.shape[2])) for each in factors], 1)
+def _padded(factors: Sequence[Tensor]) -> Floats:
+    """Factors [num_tokens, 1, width] behind each other: [factors, num_tokens, width], as wide as the widest."""
+    padded = np.zeros((len(factors), len(factors[0]), max(each.shape[2] for each in factors)), np.float32)
+    for row, each in zip(padded, factors, strict=True):
+        row[:, : each.shape[2]] = each[:, 0].numpy()
+    return padded
 
 
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
@@ -151,11 +150,12 @@ class CpuAttention:
         batch = kernel_batch(metadata, shape.block_size)
         visible = Window(NO_WINDOW if window is None else window)
         splits = self._buffers[0].splits(shape, batch)
-        is_prompt, last = has_prompt(batch), (splits, self._slopes, kernel_sinks(sinks))
+        is_prompt, last = has_prompt(batch), (self._slopes, kernel_sinks(sinks))
         scratches = [buffers.attention(shape, rows, has_prompt=is_prompt) for buffers in self._buffers]
-        work = [Attending(flat, shape, batch, scratch, *last) for scratch in scratches]
+        code, cache_bytes = cache_code(cache.dtype), cache.view(np.uint8)
+        work = [Attending(flat, shape, batch, scratch, splits, code, *last) for scratch in scratches]
         run, count = self.threads.run, self.threads.count
-        run(lambda thread: _attend(work[thread], cache, _ONLY, visible, Part(thread, count)))
+        run(lambda thread: _attend(work[thread], cache_bytes, _ONLY, visible, Part(thread, count)))
         if _has_splits(batch, visible):
             run(lambda thread: _join(work[thread], _ONLY, visible, Part(thread, count)))
         return out

@@ -18,9 +18,11 @@ from engine.kernels.cpu.arguments import (
     StatePlaces,
     Window,
 )
+from engine.kernels.cpu.attention import cache_code
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.machine import LOG2_E
+from engine.kernels.cpu.panels import multiply_rows
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Kind, ModelConstants
 from engine.kv_cache import KVCache
@@ -79,6 +81,7 @@ def model_constants(
         slopes=kernel_slopes(attention_shape(config).shard(cache.span.heads)),
         sinks=packed.sinks * np.float32(LOG2_E),
         cache=cache.elements,
+        cache_code=cache_code(cache.elements.dtype),
         mix_at=mix_address() if config.recurrent is not None else 0,
     )
 
@@ -182,6 +185,7 @@ def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
         plain=facts.plain_dim,
         width=facts.value_dim,
         eps=np.float32(LATENT_EPS),
+        multiply=multiply_rows.address_for(packed.key_up.dtype) if config.latent else 0,
     )
 
 

@@ -28,9 +28,17 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.buffers import Buffers, has_prompt, round_up
 from engine.kernels.cpu.latent import LatentRows
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
-from engine.kernels.cpu.matmul import MAX_PANEL_ROWS
+from engine.kernels.cpu.matmul import product_code
 from engine.kernels.cpu.packing import operand_dtypes, wide_size
-from engine.kernels.cpu.step_arguments import Activations, ModelConstants, OutputRows, StepBatch, ThreadMemory
+from engine.kernels.cpu.panels import MAX_PANEL_ROWS
+from engine.kernels.cpu.step_arguments import (
+    Activations,
+    ModelConstants,
+    OutputRows,
+    StepBatch,
+    ThreadMemory,
+    in_bytes,
+)
 from engine.kernels.cpu.stored import Stored, stored
 from engine.models.model_config import ModelConfig
 from engine.models.packed_weights import qkv_width
@@ -58,10 +66,10 @@ class _StepSize(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """The memory of each thread, and what it was made for."""
+    """Arguments of each thread that steps of the same size have in common, and what they were made for."""
 
     made_for: object
-    memories: list[Stored]
+    arguments: list[tuple[Stored, ...]]
 
 
 class LoopMemory:
@@ -83,7 +91,7 @@ class LoopMemory:
         self._shapes, self._adapters, self._bf16 = shapes, adapters, bf16
         self._qkv_width, self._shrunk_width = max(qkv_width(each, config) for each in shapes), shrunk_width
         self.logits_width = round_up(config.vocab_size, PANEL)
-        self._constants = stored(model)
+        self._constants = stored(in_bytes(model))
         self._buffers = Buffers()
         self._thread_buffers: list[Buffers] = []
         self._layers, self._output = _Kept(None, []), _Kept(None, [])
@@ -107,10 +115,10 @@ class LoopMemory:
         size = _StepSize(len(batch.slots), num_threads, tuple(shares), tuple(map(has_prompt, batches)), adapters)
         if self._layers.made_for != (size, self._versions()):
             memories = self._new_memories(size, splits)
-            self._layers = _Kept((size, self._versions()), memories)
+            self._layers = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
         steps = [stored(StepBatch(*each)) for each in zip(batches, of_shares, strict=True)]
         each_step = (step for step in steps for _ in range(num_threads // len(shares)))
-        return [(self._constants, *each) for each in zip(self._layers.memories, each_step, strict=True)]
+        return [(*kept, step) for kept, step in zip(self._layers.arguments, each_step, strict=True)]
 
     def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
@@ -118,9 +126,10 @@ class LoopMemory:
         own_logits = self.rows("logits", num_rows, self.logits_width, self._share.vocab.first)
         if self._output.made_for != (num_rows, num_threads, self._versions()):
             operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)], num_threads)
-            self._output = _Kept((num_rows, num_threads, self._versions()), list(map(stored, operands)))
-        step = stored(OutputRows(rows, own_logits))
-        return [(self._constants, operand, step) for operand in self._output.memories]
+            places = stored(OutputRows(rows, own_logits))
+            arguments: list[tuple[Stored, ...]] = [(self._constants, stored(operand), places) for operand in operands]
+            self._output = _Kept((num_rows, num_threads, self._versions()), arguments)
+        return self._output.arguments
 
     def _versions(self) -> tuple[int, ...]:
         return (self._ranks.buffers.version, self._buffers.version, *(each.version for each in self._thread_buffers))
@@ -259,18 +268,17 @@ class LoopMemory:
 
     def _operands(self, rows: int, weights: Weights, shares: Sequence[Range], num_threads: int) -> list[Operand]:
         """One operand for each thread. All threads of a row share have its rows, and separate sums."""
-        kind, sums_dtype = operand_dtypes(weights)
-        shared, width = self._ranks.buffers, int(weights.matrices[:, 2].max())
-        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * width * np.dtype(kind).itemsize, np.uint8)
+        (kind, _), code = operand_dtypes(weights), product_code(weights)
+        shared, row_bytes = self._ranks.buffers, int(weights.matrices[:, 2].max()) * code.operand_bytes
+        a = shared.get("a", (rows + len(shares) * TILE_ROWS) * row_bytes, np.uint8)
         factors, amx = shared.get("factors", rows), amx_shapes() if kind in AMX_OPERANDS else _NO_AMX
         size = 2 * TILE_ROWS * UNIT * FLOAT_BYTES
         operands = []
         for thread, buffers in enumerate(self._thread_buffers[:num_threads]):
             number = thread * len(shares) // num_threads
             first = shares[number].first
-            own_a = a[(first + number * TILE_ROWS) * width * np.dtype(kind).itemsize :].view(kind)
-            sums = buffers.get("sums", size, np.uint8)[:size].view(sums_dtype)
-            operands.append(Operand(own_a, factors[first:], sums, amx, buffers.get("wide", wide_size(weights))))
+            own_a, sums = a[(first + number * TILE_ROWS) * row_bytes :], buffers.get("sums", size, np.uint8)
+            operands.append(Operand(own_a, factors[first:], sums, amx, code, buffers.get("wide", wide_size(weights))))
         return operands
 
 

@@ -47,6 +47,8 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
     in_fp8 = parameters.encoding == "fp8"
     output_dtype = torch.float8_e4m3fn if in_fp8 else embed.dtype if parameters.encoding == "float" else torch.int8
     output_packer = Packer([_output_shape(config, share, parameters, embed)], output_dtype)
+    # Rank 0 holds all of a tied embedding, others their rows. First, as copies would lie beside all layers later.
+    _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     numbers = range(share.layers.first, share.layers.end)
@@ -68,8 +70,6 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         if config.attention_sinks:
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
     layer_inputs, inputs_norm = _pack_layer_inputs(packer, packed, parameters, config)
-    # Rank 0 holds the whole embedding; the others hold their rows of a tied one only.
-    _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
     return PackedDecoder(
         as_array(embed if share.rank == 0 else embed[:0]),
         positions,

@@ -36,7 +36,7 @@ def search_factors(
     """
     every = -(-sum(map(len, weights)) // _MAX_SEARCHED)
     pairs = [(weight[::every], seen.gram) for weight, seen in zip(weights, statistics, strict=True) if seen.num_tokens]
-    mean = InputStatistics.merged(statistics).mean.clamp(min=_TINY)
+    mean = InputStatistics.mean_of(statistics).clamp(min=_TINY)
     best, min_cost = torch.ones_like(mean), float("inf")
     for step in range(_NUM_RATIOS):
         factors = mean ** (step / _NUM_RATIOS)
@@ -50,20 +50,25 @@ def search_factors(
 def _cost(rows: Tensor, gram: Tensor, factors: Tensor, group_size: int, dtype: torch.dtype) -> float:
     """The cost of rounding rows after multiplying them by factors."""
     scaled = rows * factors
-    scales = clipped_scales(scaled, gram / factors / factors[:, None], group_size, dtype, _FEW_SHARES)
+    of_groups = factors.view(-1, group_size)
+    blocks = group_blocks(gram, group_size) / of_groups[:, None] / of_groups[:, :, None]
+    scales = clipped_scales(scaled, blocks, dtype, _FEW_SHARES)
     error = rows - round_int4(scaled, scales).dequantized().div_(factors)
     return float(((error @ gram) * error).sum())
 
 
-def clipped_scales(
-    weight: Tensor, gram: Tensor, group_size: int, dtype: torch.dtype, shares: Sequence[float] = _SHARES
-) -> Tensor:
+def group_blocks(gram: Tensor, group_size: int) -> Tensor:
+    """The Gram matrix of each group's inputs, [groups, group_size, group_size], of that of all, [inputs, inputs]."""
+    groups = range(0, len(gram), group_size)
+    return torch.stack([gram[i : i + group_size, i : i + group_size] for i in groups])
+
+
+def clipped_scales(weight: Tensor, grams: Tensor, dtype: torch.dtype, shares: Sequence[float] = _SHARES) -> Tensor:
     """Scales [outputs, groups] that may clip the largest numbers of a group, where that costs less than larger steps.
 
-    gram: that of the inputs, [inputs, inputs]. The cost of a group leaves out what it has in common with others.
+    grams: see group_blocks. The cost of a group leaves out what it has in common with others.
     """
-    groups = range(0, weight.shape[1], group_size)
-    grams = torch.stack([gram[i : i + group_size, i : i + group_size] for i in groups])
+    group_size = grams.shape[2]
     grouped = weight.reshape(len(weight), -1, group_size).transpose(0, 1).contiguous()  # [groups, outputs, group_size]
     unclipped = int4_scales(weight, group_size, torch.float32).t()[:, :, None]
     best, min_cost = storable(unclipped, dtype), torch.full_like(unclipped, float("inf"))

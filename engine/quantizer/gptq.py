@@ -28,26 +28,28 @@ def round_by_errors(weight: Tensor, gram: Tensor, scales: Tensor) -> QuantizedMa
     values = torch.empty_like(remaining)
     for first in range(0, remaining.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
+        # Column by column, so columns lie together here.
+        some, scales_of = (numbers[:, columns].t().contiguous() for numbers in (remaining, by_input))
         with one_thread():
-            errors = _round_columns(
-                remaining[:, columns], by_input[:, columns], factor[columns, columns], values[:, columns]
-            )
+            rounded, errors = _round_columns(some, scales_of, factor[columns, columns])
+        values[:, columns] = rounded.t()
         later_columns = slice(columns.stop, None)
-        remaining[:, later_columns].addmm_(errors, factor[columns, later_columns], alpha=-1)
+        remaining[:, later_columns].addmm_(errors.t().contiguous(), factor[columns, later_columns], alpha=-1)
     in_file = torch.empty_like(values, dtype=torch.int8)
     in_file[:, order] = values.to(torch.int8)
     return QuantizedMatrix(in_file, scales)
 
 
-def _round_columns(remaining: Tensor, scales: Tensor, factor: Tensor, values: Tensor) -> Tensor:
-    """Round some columns into `values`, each after the errors of those before; returns errors [outputs, columns]."""
-    errors = torch.empty_like(remaining)
-    for column in range(remaining.shape[1]):
-        number, scale = remaining[:, column], scales[:, column]
-        torch.round(number / scale, out=values[:, column]).clamp_(INT4_MIN, INT4_MAX)
-        torch.div(number - values[:, column] * scale, factor[column, column], out=errors[:, column])
-        remaining[:, column:].addr_(errors[:, column], factor[column, column:], alpha=-1)
-    return errors
+def _round_columns(remaining: Tensor, scales: Tensor, factor: Tensor) -> tuple[Tensor, Tensor]:
+    """Round some columns, each after the errors of those before; returns values and errors, [columns, outputs] as
+    `remaining` and `scales`.
+    """
+    values, errors = torch.empty_like(remaining), torch.empty_like(remaining)
+    for column, (number, scale) in enumerate(zip(remaining, scales, strict=True)):
+        torch.round(number / scale, out=values[column]).clamp_(INT4_MIN, INT4_MAX)
+        torch.div(number - values[column] * scale, factor[column, column], out=errors[column])
+        remaining[column:].addr_(factor[column, column:], errors[column], alpha=-1)
+    return values, errors
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
@@ -55,11 +57,13 @@ def _inverse_factor(gram: Tensor) -> Tensor:
     diagonal = gram.diagonal()
     mean = float(diagonal.mean())
     for damping in _DAMPINGS:
-        damped = gram + torch.diag(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)))
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        factor = gram.clone()
+        factor.diagonal().add_(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)))
+        factor, failed = torch.linalg.cholesky_ex(factor)
         if failed:
             continue
-        upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        factor = torch.cholesky_inverse(factor)
+        factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
         if not failed:
-            return upper
+            return factor
     raise ConfigurationError("its inputs on the calibration prompts are NaN, infinite or too large: use other prompts")

@@ -1,6 +1,7 @@
 """The inputs of a matrix, summed over the tokens of all calibration prompts."""
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -18,11 +19,6 @@ class InputStatistics:
         self.gram = torch.zeros((num_inputs, num_inputs) if needs_gram else (0, 0))
         self.num_tokens = 0
         self._total = torch.zeros(num_inputs)
-
-    @property
-    def mean(self) -> Tensor:
-        """[inputs]"""
-        return self._total / max(1, self.num_tokens)
 
     def add(self, x: Tensor) -> None:
         """Count the tokens x [tokens, inputs]."""
@@ -45,6 +41,12 @@ class InputStatistics:
         self.num_tokens = 0
         for numbers in (self.largest, self.gram, self._total):
             numbers.zero_()
+
+    @staticmethod
+    def mean_of(parts: Sequence["InputStatistics"]) -> Tensor:
+        """The mean absolute values [inputs] of all tokens of the parts."""
+        num_tokens = sum(part.num_tokens for part in parts)
+        return reduce(torch.add, (part._total for part in parts)) / max(1, num_tokens)
 
     @classmethod
     def merged(cls, parts: Sequence["InputStatistics"]) -> "InputStatistics":

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 _ARGUMENTS = ("arguments", "parameters")
 _WITHOUT_MEANING = "id"
 _KEYS = ("name", _WITHOUT_MEANING, "type", *_ARGUMENTS)
-# Half of a surrogate pair, which no answer can be encoded with. As an escape it is JSON.
 _HALF = re.compile("[\ud800-\udfff]")
 # Marks around calls begin with these. JSON has them in texts only: elsewhere, the call ended without its braces.
 _MARK_BEGINNINGS = "<`"
@@ -222,4 +221,9 @@ def _unwrap_arguments(text: str) -> str:
         raise NotACall from None
     if not isinstance(value, dict):
         raise NotACall
-    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", inner)
+    return escape_halves(inner)
+
+
+def escape_halves(text: str) -> str:
+    """JSON text with halves of surrogate pairs, which no answer can be encoded with, as escapes."""
+    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)

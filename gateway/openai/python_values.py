@@ -4,6 +4,8 @@ import ast
 import json
 import re
 
+from gateway.openai.call_reader import escape_halves
+
 _QUOTES = "'\""
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _CONTROLS = {"\n": "\\n", "\r": "\\r", "\0": "\\0"}
@@ -13,7 +15,6 @@ _ESCAPE = re.compile(
 )
 _LITERALS = {"true": True, "false": False, "null": None}
 """JSON's names of values, which some models write."""
-_HALF = re.compile("[\ud800-\udfff]")
 
 
 class PythonValue:
@@ -83,5 +84,4 @@ def _literal(text: str) -> object:
 
 
 def _in_json(value: object) -> str:
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text)
+    return escape_halves(json.dumps(value, ensure_ascii=False, allow_nan=False))

@@ -55,7 +55,7 @@ class Slot(Protocol):
 
     def seal(self) -> Payload:
         """Return the payload's location. The buffer is filled and no longer written. Called once, on the same
-        thread. Raises TransferFailed."""
+        thread, in the order in which slots were acquired. Raises TransferFailed."""
         ...
 
     def release(self, *, is_acknowledged: bool) -> None:
@@ -72,9 +72,6 @@ class SendPath(Protocol):
 
     A transport whose paths have no state is its own path, and needs only the first two methods.
     """
-
-    is_ordered: bool = False
-    """Slots must be sealed in the order in which they were acquired."""
 
     def offer(self) -> TransportOffer:
         """Return the offer for the receiver."""

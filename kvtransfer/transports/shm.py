@@ -148,11 +148,21 @@ class ShmReceiveTransport(ReceiveTransport):
                 return None
             # Another transfer may have mapped it meanwhile.
             arena = self._known(offer) or self._arenas.add(offer.arena, lambda: opened)
-            if arena is opened:
-                opened.watch(self._arenas.retire, partial(self._serve_from, opened))
-            else:
+            if arena is not opened:
                 opened.close()
+            elif not self._watch(opened):
+                return None
         return None if arena is None else _ArenaSource(self._arenas, arena)
+
+    def _watch(self, arena: MappedArena) -> bool:
+        """Serve the arena's sender. False if the system has no thread for it; the arena is closed then."""
+        try:
+            arena.watch(self._arenas.retire, partial(self._serve_from, arena))
+        except RuntimeError as error:
+            log.warning("a sender's shared memory is not used", error=str(error))
+            self._arenas.retire(arena)
+            return False
+        return True
 
     def close(self) -> None:
         self._arenas.close()

@@ -139,7 +139,6 @@ class _Path(SendPath):
     def __init__(self, transport: PairSendTransport, pair: Pair, address: str) -> None:
         self.transport = transport
         self.pair = pair
-        self.is_ordered = not pair.kind.has_tags
         self._address = address
         self._rendezvous: Mapping[str, bytes] = {}
         transport.pairs.use(pair)

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError
 from mesh.domain.host import join_host
+from mesh.public_tls import Renewed
 from mesh.rpc import health
 from mesh.rpc.credentials import Guard, TlsIdentity, require_safe_bind
 from mesh.rpc.health import Health
@@ -49,7 +50,8 @@ class Listen:
     """The address of a server and its access control. Port 0 takes a free port.
 
     Without a guard and without TLS that requires client certificates, anybody may call. Such a server must listen on
-    loopback, unless `allow_anonymous` is set.
+    loopback, unless `allow_anonymous` is set. `tls` is mutual, inside the mesh. `public_tls` is the certificate that
+    clients see, always the latest.
     """
 
     host: str
@@ -58,6 +60,7 @@ class Listen:
     public: bool = False
     allow_anonymous: bool = False
     tls: TlsIdentity | None = None
+    public_tls: Renewed[TlsIdentity] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -67,6 +70,12 @@ class Listen:
     def knows_callers(self) -> bool:
         """True if callers must present a credential."""
         return self.guard is not None or (self.tls is not None and self.tls.ca is not None)
+
+    def server_credentials(self) -> grpc.ServerCredentials | None:
+        """None for plaintext."""
+        if self.public_tls is not None:
+            return _renewed_credentials(self.public_tls)
+        return self.tls.server_credentials() if self.tls is not None else None
 
 
 class Server:
@@ -91,6 +100,7 @@ class Server:
             options=[*_KEEPALIVE, *limit, ("grpc.so_reuseport", 0)],
         )
         self._listen = listen
+        self._credentials = listen.server_credentials()
         self.port = self._bind()
         self.health = health or Health()
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.grpc)
@@ -100,11 +110,11 @@ class Server:
         return join_host(self._listen.host, self.port)
 
     def _bind(self) -> int:
-        address, tls = join_host(self._listen.host, self._listen.port), self._listen.tls
+        address = join_host(self._listen.host, self._listen.port)
         try:
-            if tls is None:
+            if self._credentials is None:
                 return int(self.grpc.add_insecure_port(address))
-            return int(self.grpc.add_secure_port(address, tls.server_credentials()))
+            return int(self.grpc.add_secure_port(address, self._credentials))
         except RuntimeError as error:
             raise ConfigurationError(f"cannot listen on {address}: choose another port") from error
 
@@ -124,6 +134,24 @@ class Server:
         """Set NOT_SERVING, refuse new calls, and end running calls after `grace_s`."""
         self.health.end()
         await self.grpc.stop(grace_s)
+
+
+def _renewed_credentials(identity: Renewed[TlsIdentity]) -> grpc.ServerCredentials:
+    """Credentials of a server that shows each new client the latest certificate, and asks for none."""
+    shown = identity.latest
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(shown.key, shown.chain)])
+
+    def changed_configuration() -> grpc.ServerCertificateConfiguration | None:
+        """gRPC calls it for each new connection, on a thread of its own; None keeps what it has."""
+        nonlocal shown
+        if shown is identity.latest:
+            return None
+        shown = identity.latest
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), changed_configuration)
 
 
 def require_listenable(listen: Listen) -> None:

@@ -24,7 +24,7 @@ class ConcurrencyLimiter(Protocol):
         """Permits that this router holds now."""
         ...
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
+    async def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
         """Return `count` permits, or raise Overloaded; `cap` lowers the cap for this call.
 
         Cancellation leaves no permit taken.
@@ -48,17 +48,13 @@ class LocalLimiter:
     def num_held(self) -> int:
         return self._num_held
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
-        return self.acquire(count, tenant, cap)
-
-    def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
-        """Return `count` permits without waiting, or raise Overloaded."""
+    async def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list["Permit"]:
         cap = self._max_permits if cap is None else cap
         tenant_cap, tenant_held = tenant.max_concurrent_requests, self._held_by[tenant.name]
         if tenant_cap is not None and tenant_held + count > tenant_cap:
-            raise Overloaded(f"{tenant_held} of your {tenant_cap} requests are in service; try again later")
+            raise overloaded(tenant_held, tenant_cap, of_tenant=True)
         if self._num_held + count > cap:
-            raise Overloaded(f"{self._num_held} of {cap} requests are in service; try again later")
+            raise overloaded(self._num_held, cap)
         self._num_held += count
         self._held_by[tenant.name] += count
         return [Permit(partial(self._give_back, tenant)) for _ in range(count)]
@@ -78,3 +74,9 @@ class Permit:
         give_back, self._give_back = self._give_back, None
         if give_back is not None:
             give_back()
+
+
+def overloaded(num_held: int, cap: int, *, of_tenant: bool = False) -> Overloaded:
+    """The refusal at a cap: the tenant's own, or that of all tenants."""
+    whose = "your " if of_tenant else ""
+    return Overloaded(f"{num_held} of {whose}{cap} requests are in service; try again later")

@@ -29,10 +29,9 @@ from functools import partial
 import structlog
 from redis.asyncio import Redis
 
-from mesh.domain.errors import Overloaded
 from mesh.redis_connection import FAILURES, cause_of, open_redis
 from mesh.tasks import require_not_cancelled
-from router.admission.limiter import Permit
+from router.admission.limiter import Permit, overloaded
 from router.admission.permit_leases import LeaseTimes, PermitStore, Take, Taken
 from router.tenants import ANONYMOUS, Tenant
 
@@ -119,21 +118,12 @@ class SharedLimiter:
     def max_permits(self) -> int:
         return self._cap
 
-    async def admit(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
-        await self.acquire(count, tenant.name, tenant.max_concurrent_requests, cap)
-        return [Permit(partial(self.release, tenant.name)) for _ in range(count)]
-
-    async def acquire(
-        self, count: int, tenant: str = "", tenant_cap: int | None = None, cap: int | None = None
-    ) -> None:
-        """Take `count` permits, or raise Overloaded; `cap` lowers the cap for this call.
-
-        Cancellation leaves no permit taken.
-        """
-        take = Take(tenant, tenant_cap, self._cap if cap is None else cap, count)
-        ask = _Ask(take, asyncio.get_running_loop().create_future())
+    async def acquire(self, count: int, tenant: Tenant = ANONYMOUS, cap: int | None = None) -> list[Permit]:
+        take = Take(tenant.name, tenant.max_concurrent_requests, self._cap if cap is None else cap, count)
         self._require_capacity(take, share_of=1)
+        reply: Taken | None = None
         if self.connected.is_set():
+            ask = _Ask(take, asyncio.get_running_loop().create_future())
             self._asks.append(ask)
             self._wake.set()
             try:
@@ -142,13 +132,14 @@ class SharedLimiter:
                 if not ask.reply.cancelled() and (answer := ask.reply.result()) is not None and answer.granted:
                     self._give_back(take)
                 raise
-            if reply is not None:
-                if not reply.granted:
-                    raise _overloaded(reply.num_held, tenant_cap if reply.by_tenant else take.cap, reply.by_tenant)
-                return
-        self._require_capacity(take, share_of=self._num_routers)
-        self._holdings.untold.add(tenant)
-        self._holdings.add(tenant, count)
+        if reply is None:
+            self._require_capacity(take, share_of=self._num_routers)
+            self._holdings.untold.add(take.tenant)
+            self._holdings.add(take.tenant, count)
+        elif not reply.granted:
+            cap_reached = take.tenant_cap if reply.by_tenant and take.tenant_cap is not None else take.cap
+            raise overloaded(reply.num_held, cap_reached, of_tenant=reply.by_tenant)
+        return [Permit(partial(self.release, take.tenant)) for _ in range(count)]
 
     def release(self, tenant: str = "") -> None:
         """Release one of the tenant's permits."""
@@ -261,11 +252,6 @@ class SharedLimiter:
         count, tenant_cap = take.count, take.tenant_cap
         held_by_tenant = self._holdings.held[take.tenant]
         if tenant_cap is not None and held_by_tenant + count > max(1, tenant_cap // share_of):
-            raise _overloaded(held_by_tenant, tenant_cap, True)
+            raise overloaded(held_by_tenant, tenant_cap, of_tenant=True)
         if self.num_held + count > max(1, take.cap // share_of):
-            raise _overloaded(self.num_held, take.cap, False)
-
-
-def _overloaded(num_held: int, cap: int | None, by_tenant: bool) -> Overloaded:
-    whose = "your " if by_tenant else ""
-    return Overloaded(f"{num_held} of {whose}{cap} requests are in service; try again later")
+            raise overloaded(self.num_held, take.cap)

@@ -53,10 +53,10 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
             params = replace(_params_from_proto(request, tenant), trace_headers=_trace_headers(metadata))
         answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
-        context.add_done_callback(lambda _: answer.close())
+        context.add_done_callback(lambda _: answer.stream.close())
         handler = asyncio.current_task()
         if handler is not None:
-            answer.when_stuck(lambda error: end_blocked_call(context, handler, error))
+            answer.stream.on_stuck = lambda error: end_blocked_call(context, handler, error)
         async for delta in answer.deltas():
             yield _delta_to_proto(delta)
 

@@ -174,7 +174,7 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
                 in_flight.get(view.info.incarnation, InFlight()),
                 serving,
                 transfers.get(view.info.incarnation, Transfers(0, 0)),
-                canary_error=model.mesh.canary_error(view.info),
+                canary_error=model.health.canary_error(view.info),
             )
             for view in views
         ]

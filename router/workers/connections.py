@@ -23,8 +23,8 @@ _DRAIN_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class Caller:
-    """This router's identity towards workers."""
+class RouterIdentity:
+    """Who this router is towards workers."""
 
     router_id: str
     credentials: Credentials
@@ -75,12 +75,12 @@ class WorkerControl:
         self,
         membership: Membership,
         channels: Channels,
-        caller: Caller,
+        identity: RouterIdentity,
         serving: Callable[[WorkerInfo], frozenset[str]],
     ) -> None:
         self._membership = membership
         self._channels = channels
-        self._caller = caller
+        self._identity = identity
         self._serving = serving
         self._leaving_s: dict[str, float] = {}  # incarnations that were asked to switch, and when
 
@@ -101,7 +101,7 @@ class WorkerControl:
             self._require_switchable(info)
             self._leaving_s[info.incarnation] = asyncio.get_running_loop().time()
         try:
-            await self._ask(info, "SwitchRole", worker_pb2.SwitchRoleRequest(role=wire.ROLES[role]))
+            await self._ask(info, "SwitchRole", worker_pb2.SwitchRoleRequest(role=wire.role_to_proto(role)))
         except MeshError:
             self._leaving_s.pop(info.incarnation, None)
             raise
@@ -130,7 +130,7 @@ class WorkerControl:
     async def _ask(self, info: WorkerInfo, method: str, request: Message) -> None:
         call = getattr(worker_pb2_grpc.WorkerStub(self._channels.get(info)), method)
         try:
-            await call(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._caller.metadata)
+            await call(request, timeout=_DRAIN_TIMEOUT_S, metadata=self._identity.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from error
 

@@ -24,7 +24,7 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter, LocalLimiter
 from router.settings import RouterSettings
 from router.traffic import Traffic
-from router.workers.connections import Caller
+from router.workers.connections import RouterIdentity
 from router.workers.membership import Membership
 
 log = structlog.get_logger(__name__)
@@ -66,9 +66,9 @@ class Coordination(Protocol):
 class LocalCoordination:
     """A Coordination of a router alone, which hosts the registry. The port is bound at once."""
 
-    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller) -> None:
+    def __init__(self, settings: RouterSettings, membership: Membership, identity: RouterIdentity) -> None:
         self._membership = membership
-        key, tls = caller.credentials.key, caller.credentials.tls
+        key, tls = identity.credentials.key, identity.credentials.tls
         self._server = Server(Listen(settings.registry_host, settings.registry_port, key, tls=tls))
         self._expiry: asyncio.Task[None] | None = None
         self._cap = settings.max_concurrent_requests
@@ -98,15 +98,17 @@ class LocalCoordination:
         await self._server.stop(0)
 
 
-def coordinate(settings: RouterSettings, membership: Membership, caller: Caller, traffic: Traffic) -> Coordination:
+def coordinate(
+    settings: RouterSettings, membership: Membership, identity: RouterIdentity, traffic: Traffic
+) -> Coordination:
     """Return the Coordination that the settings select. Raises ConfigurationError."""
     if not settings.registry_url:
-        return LocalCoordination(settings, membership, caller)
+        return LocalCoordination(settings, membership, identity)
     try:
         from router.workers.redis_registry import RedisCoordination
     except ImportError as error:
         raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
-    return RedisCoordination(settings, membership, caller, traffic)
+    return RedisCoordination(settings, membership, identity, traffic)
 
 
 class RegistryServicer(worker_pb2_grpc.RegistryServicer):

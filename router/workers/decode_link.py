@@ -35,7 +35,7 @@ from mesh.domain.tokens import SequenceFailure, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.tasks import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
-from router.workers.connections import Caller, Channels, responses_of
+from router.workers.connections import Channels, RouterIdentity, responses_of
 from router.workers.membership import Membership, WorkerView
 
 log = structlog.get_logger(__name__)
@@ -112,20 +112,20 @@ class Links(Protocol):
 class DecodeLink:
     """The link to one run of a worker. Call `run` once; the link is dead when `run` returns."""
 
-    def __init__(self, info: WorkerInfo, channel: grpc.aio.Channel, caller: Caller) -> None:
+    def __init__(self, info: WorkerInfo, channel: grpc.aio.Channel, identity: RouterIdentity) -> None:
         self.info = info
         self.is_up = False
         self.has_ended = False
         """The worker has ended the stream in order, because it stops or changes its role."""
         self._stub = decode_pb2_grpc.DecodeStub(channel)
-        self._caller = caller
+        self._identity = identity
         self._listeners: dict[SequenceKey, SequenceListener] = {}
         self._commands: asyncio.Queue[decode_pb2.AttachRequest | None] = asyncio.Queue()
 
     async def run(self, on_up: Callable[[], None]) -> None:
         """Attach, and deliver messages until the worker ends the stream, or it breaks. Raises the error of a break;
         cancel to close the link."""
-        call = self._stub.Attach(self._outgoing(), metadata=self._caller.metadata)
+        call = self._stub.Attach(self._outgoing(), metadata=self._identity.metadata)
         responses = responses_of(call)
         try:
             await self._wait_welcome(responses)
@@ -166,7 +166,7 @@ class DecodeLink:
             self._commands.put_nowait(decode_pb2.AttachRequest(abort=abort))
 
     async def _outgoing(self) -> AsyncIterator[decode_pb2.AttachRequest]:
-        hello = decode_pb2.AttachHello(router_id=self._caller.router_id, worker_incarnation=self.info.incarnation)
+        hello = decode_pb2.AttachHello(router_id=self._identity.router_id, worker_incarnation=self.info.incarnation)
         yield decode_pb2.AttachRequest(hello=hello)
         while (command := await self._commands.get()) is not None:
             yield command
@@ -225,11 +225,11 @@ class DecodeLinks:
     """One link per decode worker's current incarnation. `on_change` is called when a link comes up or breaks."""
 
     def __init__(
-        self, membership: Membership, channels: Channels, caller: Caller, on_change: Callable[[], None]
+        self, membership: Membership, channels: Channels, identity: RouterIdentity, on_change: Callable[[], None]
     ) -> None:
         self._membership = membership
         self._channels = channels
-        self._caller = caller
+        self._identity = identity
         self._on_change = on_change
         self._links: dict[str, DecodeLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -276,7 +276,7 @@ class DecodeLinks:
         tells the registry what becomes of it."""
         await asyncio.sleep(self._retry_delay_s(info.incarnation))
         async with self._turn() as end_turn:
-            link = DecodeLink(info, self._channels.get(info), self._caller)
+            link = DecodeLink(info, self._channels.get(info), self._identity)
             self._links[info.incarnation] = link
 
             def on_up() -> None:

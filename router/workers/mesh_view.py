@@ -107,10 +107,6 @@ class MeshView:
         snapshot = self.snapshot()
         return frozenset(view.info.incarnation for role in WorkerRole for view in snapshot.roster(role).views)
 
-    def canary_error(self, info: WorkerInfo) -> str:
-        """The error of the worker's last canary; empty if it succeeded."""
-        return self._health.canary_error(info)
-
     def workers(self) -> list[WorkerInfo]:
         """All known workers of the model, lost ones included."""
         return [view.info for view in self.views()]

@@ -26,7 +26,7 @@ from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from router.workers.connections import Caller, Channels, responses_of
+from router.workers.connections import Channels, RouterIdentity, responses_of
 from router.workers.membership import Membership
 
 log = structlog.get_logger(__name__)
@@ -79,10 +79,12 @@ class PrefillCaller(Protocol):
 class PrefillClient:
     """Calls prefill workers; a call fails after `timeout_s`."""
 
-    def __init__(self, membership: Membership, channels: Channels, caller: Caller, *, timeout_s: float) -> None:
+    def __init__(
+        self, membership: Membership, channels: Channels, identity: RouterIdentity, *, timeout_s: float
+    ) -> None:
         self._membership = membership
         self._channels = channels
-        self._caller = caller
+        self._identity = identity
         self._timeout_s = timeout_s
 
     async def run(
@@ -93,7 +95,7 @@ class PrefillClient:
         call = stub.Prefill(
             _message(request, destination),
             timeout=min(self._timeout_s, time_left_s),
-            metadata=self._caller.metadata,
+            metadata=self._identity.metadata,
         )
         try:
             async with aclosing(responses_of(call)) as responses:

@@ -50,7 +50,7 @@ from router.admission.limiter import ConcurrencyLimiter
 from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
 from router.traffic import Traffic, TrafficTable, traffic_from_json, traffic_to_json
-from router.workers.connections import Caller
+from router.workers.connections import RouterIdentity
 from router.workers.coordination import FORGET_S, SILENT_S, TwinWatch, apply_report, worker_joined, worker_left
 from router.workers.membership import Membership, WorkerView
 
@@ -236,10 +236,12 @@ class RedisCoordination:
 
     address = ""
 
-    def __init__(self, settings: RouterSettings, membership: Membership, caller: Caller, traffic: Traffic) -> None:
-        self._registry = RedisRegistry(settings.registry_url, membership, caller.credentials, traffic)
+    def __init__(
+        self, settings: RouterSettings, membership: Membership, identity: RouterIdentity, traffic: Traffic
+    ) -> None:
+        self._registry = RedisRegistry(settings.registry_url, membership, identity.credentials, traffic)
         self._settings = settings
-        self._router_id = caller.router_id
+        self._router_id = identity.router_id
         self._permits: list[SharedLimiter] = []
         self._tasks: list[asyncio.Task[None]] = []
 

@@ -11,6 +11,7 @@ none, which does not affect the time. Prompts are distinct, so that no KV is sha
 import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ import psutil
 import torch
 
 from decode_worker.settings import DecodeSettings
+from engine.compiled_code import told_of_compilation
 from engine.cores import threads_born_on
 from engine.kernels.cpu.phases import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
@@ -62,6 +64,10 @@ def clock_for(num_threads: int) -> Callable[[], float]:
 def load_format_of(model_dir: Path) -> str:
     """The load format of a folder, which may have no weights."""
     return "auto" if any(model_dir.glob("*.safetensors")) else "dummy"
+
+
+def _tell() -> None:
+    sys.stderr.write("tandem: compiling kernels for this CPU, which is done once and takes up to a minute\n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +133,8 @@ class EngineSteps:
         max_batch_tokens = max(512, min(workload.prompt_tokens, _MAX_CHUNK_TOKENS) + workload.max_batch)
         graphs = graph_sizes(settings.cuda_graphs, workload.max_batch)
         limits = EngineLimits(max_batch_tokens, workload.max_batch, kv_tokens, graph_sizes=graphs)
-        with threads_born_on(tuple(os.sched_getaffinity(0))):  # several ranks divide the process's cores
+        # Several ranks divide the process's cores.
+        with told_of_compilation(_tell), threads_born_on(tuple(os.sched_getaffinity(0))):
             self._host: EngineHost = load_engine_host(settings, limits, load=load_runner_with_ranks)
             self._cores = tuple(os.sched_getaffinity(0))
         self._engine = self._host.engine()

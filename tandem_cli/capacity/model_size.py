@@ -15,11 +15,12 @@ class ModelSize:
     """The sizes of a decoder-only model that determine memory and time.
 
     `linear_params` counts all linear layers, with all experts, but without the output matrix. `vocabulary_params`
-    counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `vector_params` counts all
-    vectors and learned positions. `expert_params` counts the routed experts, of which a token uses `experts_per_token`
-    out of `num_experts` per layer. `kv_planes`: see ModelConfig. `num_recurrent_layers` have no KV; a sequence's states
-    there take `state_bytes`. `kv_windows`: those of the groups of layers if KV is freed behind
-    windows, see KVLayout, each with room for `kv_group_layers` layers.
+    counts the embedding; the output matrix is as large, and is the same matrix if `tied`. `input_params` counts the
+    table of what layers add for the token itself. `vector_params` counts all vectors and learned positions.
+    `expert_params` counts the routed experts, of which a token uses `experts_per_token` out of `num_experts` per layer.
+    `kv_planes`: see ModelConfig. `num_recurrent_layers` have no KV; a sequence's states there take `state_bytes`.
+    `kv_windows`: those of the groups of layers if KV is freed behind windows, see KVLayout, each with room for
+    `kv_group_layers` layers.
     """
 
     linear_params: int
@@ -39,6 +40,7 @@ class ModelSize:
     kv_windows: tuple[int, ...] = ()
     kv_group_layers: int = 0
     windows_are_chunks: bool = False
+    input_params: int = 0
 
     @property
     def num_kv_layers(self) -> int:
@@ -47,7 +49,8 @@ class ModelSize:
     @property
     def params(self) -> int:
         """All parameters, each counted once."""
-        return self.linear_params + self.vector_params + self.vocabulary_params * (1 if self.tied else 2)
+        of_tables = self.input_params + self.vocabulary_params * (1 if self.tied else 2)
+        return self.linear_params + self.vector_params + of_tables
 
     @property
     def step_params(self) -> int:
@@ -99,7 +102,7 @@ def model_size(config: ModelConfig) -> ModelSize:
     windows = group_windows(config)
     experts = sum(size for name, size in matrices.items() if ".experts." in name)
     vectors = sum(prod(shape) for shape in shapes.values() if len(shape) != 2)
-    vectors += sum(matrices.get(name, 0) for name in ("positions", "layer_inputs"))
+    vectors += matrices.get("positions", 0)
     return ModelSize(
         linear_params=linear,
         vocabulary_params=config.vocab_size * config.embed_width,
@@ -118,4 +121,5 @@ def model_size(config: ModelConfig) -> ModelSize:
         kv_windows=windows,
         kv_group_layers=num_kv_layers(config, windows) if windows else 0,
         windows_are_chunks=bool(windows) and config.windows_are_chunks,
+        input_params=matrices.get("layer_inputs", 0),
     )

@@ -183,7 +183,7 @@ def read_measured(path: Path, input_tokens: int) -> dict[str, float]:
                 times_ms.setdefault(decode_name(round(case["value"])), float(figures["tpot_p50_ms"]["median"]))
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(f"{path} holds no results of tandem bench") from error
     if not times_ms:
         raise ConfigurationError(f"{path} has no closed loop with prompts of {input_tokens} tokens")

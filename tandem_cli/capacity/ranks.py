@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
+from engine.models.encodings import OUTPUT
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
@@ -71,11 +72,12 @@ def rank_memory(
 def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
     """The precision of a runner whose settings are resolved (`engine.resolve.resolve`)."""
     layout = kv_layout(config, settings)
-    if settings.quantize == "none":
-        return Precision(settings.dtype, settings.dtype, layout.dtype)
-    # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
     is_compiled = isinstance(config, ModelConfig) and why_eager(settings, config, layout) is None
-    return Precision(settings.quantize, settings.dtype, layout.dtype, config.dtype if is_compiled else "")
+    if settings.quantize == "none":
+        return Precision(settings.dtype, settings.dtype, layout.dtype, is_packed=is_compiled)
+    # The compiled decoder keeps an embedding of two bytes a number beside quantised matrices.
+    embedding = config.dtype if is_compiled else ""
+    return Precision(settings.quantize, settings.dtype, layout.dtype, embedding, is_compiled)
 
 
 def precisions_here(settings: RunnerSettings) -> tuple[list[Precision], dict[str, str]]:
@@ -142,11 +144,14 @@ def _weights_bytes(
     for spec in (spec for spec in specs if spec.is_held):
         # Other ranks than 0 hold their rows of a tied embedding as a part of the output matrix.
         is_output = spec.name == "embed" and cut == "outputs" and share.rank > 0
-        of_others = precision.embedding_bytes if spec.name == "embed" else precision.other_bytes
-        itemsize = precision.weight_bytes if spec.is_matrix or is_output else of_others
+        itemsize = precision.embedding_bytes if spec.name == "embed" else precision.other_bytes
+        if is_output or spec.name == OUTPUT:
+            itemsize = precision.output_bytes
+        elif spec.is_matrix:
+            itemsize = precision.weight_bytes
         num_bytes += prod(spec.held_shape) * itemsize
     if cut == "outputs" and share.rank == 0 and config.tied:
-        num_bytes += share.vocab.count * config.embed_width * precision.weight_bytes
+        num_bytes += share.vocab.count * config.embed_width * precision.output_bytes
     return num_bytes
 
 

@@ -23,6 +23,9 @@ from tandem_cli.capacity.model_size import ModelSize
 BLOCK_SIZE = 16  # tokens of a KV block: the default of workers
 WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "int8": 1.0, "int4": 0.5}
 """Bytes per weight of a linear layer, without scales."""
+_PACKED_OUTPUT = {"int4": "int8"}
+_PACKED_GROUP, _PACKED_SCALE_BYTES = 32, 3
+"""In int4 groups of so many weights have a scale and a zero."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
@@ -39,13 +42,15 @@ _HALF_OF_SPARSE = "half of its figures with sparsity"
 @dataclass(frozen=True, slots=True)
 class Precision:
     """`weights` is the type of the linear layers; `other` is the type of vectors, and of KV and embedding unless `kv`
-    and `embedding` are others.
+    and `embedding` are others. `is_packed`: as the compiled decoder of this engine has them. It holds a tied output
+    matrix beside the embedding, in int8 if weights are int4, and these have scales for small groups.
     """
 
     weights: str
     other: str
     kv: str = ""
     embedding: str = ""
+    is_packed: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", self.kv or self.other)
@@ -54,7 +59,13 @@ class Precision:
     @property
     def weight_bytes(self) -> float:
         """Bytes per weight of a linear layer."""
-        return WEIGHT_BYTES[self.weights]
+        has_groups = self.is_packed and self.weights == "int4"
+        return WEIGHT_BYTES[self.weights] + (_PACKED_SCALE_BYTES / _PACKED_GROUP if has_groups else 0)
+
+    @property
+    def output_bytes(self) -> float:
+        """Bytes per number of the output matrix."""
+        return WEIGHT_BYTES[_PACKED_OUTPUT.get(self.weights, self.weights) if self.is_packed else self.weights]
 
     @property
     def other_bytes(self) -> float:
@@ -110,10 +121,15 @@ class Capacity:
         """Memory of all weights. A quantised model with a tied output matrix holds that matrix twice: in full precision
         for the embedding, and quantised for the logits."""
         model, precision = self.model, self.precision
-        shared = model.tied and precision.weights == precision.embedding
-        embedding_bytes = 0 if shared else model.vocabulary_params * precision.embedding_bytes
-        matrices_bytes = model.step_params * precision.weight_bytes
-        return matrices_bytes + embedding_bytes + model.vector_params * precision.other_bytes
+        shared = model.tied and precision.weights == precision.embedding and not precision.is_packed
+        tables = model.input_params + (0 if shared else model.vocabulary_params)
+        vectors_bytes = model.vector_params * precision.other_bytes
+        return self._matrices_bytes(model.step_params) + tables * precision.embedding_bytes + vectors_bytes
+
+    def _matrices_bytes(self, params: float) -> float:
+        """Bytes of so many parameters of matrices, those of the output matrix among them."""
+        precision, of_output = self.precision, self.model.vocabulary_params
+        return (params - of_output) * precision.weight_bytes + of_output * precision.output_bytes
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -173,7 +189,7 @@ class Capacity:
 
     def prefill_bytes(self, input_tokens: int) -> float:
         """Bytes moved for one prompt: the weights once, and its KV written and read once."""
-        weights_bytes = self.model.read_params(input_tokens) * self.precision.weight_bytes
+        weights_bytes = self._matrices_bytes(self.model.read_params(input_tokens))
         return weights_bytes + 2 * input_tokens * self.kv_bytes_per_token
 
     def prefill_s(self, input_tokens: int) -> float:
@@ -193,7 +209,7 @@ class Capacity:
     def decode_bytes(self, batch: int, context_tokens: float) -> float:
         """Bytes moved in one step: the weights once, the KV of each sequence, and its recurrent states."""
         kv_bytes = batch * self._moved_bytes(context_tokens)
-        return self.model.read_params(batch) * self.precision.weight_bytes + kv_bytes
+        return self._matrices_bytes(self.model.read_params(batch)) + kv_bytes
 
     def decode_step_s(self, batch: int, context_tokens: float) -> float:
         """Seconds of one step for `batch` sequences with `context_tokens` tokens of KV each."""
@@ -229,7 +245,7 @@ class Capacity:
         return self.model.attention_flops(input_tokens, input_tokens / 2)
 
     def _linear_s(self, flops: float, num_rows: float) -> float:
-        read_s = self.model.read_params(num_rows) * self.precision.weight_bytes / self.device.bandwidth_bytes_per_s
+        read_s = self._matrices_bytes(self.model.read_params(num_rows)) / self.device.bandwidth_bytes_per_s
         return max(flops / self.device.flops_per_s, read_s)
 
     def _attention_s(self, flops: float, kv_bytes: float) -> float:

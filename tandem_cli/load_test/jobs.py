@@ -86,8 +86,11 @@ def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
         if not line.strip():
             continue
         try:
-            parsed.append(parse(json.loads(line)))
-        except json.JSONDecodeError as error:
+            entry = json.loads(line)
+            if "\\u" in line:
+                json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
+            parsed.append(parse(entry))
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigurationError(f"{path}, line {number}: {error}; the line must be one JSON object") from error
         except ValueError as error:
             raise ConfigurationError(f"{path}, line {number}: {error}") from error

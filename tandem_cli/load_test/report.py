@@ -161,7 +161,7 @@ class Report:
             points = [_point_from_json(entry) for entry in content["points"]]
             slo = Slo(**content["slo"])
             metadata = {name: content[name] for name in ("settings", "machine", "price_per_hour", "notes")}
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(f"{path} holds no results of tandem bench: {error}") from error
         return cls(slo=slo, points=points, **metadata)
 

@@ -65,7 +65,7 @@ def parse_recipe(path: Path) -> Recipe:
     """Raises ConfigurationError that names the file and the key."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigurationError(f"cannot read the recipe {path}: {error}") from error
     names = {field.name for field in fields(Recipe)}
     for name in content.keys() - names:

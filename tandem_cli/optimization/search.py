@@ -91,7 +91,7 @@ class State:
         try:
             content = json.loads(path.read_text())
             earlier = dict(content["about"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
         if content.get("version") != _VERSION or earlier != about:
             names = sorted(about.keys() | earlier.keys())

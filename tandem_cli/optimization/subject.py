@@ -24,6 +24,7 @@ from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import PromptEncoder
+from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Precision
 from tandem_cli.hardware import available_cores
 from tandem_cli.model_folders import find_model
@@ -76,13 +77,12 @@ class Subject:
         layout = kv_layout(config, settings)
         device = torch.device(settings.device)
         free_bytes = device_memory(device).free_bytes
-        weights = settings.dtype if settings.quantize == "none" else settings.quantize
         reason = why_eager(settings, config, layout)
         machine = Machine(device.type, free_bytes, len(available_cores()), reason)
         encoder = PromptEncoder(folder)
         prompts = tuple(encoder.encode(question.job) for question in questions)
         references = tuple(encoder.answer(question.reference or "") for question in questions)
-        base = Precision(weights, settings.dtype, layout.dtype)
+        base = precision_of(settings, config)
         return cls(name, folder, config, base, machine, prompts, references)
 
     def other_files(self) -> dict[str, str]:

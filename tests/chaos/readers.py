@@ -11,10 +11,18 @@ import grpc
 from tandem._requests import GenerateArguments
 from tandem.v1 import generation_pb2, generation_pb2_grpc, sampling_pb2
 from tests.chaos.cluster import Cluster
+from tests.waiting import until_told
 
 # Every token comes with its twenty best alternatives, so a stream of these is far more than a connection buffers.
 _NUM_TOKENS = 480
-_NEIGHBOUR: GenerateArguments = {"token_ids": [1, 2, 3], "max_new_tokens": 60, "ignore_eos": True, "timeout": 300.0}
+_TIMEOUT_S = 300.0
+_NEIGHBOUR: GenerateArguments = {
+    "token_ids": [1, 2, 3],
+    "max_new_tokens": 60,
+    "ignore_eos": True,
+    "timeout": _TIMEOUT_S,
+}
+_NUM_NEIGHBOURS = 2
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.http2.bdp_probe", 0))
 
 
@@ -28,31 +36,45 @@ class Read:
 
 
 async def read_beside(cluster: Cluster, count: int, silent_s: float, num_choices: int) -> Read:
-    """`count` readers that take one message, then nothing for `silent_s`, then the rest; two neighbours that read.
+    """`count` readers that take one message, then nothing, then the rest; two neighbours that read.
 
     A stream of one choice is a little more than connections buffer: when its reader stops, all of it has been generated
-    soon. With two choices, the reader has stopped long before.
+    soon. With two choices, the reader has stopped long before. They read on `silent_s` after the last of them has been
+    generated or cut, however long that takes; at once if that is 0.
     """
-    router, read, stop = cluster.routers[0], Read(), asyncio.Event()
+    router, read, stop, go_on = cluster.routers[0], Read(), asyncio.Event(), asyncio.Event()
+    begun = asyncio.Semaphore(0)
     address = f"127.0.0.1:{cluster.proxies[router].port}"
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(_watch_rss(cluster, router, read, stop))
-        for _ in range(2):
+        for _ in range(_NUM_NEIGHBOURS):
             tasks.create_task(_read_on(cluster, router, read, stop))
         requests = [_long_request(number, num_choices) for number in range(count)]
-        readers = [asyncio.create_task(_read_late(address, request, silent_s)) for request in requests]
+        readers = [asyncio.create_task(_read_late(address, request, begun, go_on)) for request in requests]
+        if silent_s:
+            for _ in range(count):
+                await begun.acquire()
+            async with cluster.client(router, direct=True) as client:
+                await until_told(client.mesh, lambda mesh: mesh.active_requests <= _NUM_NEIGHBOURS, _TIMEOUT_S)
+            await asyncio.sleep(silent_s)
+        go_on.set()
         read.endings.update(await asyncio.gather(*readers))
         stop.set()
     return read
 
 
-async def _read_late(address: str, request: generation_pb2.GenerateRequest, silent_s: float) -> str:
+async def _read_late(
+    address: str, request: generation_pb2.GenerateRequest, begun: asyncio.Semaphore, go_on: asyncio.Event
+) -> str:
     async with grpc.aio.insecure_channel(address, options=_OPTIONS) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=300)
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(request, timeout=_TIMEOUT_S)
         try:
-            if await call.read() is grpc.aio.EOF:
-                return "empty"
-            await asyncio.sleep(silent_s)
+            try:
+                if await call.read() is grpc.aio.EOF:
+                    return "empty"
+            finally:
+                begun.release()
+            await go_on.wait()
             while await call.read() is not grpc.aio.EOF:
                 pass
         except grpc.aio.AioRpcError as error:

@@ -15,13 +15,15 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.compiled_code import CodeCounts, code_counts, code_key, why_not_kept
+from engine.compiled_code import CodeCounts, code_counts, code_key, told_of_compilation, why_not_kept
 from engine.kernels.cpu import activations, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
@@ -264,6 +266,28 @@ def test_processes_save_code_one_after_the_other(cache_base: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert answer.result(timeout=60) == 42
     assert list(cache_base.glob("compiled-*/*.nbi"))
+
+
+def test_code_that_another_process_compiles_is_awaited(cache_base: Path) -> None:
+    told: list[str] = []
+    with told_of_compilation(lambda: told.append("compiles")):
+        assert (entry(double)(21), entry(double)(2.5)) == (42, 5.0)
+    assert told == ["compiles"], "once"
+    files = {file: file.read_bytes() for file in cache_base.glob("compiled-*/*.nb*")}
+    for file in files:
+        file.unlink()
+    compiled: Any = entry(double)
+    path, before = Path(compiler.code_folder() or "", f"{compiled._cache._digest((numba.int64,))}.lock"), code_counts()
+    with open(path, "w") as lock, ThreadPoolExecutor() as other, told_of_compilation(lambda: told.append("again")):
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        answer = other.submit(compiled, 21)
+        with pytest.raises(TimeoutError):
+            answer.result(timeout=0.2)
+        for file, data in files.items():
+            file.write_bytes(data)
+        fcntl.flock(lock, fcntl.LOCK_UN)
+        assert answer.result(timeout=60) == 42
+    assert (code_counts().since(before), told) == (CodeCounts(num_loaded=1, num_compiled=0), ["compiles"])
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from engine.kernels.cpu.arguments import (
     LayerPlace,
     Operand,
     Part,
+    ProductCode,
     Queries,
     Window,
 )
@@ -173,12 +174,13 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     batch = kernel_batch(metadata, 16)
     buffers = Buffers()
     scratch = buffers.attention(heads, len(batch.slots), has_prompt=has_prompt(batch), bf16=True)
-    attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, batch))
-    amx = Operand(nothing, np.empty(0, np.float32), np.empty(0, np.int32), amx_shapes())
+    kv = elements(cache)
+    attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, batch), attention.cache_code(kv.dtype))
+    amx = Operand(nothing, np.empty(0, np.float32), nothing, amx_shapes(), ProductCode(0, 0, 0, 0))
     begin_products(amx)
     place = LayerPlace(layer=0, number=0, group=0, is_own=True)
     for part in range(3):
-        attend(attending, elements(cache), place, Window(window or NO_WINDOW), Part(part, 3))
+        attend(attending, kv.view(np.uint8), place, Window(window or NO_WINDOW), Part(part, 3))
     end_products(amx)
     # Products of bf16 are exact in fp32; what is left is the rounding of softmax weights.
     floats, rounded = as_floats(cache, shape.head_dim).bfloat16().float(), queries[:-32].bfloat16().float()

@@ -32,7 +32,7 @@ from engine.kernels.cpu.machine import (
     has_amx,
     knows_bf16,
 )
-from engine.kernels.cpu.matmul import Target
+from engine.kernels.cpu.matmul import Target, product_code
 from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes, unit_runs, wide_size
 from engine.kernels.cpu.parts import OPTIONS
@@ -145,7 +145,8 @@ class Products:
         a = np.full((rows + TILE_ROWS) * 720, 77, kind)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         amx = amx_shapes() if self.kind.endswith("amx") else NO_AMX
-        return Operand(a, np.empty(rows, np.float32), sums, amx, np.empty(wide_size(self.weights), np.float32))
+        wide, code = np.empty(wide_size(self.weights), np.float32), product_code(self.weights)
+        return Operand(a, np.empty(rows, np.float32), sums, amx, code, wide)
 
     def multiply(self, index: int, x: Array, out: Array, *, adds: bool = False, num_parts: int = 1) -> Array:
         """All parts of a product of whole rows x, one after the other; `out` is filled and returned."""
@@ -306,7 +307,8 @@ def test_scales_of_fp16_are_kept(scale: float) -> None:
         np.zeros((1 + TILE_ROWS) * 80, np.int8),
         np.ones(1, np.float32),
         np.empty(2 * TILE_ROWS * UNIT, np.float32),
-        np.empty(0, np.uint8),
+        NO_AMX,
+        product_code(packer.weights),
     )
     x = np.zeros((1, 64), np.float32)
     for group in range(2):
@@ -330,7 +332,8 @@ def test_every_number_of_two_bytes_is_widened_exactly(dtype: torch.dtype) -> Non
         kind, sums_kind = operand_dtypes(packer.weights)
         sums = np.empty(2 * TILE_ROWS * UNIT, sums_kind)
         wide = np.empty(wide_size(packer.weights), np.float32)
-        operand = Operand(np.zeros((rows + TILE_ROWS) * 16, kind), np.ones(rows, np.float32), sums, NO_AMX, wide)
+        a, code = np.zeros((rows + TILE_ROWS) * 16, kind), product_code(packer.weights)
+        operand = Operand(a, np.ones(rows, np.float32), sums, NO_AMX, code, wide)
         put_rows(np.eye(rows, 16, dtype=np.float32), 16, packer.weights, 0, operand, Range(0, rows))
         out = np.empty((rows, 2**12), np.float32)
         product(operand, packer.weights, 0, Target(out, STORE), Part(0, 1))
@@ -352,6 +355,7 @@ def test_every_number_of_fp8_is_widened_exactly() -> None:
             np.ones(rows, np.float32),
             np.empty(2 * TILE_ROWS * UNIT, np.float32),
             NO_AMX,
+            product_code(packer.weights),
             np.empty(wide_size(packer.weights), np.float32),
         )
         put_rows(np.eye(rows, 16, dtype=np.float32), 16, packer.weights, 0, operand, Range(0, rows))

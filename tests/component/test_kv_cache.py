@@ -4,10 +4,12 @@ from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
 
+import numpy as np
 import pytest
 import torch
 import xxhash
 
+from engine.kernels.cpu.buffers import aligned
 from engine.kv_cache import KVCache, read_slots
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVLayout, KVSpan, Span
@@ -91,6 +93,9 @@ def test_copies_with_a_checksum_are_plain_copies_and_their_xxh3(
     payload, checksum = copy_out(source, block_ids, span)
     assert payload == read(source, block_ids, span)
     assert checksum == xxhash.xxh3_64_intdigest(payload, seed=SEED)
+    slot = aligned(len(payload), np.uint8)  # is written past the cache
+    assert source.copy_out(block_ids, span, slot.data, SEED) == checksum
+    assert slot.tobytes() == payload
     unaligned = memoryview(b"." + payload)[1:]
     assert target.copy_in(block_ids, span, unaligned, SEED) == checksum
     assert read(target, block_ids, span) == payload

@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 import tandem
 from tests.e2e.mesh_process import pools_are_whole, wait_serving
 from tests.e2e.test_ranks import ONE, ask, long_prompts, ranked_mesh, requests
+from tests.parity import moves_kv
+from tests.waiting import until_told
 
 GLOO = (
     *("--set", "prefill.kv_transports=gloo", "--set", "decode.kv_transports=gloo", "--log-level", "debug"),
@@ -48,6 +51,7 @@ async def test_workers_that_start_again_get_new_pairs(checkpoint: Callable[[str]
         expected = ids(await ask(client, ASKED))
         for role in ("prefill", "decode", "prefill"):
             await wait_serving(client, role, running.signal(f"{role}_worker", signal.SIGKILL))
+            await until_told(partial(moves_kv, client), bool)  # a decode worker serves before KV has come to it
             assert ids(await ask(client, ASKED)) == expected
         await pools_are_whole(client)
         logs = "".join(path.read_text() for path in running.log_dir.glob("*.log"))

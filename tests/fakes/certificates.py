@@ -34,8 +34,29 @@ class Issued:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self.settings.items()]
 
 
+class LivePair:
+    """Certificate and key of a public port at paths that stay, while what lies there is replaced."""
+
+    def __init__(self, folder: Path, first: Issued) -> None:
+        self.cert, self.key = folder / "live.pem", folder / "live.key"
+        self.replace(first.cert, first.key)
+
+    @property
+    def settings(self) -> dict[str, str]:
+        return {"public_tls_cert": str(self.cert), "public_tls_key": str(self.key)}
+
+    def replace(self, cert: Path | None = None, key: Path | None = None) -> None:
+        for path, new in ((self.cert, cert), (self.key, key)):
+            if new is not None:
+                link = path.with_suffix(".new")
+                link.symlink_to(new)
+                link.replace(path)
+
+
 class Authority:
-    """A CA of its own in `folder`. Skips the test where there is no openssl."""
+    """A CA of its own in `folder`, whose certificates have what Python 3.13 asks for (X509_V_FLAG_X509_STRICT). Skips
+    the test where there is no openssl.
+    """
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
@@ -43,8 +64,10 @@ class Authority:
             pytest.skip("needs the openssl program")
         self.folder = folder
         self.cert, self._key = folder / "ca.pem", folder / "ca.key"
+        self._extensions = folder / "extensions"
+        self._extensions.write_text("authorityKeyIdentifier = keyid\n")
         _openssl("req", "-x509", *_NEW_KEY, "-days", "2", "-subj", f"/CN={folder.name}", "-keyout", self._key,
-                 "-out", self.cert)  # fmt: skip
+                 "-addext", "keyUsage = critical, keyCertSign", "-out", self.cert)  # fmt: skip
 
     def issue(self, name: str, *, names: str = LOOPBACK, days: int = 2, usage: str = "") -> Issued:
         """A new certificate for `names`; with negative `days` one that has expired. `usage` limits what it is for."""
@@ -53,7 +76,7 @@ class Authority:
         extension = [word for kind, value in extensions.items() if value for word in ("-addext", f"{kind}={value}")]
         _openssl("req", *_NEW_KEY, "-subj", f"/CN={name}", *extension, "-keyout", key, "-out", request)
         _openssl("x509", "-req", "-in", request, "-CA", self.cert, "-CAkey", self._key, "-CAcreateserial",
-                 "-days", days, "-copy_extensions", "copy", "-out", cert)  # fmt: skip
+                 "-days", days, "-copy_extensions", "copy", "-extfile", self._extensions, "-out", cert)  # fmt: skip
         return Issued(cert, key, self.cert)
 
 

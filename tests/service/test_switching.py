@@ -21,10 +21,11 @@ from engine.runner import FinishBatch, LayerHook
 from engine.runner_settings import RunnerSettings
 from engine.weights import Progress
 from mesh.domain.worker import WorkerRole
-from router import role_switching
+from router import advice, role_switching
 from router.__main__ import RouterProcess
 from router.advice import RoleLoad, Sample
 from router.settings import RouterSettings
+from router.workers.coordination import SILENT_S
 from switchable_worker.settings import SwitchableSettings
 from tests.chaos.cluster import free_ports
 from tests.component.checkpoints import build_checkpoint
@@ -223,7 +224,9 @@ async def test_a_switch_is_taken_back(model_dir: Path) -> None:
 
 async def test_the_rule_switches_one_worker_and_says_why(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(role_switching, "_LOOK_S", 0.05)
-    rule = {"switch_roles": True, "switch_after_s": 0.2, "switch_pause_s": 0.2}
+    monkeypatch.setattr(advice, "STEP_S", 3600.0)  # so all samples but the first, without workers, are those below
+    # In this pause a worker that has agreed to switch says so, or is lost: the rule does not ask it again.
+    rule = {"switch_roles": True, "switch_after_s": 0.2, "switch_pause_s": SILENT_S}
     async with mesh(model_dir, rule) as running:
         adviser, now_s = running.router.model_routers[0].adviser, asyncio.get_running_loop().time()
         with capture_logs() as logs:
@@ -231,6 +234,8 @@ async def test_the_rule_switches_one_worker_and_says_why(model_dir: Path, monkey
                 adviser.add(Sample(now_s - 60 + second, RoleLoad(2, 0.1), RoleLoad(2, 0.95)))
             adviser.form()
             roles = await _until_roles(running, {"prefill": 1, "decode": 3})
+            # The last worker of a role stays, although the advice stands.
+            await until(lambda: [line for line in logs if "is the last prefill worker" in line.get("cause", "")])
         assert roles["decode-0"] == roles["decode-1"] == "decode"
         (decision,) = [line for line in logs if line["event"] == "a worker changes its role by rule"]
         assert decision["next_role"] == "decode"
@@ -238,8 +243,6 @@ async def test_the_rule_switches_one_worker_and_says_why(model_dir: Path, monkey
         assert (decision["prefill_workers"], decision["decode_workers"]) == (2, 2)
         assert decision["used_without"] == 0.2
         assert WorkerRole.DECODE.value in decision["wanted"]
-        # What is left of a role stays, whatever is advised.
-        await asyncio.sleep(0.5)
         assert (await _until_roles(running, {"prefill": 1, "decode": 3})) == roles
 
 

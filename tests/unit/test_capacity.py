@@ -11,8 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.shapes import write_shape
+from engine.kernels.cpu.machine import why_no_loops
+from engine.load import load_packed
+from engine.models.packed_weights import write_packed
 from engine.models.read_config import load_config, load_decoder_config
-from engine.resolve import kv_layout
+from engine.models.share import rank_share
+from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
@@ -30,7 +34,7 @@ from tandem_cli.capacity.prediction import (
     rate_of_users,
     workers_for,
 )
-from tandem_cli.capacity.ranks import rank_memory
+from tandem_cli.capacity.ranks import precision_of, rank_memory
 from tandem_cli.capacity.roofline import DEVICES, WEIGHT_BYTES, Capacity, DeviceRates, Precision, find_device
 from tandem_cli.model_folders import BUNDLED
 from tests.defects import Repaired
@@ -209,6 +213,24 @@ def test_int8_holds_a_tied_embedding_twice() -> None:
     capacity = Capacity(TOY, Precision("int8", "float32"), TOY_DEVICE)
     assert capacity.weights_bytes == 1100 * 1 + 100 * 4 + 10 * 4
     assert replace(capacity, precision=Precision("float32", "float32")).weights_bytes == 1110 * 4
+
+
+@pytest.mark.parametrize("quantize", ["none", "int8", "int4"])
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma4ForCausalLM"])
+def test_a_plan_counts_what_a_worker_holds(tmp_path: Path, architecture: str, quantize: str) -> None:
+    """A tied output matrix is packed beside the embedding; Gemma 4 has a second table of tokens."""
+    if reason := why_no_loops():
+        pytest.skip(reason)
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+    sizes |= {"head_dim": 64, "global_head_dim": 128, "hidden_size_per_layer_input": 64, "num_hidden_layers": 2}
+    sizes |= {"vocab_size": 2048, "vocab_size_per_layer_input": 2048}
+    config = LLAMA_3_8B | sizes | {"torch_dtype": "bfloat16", "architectures": [architecture]}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    settings, _ = resolve(RunnerSettings(tmp_path, "cpu", load_format="dummy", quantize=quantize))
+    found = load_decoder_config(tmp_path)
+    write_packed(tmp_path / "packed", load_packed(settings, found, rank_share(found)))
+    capacity = Capacity(model_size(found), precision_of(settings, found), TOY_DEVICE)
+    assert capacity.weights_bytes == pytest.approx((tmp_path / "packed").stat().st_size, rel=0.03)
 
 
 def test_a_model_that_does_not_fit_has_no_users(llama: ModelSize) -> None:

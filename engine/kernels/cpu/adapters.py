@@ -14,7 +14,7 @@ import numpy as np
 from engine.kernels.cpu.arguments import Address, Floats, Int64s, Matrix, Range
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.matmul import multiply_panel, multiply_some
+from engine.kernels.cpu.panels import multiply_panel, multiply_some
 from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address, scale_row
@@ -88,7 +88,7 @@ def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: 
 @jit
 def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, part: Range) -> None:
     """Compute a x of the rows of x [num_tokens, depth or more] in the range that use an adapter."""
-    packed, pieces, starts = step.adapters
+    packed, pieces, starts = step.adapters.packed, step.adapters.pieces, step.adapters.starts
     x_step, shrunk_step = x.shape[1] * FLOAT_BYTES, step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]
@@ -108,7 +108,7 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, par
 @jit
 def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) -> None:
     """Add b (a x) to the rows of y [num_tokens, columns] in the range, after `shrink`."""
-    packed, pieces, starts = step.adapters
+    packed, pieces, starts = step.adapters.packed, step.adapters.pieces, step.adapters.starts
     shrunk_step = step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]

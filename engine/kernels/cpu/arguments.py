@@ -100,7 +100,7 @@ class Window(NamedTuple):
 
 
 Cache: TypeAlias = Array
-"""A KV cache as a flat array of its dtype; fp16 as uint16."""
+"""A KV cache as a flat array: of its dtype, or of bytes, as kernels get it."""
 
 
 class HeadShape(NamedTuple):
@@ -180,6 +180,14 @@ NO_SLOPES: Floats = np.empty(0, np.float32)
 NO_SINKS: Floats = np.empty((0, 0), np.float32)
 
 
+class CacheCode(NamedTuple):
+    """The code for a type of KV: addresses of pieces (pieces.py)."""
+
+    attend_chunk: Address  # of attention.attend_prompt
+    attend_decode: Address  # of attention.attend_token
+    write: Address  # of cache_rows.write_token
+
+
 class Attending(NamedTuple):
     """One thread's arguments of attention, the same in every layer of a step."""
 
@@ -188,6 +196,7 @@ class Attending(NamedTuple):
     batch: Batch
     scratch: AttentionScratch
     splits: Splits
+    code: CacheCode
     slopes: Floats = NO_SLOPES  # of ALiBi, for each query head, times log2(e); empty without
     sinks: Floats = NO_SINKS  # [num_layers, num_heads], times log2(e); [0, 0] without
 
@@ -241,16 +250,26 @@ class LayerKV(NamedTuple):
     window: Window
 
 
+class ProductCode(NamedTuple):
+    """The code of products for a type of weights: addresses of pieces (pieces.py), and bytes of a number."""
+
+    multiply: Address  # of matmul.multiply
+    put: Address  # of operand_rows.put_values
+    weight_bytes: int
+    operand_bytes: int
+
+
 _NOT_WIDE: Floats = np.empty(0, np.float32)
 
 
 class Operand(NamedTuple):
     """The left operand of products, and a thread's sums."""
 
-    a: Array  # flat, of a type as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
+    a: Array  # flat: bytes of numbers as in packing.operand_dtypes. TILE_ROWS rows past the last row may be read
     factors: Floats  # [rows], of each row's result
     sums: Array  # [2 * TILE_ROWS, UNIT] int32 or fp32, not shared with other threads
     amx: Bytes  # 64 bytes that configure the tile registers; empty: no AMX, as for all types but int8 and bf16
+    code: ProductCode  # for the weights
     wide: Floats = _NOT_WIDE  # the weights of a unit, widened, not shared either; too small: not widened ahead
 
 

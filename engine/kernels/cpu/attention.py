@@ -7,22 +7,28 @@ how the prompt was chunked, and not on whether the token was decoded or recomput
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from engine.kernels.cpu.arguments import (
+    Address,
     Attending,
     AttentionMemory,
     Batch,
     Cache,
+    CacheCode,
+    HeadShape,
     LayerKV,
     LayerPlace,
     Part,
     Range,
     Window,
 )
+from engine.kernels.cpu.cache_rows import write_token
 from engine.kernels.cpu.chunk import Chunk, attend_chunk, first_visible
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.decode import DecodeQuery, attend_decode, join_splits, segments_of, splits_of
 from engine.kernels.cpu.machine import FLOAT_BYTES, SLOT_BYTES
+from engine.kernels.cpu.pieces import Piece, caller, element_of
 from engine.kernels.cpu.vectors import address
 
 _int64: Any = np.int64
@@ -38,6 +44,44 @@ class _SequenceRows(NamedTuple):
     position: int  # of the first row
 
 
+@Piece
+def attend_prompt(
+    kind: Any,
+    chunk: Chunk,
+    shape: HeadShape,
+    memory: AttentionMemory,
+    keys: Address,
+    values: Address,
+    window: Window,
+    part: Part,
+) -> None:
+    """`attend_chunk`. kind: of KV."""
+    attend_chunk(chunk, shape, memory, LayerKV(keys, values, element_of(kind), window), part)
+
+
+@Piece
+def attend_token(
+    kind: Any,
+    query: DecodeQuery,
+    own: Range,
+    shape: HeadShape,
+    memory: AttentionMemory,
+    keys: Address,
+    values: Address,
+    window: Window,
+) -> None:
+    """`attend_decode`. kind: of KV."""
+    attend_decode(query, own, shape, memory, LayerKV(keys, values, element_of(kind), window))
+
+
+_attend_prompt, _attend_token = caller(attend_prompt), caller(attend_token)
+
+
+def cache_code(kind: DTypeLike) -> CacheCode:
+    """The code for KV of this type, which is compiled or read from disk."""
+    return CacheCode(*(piece.address_for(kind) for piece in (attend_prompt, attend_token, write_token)))
+
+
 @jit
 def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window, part: Part) -> None:
     """Compute one thread's part of a layer's attention, for all sequences of the batch.
@@ -47,19 +91,21 @@ def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window
     shape, batch, memory = attending.shape, attending.batch, memory_of(attending, place)
     plane_bytes = shape.num_slots * shape.num_kv_heads * shape.row_bytes
     keys = address(cache) + shape.num_planes * place.number * plane_bytes
-    kv = LayerKV(keys, keys + (shape.num_planes - 1) * plane_bytes, cache[0], window)
+    values = keys + (shape.num_planes - 1) * plane_bytes
     work = _decode_work(batch, window) * shape.num_kv_heads
     first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
     done, result = 0, 0
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
         if rows.num_prompt:
-            attend_chunk(Chunk(seq, rows.first, rows.num_prompt, rows.position), shape, memory, kv, part)
+            chunk = Chunk(seq, rows.first, rows.num_prompt, rows.position)
+            _attend_prompt(attending.code.attend_chunk, (chunk, shape, memory, keys, values, window, part))
         for row in range(rows.first + rows.num_prompt, rows.end):
             query = _query(seq, row, rows, window, result)
             size = _size(segments_of(query.visible)) * shape.num_kv_heads
             if done < end and done + size > first:
-                attend_decode(query, Range(first - done, end - done), shape, memory, kv)
+                own = Range(first - done, end - done)
+                _attend_token(attending.code.attend_decode, (query, own, shape, memory, keys, values, window))
             done += size
             result += _num_results(query)
 

@@ -17,7 +17,7 @@ from engine.kernels.cpu.buffers import round_up
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.finish import STORE
 from engine.kernels.cpu.machine import GROUP, PANEL, SHORTS_ORDER, TILE_ROWS, UNIT, ZERO_POINT
-from engine.kernels.cpu.matmul import Target, product
+from engine.kernels.cpu.matmul import Target, product, product_code
 from engine.kernels.cpu.packing import MatrixShape, Packer, operand_dtypes
 
 _product = entry(product)
@@ -34,6 +34,7 @@ class ByteMatrix:
         packer = Packer([MatrixShape(self._outputs, self._inputs)], torch.int8)
         packer.put(0, weight, scales=scales, bias=bias)
         self._weights = packer.weights
+        self._code = product_code(self._weights)
 
     def multiply(self, q: Bytes, factors: Floats) -> Floats:
         """factors[row] * (q[row] - ZERO_POINT) @ scaled weight + bias, for bytes [rows, inputs] -> [rows, outputs]."""
@@ -50,7 +51,8 @@ class ByteMatrix:
         num_parts = torch.get_num_threads() if rows * self._outputs * depth > _MIN_PRODUCTS else 1
 
         def compute(number: int) -> None:
-            operand = Operand(a.reshape(-1), padded, np.empty((2 * TILE_ROWS, UNIT), np.int32), _NO_AMX)
+            sums = np.empty((2 * TILE_ROWS, UNIT), np.int32)
+            operand = Operand(a.reshape(-1), padded, sums, _NO_AMX, self._code)
             _product(operand, self._weights, 0, Target(out, STORE), Part(number, num_parts))
 
         if num_parts == 1:

@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -82,16 +82,29 @@ class _FunctionCode(_caching.CompileResultCacheImpl):
 
 class CodeCache(_caching.FunctionCache):
     """The kept code of one function, for all types of its arguments. Code that cannot be read is compiled again, and
-    code that cannot be written is not kept.
+    code that cannot be written is not kept. Of several processes that need the same code, as the workers of a first
+    start do, one compiles it and the others wait.
     """
 
     def __init__(self, folder: str, function: Any) -> None:
         self._impl_class = partial(_FunctionCode, folder)
         self.failure = ""
         """The reason why code was not kept; empty if all was."""
+        self._compiling: dict[Any, ExitStack] = {}
         super().__init__(function)
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
+        found = self._load(signature, target_context)
+        if found is None and signature not in self._compiling:
+            self._compiling[signature] = ExitStack()
+            with suppress(OSError):  # a folder that may only be read
+                self._compiling[signature].enter_context(self._locked(f"{self._digest(signature)}.lock"))
+                found = self._load(signature, target_context)
+            if found is not None:
+                self._compiling.pop(signature).close()
+        return found
+
+    def _load(self, signature: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(signature, target_context)
         except _DAMAGED:
@@ -102,22 +115,29 @@ class CodeCache(_caching.FunctionCache):
         return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        try:
-            with self._locked():
-                super().save_overload(signature, data)
-        except OSError as error:
-            self.failure = error.strerror or str(error)
-            _warn("compiled code cannot be kept", self._cache_path, self.failure)
+        with self._compiling.pop(signature, ExitStack()):
+            try:
+                with self._locked():
+                    super().save_overload(signature, data)
+            except OSError as error:
+                self.failure = error.strerror or str(error)
+                _warn("compiled code cannot be kept", self._cache_path, self.failure)
+
+    def _digest(self, signature: Any) -> str:
+        return blake2b(f"{self._impl.filename_base} {signature}".encode(), digest_size=8).hexdigest()
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """numba numbers a function's files, so that two processes that save code for different types at the same
-        moment would write the same file.
+    def _locked(self, name: str = "lock") -> Iterator[None]:
+        """Without `name`: numba numbers a function's files, so that two processes that save code for different types at
+        the same moment would write the same file.
         """
         os.makedirs(self._cache_path, exist_ok=True)
-        with open(os.path.join(self._cache_path, "lock"), "w") as lock:
+        with open(os.path.join(self._cache_path, name), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            yield
+            try:
+                yield
+            finally:
+                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process has the file, too
 
 
 @cache

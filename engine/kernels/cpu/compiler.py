@@ -92,13 +92,13 @@ def jit(function: Callable[P, R]) -> Callable[P, R]:
     return compiled
 
 
-def entry(function: Callable[P, R], *, nogil: bool = True) -> Callable[P, R]:
+def entry(function: Callable[P, R], **options: bool) -> Callable[P, R]:
     """Compile the function, which may be one of `jit`, at its first call from Python with each combination of argument
-    types, and keep its machine code on disk. Between short functions a step should keep the GIL, which it may get back
-    late.
+    types, and keep its machine code on disk. Between short functions a step should keep the GIL (`nogil=False`), which
+    it may get back late.
     """
     plain: Any = getattr(function, "py_func", function)
-    dispatcher: Any = numba.njit(**{**OPTIONS, "nogil": nogil})(plain)
+    dispatcher: Any = numba.njit(**{**OPTIONS, **options})(plain)
     if (folder := code_folder()) is not None:
         dispatcher._cache = CodeCache(folder, plain)
     dispatchers.append(dispatcher)

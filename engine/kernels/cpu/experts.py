@@ -100,7 +100,7 @@ def put_copies(
             matrix = first + 2 * e
             at = copy * weights.matrices[matrix, 2]
             row = routed.normed[copies.rows[copy]]
-            factor = put_row_at(row, weights, matrix, operand.a, at)
+            factor = put_row_at(row, weights, matrix, operand, at)
             operand.factors[copy] = factor * copies.weights[copy] if experts.scales_inputs else factor
 
 
@@ -144,7 +144,7 @@ def put_inner(
             elif experts.activation != SILU:
                 gate_up = routed.gate_up[2 * at : 2 * (at + width)].reshape(1, 2 * width)
                 gate_rows(gate_up, row.reshape(1, width), experts.activation, _ONE, _ONE, Range(0, 1))
-            operand.factors[copy] = put_row_at(row, weights, matrix, operand.a, place)
+            operand.factors[copy] = put_row_at(row, weights, matrix, operand, place)
 
 
 @jit
@@ -169,7 +169,8 @@ def multiply_down(
 @jit
 def _from(operand: Operand, element: int, row: int) -> Operand:
     """The operand from a row on, which begins with this element."""
-    return Operand(operand.a[element:], operand.factors[row:], operand.sums, operand.amx, operand.wide)
+    a = operand.a[element * operand.code.operand_bytes :]
+    return Operand(a, operand.factors[row:], operand.sums, operand.amx, operand.code, operand.wide)
 
 
 @jit

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.kernels.cpu.arguments import (
+    Address,
     Array,
     Attending,
     Cache,
@@ -19,10 +20,11 @@ from engine.kernels.cpu.arguments import (
     Range,
     Weights,
 )
+from engine.kernels.cpu.cache_rows import TokenSlot, write_to_cache
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.matmul import multiply_panel
-from engine.kernels.cpu.rows import Norm, TokenSlot, norm_row, put_row_at, rotate, write_heads
+from engine.kernels.cpu.panels import multiply_at
+from engine.kernels.cpu.rows import Norm, norm_row, put_row_at, rotate
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address
 
@@ -40,6 +42,7 @@ class Latent(NamedTuple):
     plain: int
     width: int  # of a head's result
     eps: np.float32
+    multiply: Address  # of panels.multiply_rows
 
 
 class LatentRows(NamedTuple):
@@ -61,7 +64,7 @@ def put_queries(
     norm = Norm(latent.q_norms[layer], latent.eps)
     for r in range(part.first, part.end):
         divisor = norm_row(rows.projected[r * rows.step : r * rows.step + latent.query_rank], norm, normed)
-        operand.factors[r] = put_row_at(normed, weights, matrix, operand.a, r * depth) / divisor
+        operand.factors[r] = put_row_at(normed, weights, matrix, operand, r * depth) / divisor
 
 
 @jit
@@ -78,16 +81,19 @@ def rotate_and_store_latents(
     for r in range(part.first, part.end):
         cos, sin = batch.cos[rope, r], batch.sin[rope, r]
         end = (r + 1) * rows.step
-        key[:rotated] = rows.projected[end - rotated : end]
+        for i in range(rotated):
+            key[i] = rows.projected[end - rotated + i]
         rotate(key[:rotated], cos, sin)
         divisor = norm_row(rows.projected[end - rotated - latent.rank : end - rotated], norm, key[rotated:])
         for i in range(rotated, len(key)):
             key[i] /= divisor
-        write_heads(address(key), address(key), TokenSlot(layer_at, batch.slots[r, 0]), cache[0], shape)
+        slot = TokenSlot(layer_at, batch.slots[r, 0])
+        write_to_cache(attending.code.write, (address(key), address(key), slot, shape))
         for head in range(shape.num_heads):
             at = r * rows.query_step + head * (rotated + latent.plain)
             first = r * queries.step + head * shape.head_dim
-            queries.rows[first : first + rotated] = rows.queries[at : at + rotated]
+            for i in range(rotated):
+                queries.rows[first + i] = rows.queries[at + i]
             rotate(queries.rows[first : first + rotated], cos, sin)
 
 
@@ -104,8 +110,8 @@ def project_queries(latent: Latent, layer: int, rows: LatentRows, attending: Att
         a = Matrix(address(rows.queries) + column * FLOAT_BYTES, rows.query_step * FLOAT_BYTES)
         column = head * shape.head_dim + latent.rotated + panel * PANEL
         out = Matrix(address(queries.rows) + column * FLOAT_BYTES, queries.step * FLOAT_BYTES)
-        b = Matrix(panels + unit * latent.plain * PANEL * latent.key_up.itemsize, 0)
-        multiply_panel(TileProduct(a, b, out), latent.plain, num_rows, latent.key_up[0, 0, 0, 0, 0])
+        b = Matrix(panels + unit * latent.key_up[0, 0, 0].nbytes, 0)
+        multiply_at(latent.multiply, (TileProduct(a, b, out), latent.plain, num_rows))
 
 
 @jit
@@ -119,5 +125,5 @@ def project_results(latent: Latent, layer: int, rows: LatentRows, attending: Att
         column = unit // num_panels * shape.head_dim + latent.rotated
         a = Matrix(address(queries.out) + column * FLOAT_BYTES, queries.out_step * FLOAT_BYTES)
         out = Matrix(address(rows.results) + unit * PANEL * FLOAT_BYTES, num_units * PANEL * FLOAT_BYTES)
-        b = Matrix(panels + unit * latent.rank * PANEL * latent.value_up.itemsize, 0)
-        multiply_panel(TileProduct(a, b, out), latent.rank, num_rows, latent.value_up[0, 0, 0, 0, 0])
+        b = Matrix(panels + unit * latent.value_up[0, 0, 0].nbytes, 0)
+        multiply_at(latent.multiply, (TileProduct(a, b, out), latent.rank, num_rows))

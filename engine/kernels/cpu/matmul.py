@@ -5,7 +5,7 @@ cache while all rows are multiplied. Sums are exact integers in int8, and else a
 row's result does not depend on its batch.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import types
@@ -15,21 +15,34 @@ from engine.kernels.cpu.arguments import (
     Address,
     Element,
     Floats,
-    Int64s,
     Matrix,
     Operand,
     Part,
+    ProductCode,
     Range,
     Weights,
 )
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.finish import ADD, GATE, STORE, ColumnData, SumRows, SumTile, finish_rows
-from engine.kernels.cpu.machine import FLOAT_BYTES, IN_BF16, IN_FP32, PANEL, TILE_ROWS, UNIT, VECTOR_BYTES, widens_ahead
+from engine.kernels.cpu.machine import (
+    FLOAT_BYTES,
+    IN_BF16,
+    IN_FP32,
+    PANEL,
+    SLOT_BYTES,
+    TILE_ROWS,
+    UNIT,
+    VECTOR_BYTES,
+    widens_ahead,
+)
 from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, bytes_per_input, panel_bytes
+from engine.kernels.cpu.operand_rows import put_values
+from engine.kernels.cpu.packing import operand_dtypes
 from engine.kernels.cpu.parts import select_by_dtype
+from engine.kernels.cpu.pieces import Piece, caller, element_of
 from engine.kernels.cpu.row_tiles import multiply_rows
-from engine.kernels.cpu.tiles import TileProduct, form_bytes, multiply_tile, widen_panels
-from engine.kernels.cpu.vectors import address
+from engine.kernels.cpu.tiles import TileProduct, form_bytes, widen_panels
+from engine.kernels.cpu.vectors import address, read_int64
 
 _AMX_MIN_ROWS = 5
 """In int8: vectors multiply fewer rows faster."""
@@ -38,13 +51,11 @@ _PREFETCH_MIN_TILES = 4
 _MAX_AHEAD_BYTES = 2**18
 """The largest unit that is fetched while the unit before it is multiplied: both stay in a core's own cache."""
 _AHEAD_IN_PANEL_BYTES = 2**12
-MAX_PANEL_ROWS = 6
-"""Rows that `multiply_some` multiplies at most."""
 _WIDE_MIN_ROWS = 16
 """Weights are not widened ahead for fewer rows: it would take longer than it saves."""
 _SUM_BYTES = UNIT * FLOAT_BYTES
 _TILE_BYTES = TILE_ROWS * _SUM_BYTES
-
+_FORM_BYTES = 2 * SLOT_BYTES
 
 _bytes_per_input, _panel_bytes = jit(bytes_per_input), jit(panel_bytes)
 _form_bytes = jit(form_bytes)
@@ -83,6 +94,8 @@ class _Rows(NamedTuple):
     out: Address
     out_step: int
     num_rows: int
+    wide: Address  # see Operand
+    num_wide: int
 
 
 class _Columns(NamedTuple):
@@ -96,6 +109,7 @@ class _Columns(NamedTuple):
     scales: Address
     biases: Address
     num_columns: int
+    forms: Address  # `Weights.units` from the first of the matrix on
 
 
 class _TileRows(NamedTuple):
@@ -113,14 +127,30 @@ def product(operand: Operand, weights: Weights, matrix: int, target: Target, par
     STORE: out = operand @ matrix + bias. ADD: out += operand @ matrix + bias. GATE: out = silu(gate) * up, for a matrix
     in which panels of gate columns and of up columns alternate.
     """
-    rows, columns = _rows(operand, weights, matrix, target), _columns(weights, matrix)
+    rows, columns = _rows(operand, weights, matrix, target), _columns(operand, weights, matrix)
     num_units = (columns.num_columns + UNIT - 1) // UNIT
     units = Range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts)
-    if len(operand.amx) and _fits_amx(rows.num_rows, rows.a_step, weights.packed[0]):
-        _amx_product(rows, columns, target.mode, units, weights.packed[0])
+    _multiply(operand.code.multiply, (rows, columns, target.mode, units, len(operand.amx) > 0))
+
+
+@Piece
+def multiply(kind: Any, rows: _Rows, columns: _Columns, mode: int, units: Range, has_amx: bool) -> None:
+    """`product` of these units of columns. kind: of the weights."""
+    element = element_of(kind)
+    if has_amx and _fits_amx(rows.num_rows, rows.a_step, element):
+        _amx_product(rows, columns, mode, units, element)
     else:
-        forms = weights.units[weights.matrices[matrix, 1] // UNIT :]
-        vector_product(rows, columns, target.mode, units, operand.wide, forms, weights.packed[0])
+        vector_product(rows, columns, mode, units, element)
+
+
+_multiply = caller(multiply)
+
+
+def product_code(weights: Weights) -> ProductCode:
+    """The code of products with weights of this type, which is compiled or read from disk."""
+    packed, (operand, _) = weights.packed.dtype, operand_dtypes(weights)
+    addresses = multiply.address_for(packed), put_values.address_for(operand)
+    return ProductCode(*addresses, packed.itemsize, np.dtype(operand).itemsize)
 
 
 def _fits_amx(num_rows: int, a_step: int, element: Element) -> bool:
@@ -142,17 +172,24 @@ select_by_dtype(_fits_amx, {types.int16: _are_whole}, _are_many)
 
 @jit
 def _rows(operand: Operand, weights: Weights, matrix: int, target: Target) -> _Rows:
-    step = weights.matrices[matrix, 2] * operand.a.itemsize
-    out, sums = target.out, address(operand.sums)
+    out, step = target.out, weights.matrices[matrix, 2] * operand.code.operand_bytes
     return _Rows(
-        address(operand.a), step, address(operand.factors), sums, address(out), out.shape[1] * FLOAT_BYTES, len(out)
+        address(operand.a),
+        step,
+        address(operand.factors),
+        address(operand.sums),
+        address(out),
+        out.shape[1] * FLOAT_BYTES,
+        len(out),
+        address(operand.wide),
+        len(operand.wide),
     )
 
 
 @jit
-def _columns(weights: Weights, matrix: int) -> _Columns:
+def _columns(operand: Operand, weights: Weights, matrix: int) -> _Columns:
     weight_at, column_at, depth, count, group, _, numbers = weights.matrices[matrix]
-    width, offset = weights.packed.itemsize, column_at * FLOAT_BYTES
+    width, offset = operand.code.weight_bytes, column_at * FLOAT_BYTES
     return _Columns(
         address(weights.packed) + weight_at * width,
         2 * _panel_bytes(depth // (group + BLOCK_HEAD_BYTES), group, _bytes_per_input(numbers))
@@ -164,21 +201,16 @@ def _columns(weights: Weights, matrix: int) -> _Columns:
         address(weights.scales) + offset,
         address(weights.biases) + offset,
         count,
+        address(weights.units) + column_at // UNIT * _FORM_BYTES,
     )
 
 
-def vector_product(
-    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
-) -> None:
-    """A product without AMX. `wide`: see Operand. `forms`: `Weights.units` from the first of the matrix on. `element`:
-    any element of the weights.
-    """
+def vector_product(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
+    """A product without AMX. `element`: any element of the weights."""
     raise NotImplementedError
 
 
-def _product_as_stored(
-    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
-) -> None:
+def _product_as_stored(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     panel = columns.unit_bytes // 2
     ahead = _bytes_ahead(columns.unit_bytes)
     for unit in range(units.first, units.end):
@@ -186,27 +218,23 @@ def _product_as_stored(
         _multiply_unit(rows, columns, mode, unit, b, ahead, element)
 
 
-def _product_widened(
-    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
-) -> None:
+def _product_widened(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """With many rows, the weights of a unit are widened to fp32 once."""
     depth = rows.a_step // FLOAT_BYTES
-    if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
-        _as_stored(rows, columns, mode, units, wide, forms, element)
+    if rows.num_rows < _WIDE_MIN_ROWS or rows.num_wide < depth * UNIT:
+        _as_stored(rows, columns, mode, units, element)
         return
-    b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
+    b = Matrix(rows.wide, depth * PANEL * FLOAT_BYTES)
     for unit in range(units.first, units.end):
         widen_panels(columns.packed + unit * columns.unit_bytes, columns.unit_bytes, 0, b.address, element)
-        _multiply_unit(rows, columns, mode, unit, b, 0, wide[0])
+        _multiply_unit(rows, columns, mode, unit, b, 0, _FP32)
 
 
-def _product_of_forms(
-    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
-) -> None:
+def _product_of_forms(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """Each unit has a form of its own."""
     depth = rows.a_step // FLOAT_BYTES
     for unit in range(units.first, units.end):
-        at, form = columns.packed + forms[unit, 0], forms[unit, 1]
+        at, form = _unit(columns, unit)
         panel = _form_bytes(depth, form)
         b, ahead, own = Matrix(at, panel), _bytes_ahead(2 * panel), _in_groups(columns, form)
         if form == IN_FP32:
@@ -217,17 +245,15 @@ def _product_of_forms(
             _multiply_unit(rows, own, mode, unit, b, ahead, element)
 
 
-def _product_of_wide_forms(
-    rows: _Rows, columns: _Columns, mode: int, units: Range, wide: Floats, forms: Int64s, element: Element
-) -> None:
+def _product_of_wide_forms(rows: _Rows, columns: _Columns, mode: int, units: Range, element: Element) -> None:
     """With many rows, the weights of a unit are widened to fp32 once."""
     depth = rows.a_step // FLOAT_BYTES
-    if rows.num_rows < _WIDE_MIN_ROWS or len(wide) < depth * UNIT:
-        _of_forms(rows, columns, mode, units, wide, forms, element)
+    if rows.num_rows < _WIDE_MIN_ROWS or rows.num_wide < depth * UNIT:
+        _of_forms(rows, columns, mode, units, element)
         return
-    b = Matrix(address(wide), depth * PANEL * FLOAT_BYTES)
+    b = Matrix(rows.wide, depth * PANEL * FLOAT_BYTES)
     for unit in range(units.first, units.end):
-        at, form = columns.packed + forms[unit, 0], forms[unit, 1]
+        at, form = _unit(columns, unit)
         if form == IN_FP32:
             _multiply_unit(rows, columns, mode, unit, Matrix(at, b.step), 0, _FP32)
             continue
@@ -236,6 +262,13 @@ def _product_of_wide_forms(
         else:
             _widen_groups(at, depth, form, b, element)
         _multiply_unit(rows, columns, mode, unit, b, 0, _FP32)
+
+
+@jit
+def _unit(columns: _Columns, unit: int) -> tuple[Address, int]:
+    """Where a unit of a model in fp8 begins, and its form."""
+    at = columns.forms + unit * _FORM_BYTES
+    return columns.packed + read_int64(at), read_int64(at + SLOT_BYTES)
 
 
 @jit
@@ -261,8 +294,8 @@ def _bytes_ahead(unit_bytes: int) -> int:
 @jit
 def _in_groups(columns: _Columns, group: int) -> _Columns:
     """Columns in which so many inputs share a scale."""
-    packed, unit_bytes, _, numbers, offsets, scales, biases, count = columns
-    return _Columns(packed, unit_bytes, group, numbers, offsets, scales, biases, count)
+    packed, unit_bytes, _, numbers, offsets, scales, biases, count, forms = columns
+    return _Columns(packed, unit_bytes, group, numbers, offsets, scales, biases, count, forms)
 
 
 _as_stored, _of_forms = jit(_product_as_stored), jit(_product_of_forms)
@@ -347,29 +380,3 @@ def _finish(tile: SumTile, mode: int, element: Element) -> None:
         finish_rows(tile, ADD, element)
     else:
         finish_rows(tile, STORE, element)
-
-
-@jit
-def multiply_panel(matrices: TileProduct, depth: int, num_rows: int, element: Element) -> None:
-    """Multiply all rows with one panel."""
-    a, b, out = matrices
-    row = 0
-    while row < num_rows:
-        some = TileProduct(Matrix(a.address + row * a.step, a.step), b, Matrix(out.address + row * out.step, out.step))
-        row += multiply_some(some, depth, num_rows - row, element)
-
-
-@jit
-def multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Element) -> int:
-    """Multiply the largest tile that has rows only; returns its rows."""
-    if max_rows >= MAX_PANEL_ROWS:
-        multiply_tile(matrices, depth, 6, 1, element)
-        return 6
-    if max_rows >= 4:
-        multiply_tile(matrices, depth, 4, 1, element)
-        return 4
-    if max_rows >= 2:
-        multiply_tile(matrices, depth, 2, 1, element)
-        return 2
-    multiply_tile(matrices, depth, 1, 1, element)
-    return 1

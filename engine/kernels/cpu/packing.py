@@ -51,6 +51,7 @@ int4. A model in fp8 may have bf16 and fp32 beside it: see MatrixShape.runs.
 """
 _INPUTS_IN_LANE = {torch.int8: GROUP, torch.bfloat16: PAIR}
 """Inputs that lie side by side in each of a panel's columns."""
+_ROWS_AT_ONCE = 1024
 _INT8_DEPTH = 64
 """Inputs are padded to a multiple of it in int8: the bytes in a row of an AMX tile."""
 
@@ -120,9 +121,9 @@ class Packer:
         columns = self._put_bias(index, bias)
         target = self._target(index, shape.padded_columns * depth).view(weight.dtype)
         if scales is not None:
-            weight = torch.nn.functional.pad(weight, (0, depth - shape.inputs))
+            weight = _pad_inputs(weight, depth)
             self._weights.scales[columns] = arrange(scales, shape.padded_columns).numpy()
-            self._weights.offsets[columns] = ZERO_POINT * weight.sum(1, dtype=torch.int32).numpy()
+            self._weights.offsets[columns] = ZERO_POINT * _row_sums(weight).numpy()
         together = _INPUTS_IN_LANE.get(weight.dtype, 1)
         panels = weight.view(-1, PANEL, depth // together, together).transpose(1, 2)
         target.view(panels.shape).copy_(panels)
@@ -150,7 +151,7 @@ class Packer:
         heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
         heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
         nothing = E2M1_LEVELS.index(0) if is_mxfp4 else 0  # what lies behind a row's inputs may be any bytes
-        weight = torch.nn.functional.pad(weight, (0, num_groups * shape.group - shape.inputs), value=nothing)
+        weight = _pad_inputs(weight, num_groups * shape.group, nothing)
         packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, GROUP)
         if shape.numbers == EIGHT_BITS:
             packed.copy_(weight.view(num_panels, PANEL, -1, GROUP).transpose(1, 2))
@@ -282,6 +283,17 @@ def as_array(weights: Tensor) -> Array:
     """The reverse of `as_tensor`."""
     array: Array = weights.view(torch.int16).numpy() if weights.itemsize == HALF_BYTES else weights.numpy()
     return array.view(DTYPES[weights.dtype])
+
+
+def _pad_inputs(weight: Tensor, depth: int, value: int = 0) -> Tensor:
+    """`weight` [outputs, inputs] as [outputs, depth]; not a copy if it has so many inputs."""
+    missing = depth - weight.shape[1]
+    return torch.nn.functional.pad(weight, (0, missing), value=value) if missing else weight
+
+
+def _row_sums(weight: Tensor) -> Tensor:
+    """int32 [outputs] of int8 [outputs, depth]. Some rows at a time, because torch widens before it adds."""
+    return torch.cat([rows.sum(1, dtype=torch.int32) for rows in torch.split(weight, _ROWS_AT_ONCE)])
 
 
 def _pad_columns(values: Tensor, columns: int) -> Tensor:

@@ -1,21 +1,27 @@
 """Makes numba compile functions as parts of their compiled callers only, for `compiler.jit`."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, NoReturn, ParamSpec, TypeVar
 
+import numba
+from llvmlite import binding
 from numba.core import codegen, compiler, cpu
-from numba.core.registry import CPUDispatcher
+from numba.core.registry import CPUDispatcher, cpu_target
 from numba.extending import overload
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 # numba does not annotate its classes.
+types: Any = numba.types
 _Compiler: Any = compiler.Compiler
 _CPUDispatcher: Any = CPUDispatcher
 _JITCodeLibrary: Any = codegen.JITCodeLibrary
 _cpu: Any = cpu
+_cpu_target: Any = cpu_target
+_binding: Any = binding
 OPTIONS: Any = {"nogil": True, "fastmath": True, "error_model": "numpy"}
 
 
@@ -41,7 +47,21 @@ class _PartCompiler(_Compiler):
         context = self.state.targetctx  # a copy, for this compilation
         self.state.library = _Part(context.codegen(), function.__qualname__)
         context.get_executable = _as_part
+        context.get_abi_sizeof = _bytes_of
         return super().compile_extra(function)
+
+
+def _bytes_of(kind: Any) -> int:
+    """As `CPUContext.get_abi_sizeof`, which asks LLVM anew for every variable."""
+    return _bytes_of_type(str(kind))
+
+
+@cache
+def _bytes_of_type(kind: str) -> int:
+    with _binding.parse_assembly(f"@it = external global {kind}") as module:
+        it, target = module.get_global_variable("it"), _cpu_target.target_context.target_data
+        size: int = target.get_abi_size(it.global_value_type)
+    return size
 
 
 def _as_part(library: Any, description: Any, environment: Any) -> Any:
@@ -52,6 +72,10 @@ def _as_part(library: Any, description: Any, environment: Any) -> Any:
 
 
 class PartDispatcher(_CPUDispatcher):
+    def get_call_template(self, args: Iterable[Any], kws: Mapping[str, Any]) -> Any:
+        """Compile a function once for all constants that its callers give."""
+        return super().get_call_template(tuple(map(types.unliteral, args)), kws)
+
     def __call__(self, *args: object) -> NoReturn:
         raise TypeError(f"only compiled code calls {self.__name__}: for calls from Python there is `entry`")
 

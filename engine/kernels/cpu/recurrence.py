@@ -29,6 +29,7 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.compiler import (
     Builder,
     CodeContext,
+    Emitter,
     Intrinsic,
     NumbaType,
     Signature,
@@ -41,8 +42,10 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.delta_heads import mix_heads
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
+from engine.kernels.cpu.pieces import address_of
 from engine.kernels.cpu.scan_heads import convolve_channels, gate_and_norm, scan_head
 from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
+from engine.kernels.cpu.stored import value_of, value_type
 from engine.kernels.cpu.vectors import address
 
 _numba: Any = numba  # it does not annotate its functions
@@ -111,27 +114,26 @@ def call_mix(
     """Call `mix` by its address. So its code, which depends on no type of weights, is compiled once, and only for
     models that have recurrent layers.
     """
-    kinds = (recurrent, layer, steps, rows, out, part)
+    given = (recurrent, layer, steps, rows, out, part)
+    kinds = tuple(map(value_type, given))
     if kinds != _mix_types():
         raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         function_type = context.call_conv.get_function_type(types.none, kinds)
         function = builder.inttoptr(args[0], function_type.as_pointer())
-        context.call_conv.call_function(builder, function, types.none, kinds, args[1:])
+        emit = Emitter(context, builder)
+        values = [value_of(emit, *each) for each in zip(given, args[1:], strict=True)]
+        context.call_conv.call_function(builder, function, types.none, kinds, values)
         return context.get_dummy_value()
 
-    return types.void(types.intp, *kinds), generate
+    return types.void(types.intp, *given), generate
 
 
 @cache
 def mix_address() -> Address:
     """The address of `mix`, which is compiled or loaded from disk."""
-    dispatcher: Any = mix
-    dispatcher.compile(_mix_types())
-    compiled = dispatcher.overloads[_mix_types()]
-    found: Address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-    return found
+    return address_of(mix, _mix_types())
 
 
 @cache

@@ -5,7 +5,7 @@ import numpy as np
 from engine.kernels.cpu.arguments import SIGMOID, SPARSE_MIXER, Floats, Int64s, Matrix, Range, RoutedRows, Routing
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.matmul import multiply_panel
+from engine.kernels.cpu.panels import multiply_panel
 from engine.kernels.cpu.rows import Norm, put_normed
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address
@@ -112,7 +112,8 @@ def _drop_lower_groups(routing: Routing, ranked: Floats) -> None:
 @jit
 def _mix_sparsely(routing: Routing, scores: Floats, left: Floats, chosen: Int64s, weights: Floats) -> None:
     """SparseMixer: the highest of the experts that are left, and its share among those close to it."""
-    left[:] = scores[: routing.num_experts]
+    for e in range(routing.num_experts):
+        left[e] = scores[e]
     for i in range(routing.top_k):
         best = _highest(left, 0, routing.num_experts)
         peak, total = left[best], np.float32(0.0)

@@ -126,8 +126,9 @@ def summarise(logits: Floats) -> tuple[Int64s, Floats]:
     row's result does not depend on the layout of the others.
     """
     num_rest = logits.shape[1] % LANES
-    tails = np.full((len(logits), LANES if num_rest else 0), -np.inf, np.float32)
-    tails[:, :num_rest] = logits[:, logits.shape[1] - num_rest :]
+    tails = np.empty((len(logits), LANES if num_rest else 0), np.float32)
+    if num_rest:
+        tails[:, :num_rest], tails[:, num_rest:] = logits[:, logits.shape[1] - num_rest :], -np.inf
     largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
     _summarise(logits, tails, largest, normalisers)
     return largest, normalisers

@@ -10,41 +10,29 @@ gathered first.
 from typing import NamedTuple
 
 import numpy as np
-from numba import types
 
 from engine.kernels.cpu.arguments import (
-    Address,
-    Array,
     Attending,
     Cache,
-    Element,
     Floats,
-    HeadShape,
     Int32s,
-    Int64s,
     LayerPlace,
     Operand,
     Range,
     Weights,
 )
-from engine.kernels.cpu.compiler import entry, jit
+from engine.kernels.cpu.cache_rows import TokenSlot, write_to_cache
+from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
-from engine.kernels.cpu.kv_segments import HeadSegments, head_of, write_head
-from engine.kernels.cpu.machine import FLOAT_BYTES, INT8_LEVELS, KEYS, LANES, VECTOR_BYTES
-from engine.kernels.cpu.nibbles import BLOCK_HEAD_BYTES, quantise_block
-from engine.kernels.cpu.parts import select_by_dtype
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
+from engine.kernels.cpu.operand_rows import put_at
 from engine.kernels.cpu.vectors import (
     address,
-    largest_magnitude,
     mix_rows,
-    quantise_vectors,
     rotate_halves,
     scale_row,
-    to_bf16,
     weigh_row,
 )
-
-_LEVELS = np.float32(INT8_LEVELS)
 
 
 class Norm(NamedTuple):
@@ -54,52 +42,12 @@ class Norm(NamedTuple):
     eps: np.float32
 
 
-class TokenSlot(NamedTuple):
-    """A token's place in a layer of the cache."""
-
-    layer: Address
-    slot: int
-
-
-def put_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
-    """Write fp32 values as a row of `a`; returns the row's factor. `element`: any element of `a`."""
-    raise NotImplementedError
-
-
-def _copy_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
-    scale_row(values, num_vectors, np.float32(1.0), out)
-    return np.float32(1.0)
-
-
-def _quantise_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
-    largest = largest_magnitude(values, num_vectors)
-    quantise_vectors(values, num_vectors, _LEVELS / largest, out, element)
-    return largest / _LEVELS
-
-
-def _quantise_groups(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
-    per_block = group // LANES
-    for first in range(0, num_vectors, per_block):
-        quantise_block(values + first * VECTOR_BYTES, min(per_block, num_vectors - first), out)
-        out += group + BLOCK_HEAD_BYTES
-    return np.float32(1.0)
-
-
-def _round_row(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
-    to_bf16(values, num_vectors, out)
-    return np.float32(1.0)
-
-
-_ROWS = {types.uint8: _quantise_row, types.uint16: _quantise_row, types.int8: _quantise_groups, types.int16: _round_row}
-select_by_dtype(put_row, _ROWS, _copy_row)
-
-
 @jit
 def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
     """Write the first `width` numbers of the rows of x in the range to the operand of a product with a matrix."""
     depth = weights.matrices[matrix, 2]
     for r in range(part.first, part.end):
-        operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand.a, r * depth)
+        operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand, r * depth)
 
 
 @jit
@@ -108,21 +56,21 @@ def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Ope
     depth, normed = weights.matrices[matrix, 2], np.empty(x.shape[1], np.float32)
     for r in range(part.first, part.end):
         divisor = norm_row(x[r], norm, normed)
-        operand.factors[r] = put_row_at(normed, weights, matrix, operand.a, r * depth) / divisor
+        operand.factors[r] = put_row_at(normed, weights, matrix, operand, r * depth) / divisor
 
 
 @jit
-def put_row_at(x: Floats, weights: Weights, matrix: int, a: Array, first: int) -> np.float32:
-    """Write x [width] as a row of `a`, which is the operand of a product with a matrix, from element number `first` on.
-    Returns the row's factor.
+def put_row_at(x: Floats, weights: Weights, matrix: int, operand: Operand, first: int) -> np.float32:
+    """Write x [width] as a row of the operand of a product with a matrix, from element number `first` on. Returns the
+    row's factor.
     """
-    width, at = len(x), address(a) + first * a.itemsize
+    width, at = len(x), address(operand.a) + first * operand.code.operand_bytes
     group, order_end = weights.matrices[matrix, 4], weights.matrices[matrix, 5]
     if not order_end:
-        return put_row(address(x), width // LANES, at, group, a[0])
+        return put_at(operand.code.put, (address(x), width // LANES, at, group))
     gathered = np.empty(width, np.float32)
     _gather(x, weights.orders[order_end - width : order_end], gathered)
-    return put_row(address(gathered), width // LANES, at, group, a[0])
+    return put_at(operand.code.put, (address(gathered), width // LANES, at, group))
 
 
 @jit
@@ -162,6 +110,15 @@ def add_normed(x: Floats, norm: Norm, scale: np.float32, out: Floats, part: Rang
     for r in range(part.first, part.end):
         factor = scale / norm_row(x[r], norm, normed)
         mix_rows(address(normed), width // LANES, factor, scale, address(out) + r * width * FLOAT_BYTES)
+
+
+@jit
+def add_rows(x: Floats, out: Floats, part: Range) -> None:
+    """out += x, for the rows in the range."""
+    width, one = x.shape[1], np.float32(1.0)
+    for r in range(part.first, part.end):
+        offset = r * width * FLOAT_BYTES
+        mix_rows(address(x) + offset, width // LANES, one, one, address(out) + offset)
 
 
 @jit
@@ -216,25 +173,5 @@ def rotate_and_store(
         if place.is_own:
             keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
             values = keys + num_kv_heads * dim * FLOAT_BYTES
-            write_heads(keys, values, TokenSlot(layer_at, batch.slots[r, place.group]), cache[0], shape)
-
-
-@jit
-def write_heads(keys: Address, values: Address, token_slot: TokenSlot, element: Element, shape: HeadShape) -> None:
-    """Write one token's fp32 keys and values [num_kv_heads, head_dim] to its slot."""
-    token_bytes = shape.num_kv_heads * shape.row_bytes
-    token = token_slot.slot % KEYS
-    segment = token_slot.layer + (token_slot.slot - token) * token_bytes
-    for head in range(shape.num_kv_heads):
-        at, target = head * shape.head_dim * FLOAT_BYTES, head_of(segment, head, shape, element)
-        segments = HeadSegments(target, target + (shape.num_planes - 1) * shape.num_slots * token_bytes)
-        write_head(keys + at, values + at, segments, token, shape, element)
-
-
-@entry
-def write_tokens(keys: Floats, values: Floats, slots: Int64s, cache: Cache, shape: HeadShape) -> None:
-    """Write keys and values [num_tokens, num_kv_heads, head_dim] to their slots of a one-layer cache."""
-    token_bytes = shape.num_kv_heads * shape.head_dim * FLOAT_BYTES
-    for token in range(len(slots)):
-        token_slot, at = TokenSlot(address(cache), slots[token]), token * token_bytes
-        write_heads(address(keys) + at, address(values) + at, token_slot, cache[0], shape)
+            slot = TokenSlot(layer_at, batch.slots[r, place.group])
+            write_to_cache(attending.code.write, (keys, values, slot, shape))

@@ -71,7 +71,7 @@ from engine.kernels.cpu.phases import (
 from engine.kernels.cpu.recurrence import call_mix
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
-from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows, rotate_and_store
+from engine.kernels.cpu.rows import Norm, add_normed, add_rows, norm_rows, put_normed, put_rows, rotate_and_store
 from engine.kernels.cpu.step_arguments import (
     Kind,
     ModelConstants,
@@ -95,8 +95,8 @@ def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     ModelConstants, ThreadMemory, StepBatch and Team.
     """
     model, memory, step, team = load(kinds, addresses)
-    acts, operand, scratch, splits, adapted = memory
-    work = Work(acts, operand, scratch, splits, adapted, step.batch, step.states)
+    operand, adapted = memory.operand, memory.adapted
+    work = Work(memory.acts, operand, memory.scratch, memory.splits, adapted, step.batch, step.states)
     begin_products(operand)
     start_phases(team.phase_cycles)
     if layers.first == 0 and model.inputs.width:
@@ -364,7 +364,7 @@ def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site
         is_attention = site == OUTPUT_SITE
         if not is_attention and model.experts.are_beside:
             put_normed(acts.branch, Norm(model.norms[layer, _MLP_NORM], model.eps), acts.branch, rows)
-            acts.branch[rows.first : rows.end] += acts.routed.normed[rows.first : rows.end]
+            add_rows(acts.routed.normed, acts.branch, rows)
         norm = Norm(model.norms[layer, _ATTENTION_OUT_NORM if is_attention else _MLP_OUT_NORM], model.eps)
         scale = _ONE if is_attention or model.inputs.width else model.scalars[layer]
         add_normed(acts.branch, norm, scale, acts.residual, rows)

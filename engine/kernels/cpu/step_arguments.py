@@ -12,6 +12,7 @@ from engine.kernels.cpu.arguments import (
     AttentionScratch,
     Batch,
     Cache,
+    CacheCode,
     Floats,
     HeadShape,
     Int64s,
@@ -85,7 +86,16 @@ class ModelConstants(NamedTuple):
     slopes: Floats  # see Attending
     sinks: Floats  # see Attending
     cache: Cache
+    cache_code: CacheCode
     mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
+
+
+def in_bytes(model: ModelConstants) -> ModelConstants:
+    """The constants as the loop gets them: numbers of all types are bytes, so that it is compiled once for all."""
+    weights, output = (each._replace(packed=each.packed.view(np.uint8)) for each in (model.weights, model.output))
+    key_up, value_up = (each.view(np.uint8) for each in (model.latent.key_up, model.latent.value_up))
+    latent = model.latent._replace(key_up=key_up, value_up=value_up)
+    return model._replace(weights=weights, output=output, latent=latent, cache=model.cache.view(np.uint8))
 
 
 class Activations(NamedTuple):
@@ -196,4 +206,5 @@ def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
         shape.scale,
         shape.softcap,
     )
-    return Attending(work.acts.queries, own, work.batch, work.scratch, work.splits, model.slopes, model.sinks)
+    memory = work.acts.queries, own, work.batch, work.scratch, work.splits
+    return Attending(*memory, model.cache_code, model.slopes, model.sinks)

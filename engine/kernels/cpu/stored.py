@@ -7,114 +7,191 @@ used again for as long as the arrays stay where they are.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
 import numba
 import numpy as np
+from numba import extending
+from numba.core import cgutils
+from numba.core.datamodel import models
+from numba.core.typing import templates
 
-from engine.kernels.cpu.arguments import Address, Bytes, Int64s, Range
+from engine.kernels.cpu.arguments import Address, Int64s, Range
 from engine.kernels.cpu.compiler import (
     INT64,
     Builder,
     CodeContext,
     Emitter,
     Intrinsic,
+    LLVMType,
     NumbaType,
     Signature,
     TypingContext,
     Value,
     Values,
     emitted,
-    entry,
 )
-from engine.kernels.cpu.vectors import address
+from engine.kernels.cpu.pieces import address_of, addressed
 
 types: Any = numba.types  # numba does not annotate them
 typeof: Any = numba.typeof
+_extending: Any = extending
+_cgutils: Any = cgutils
+_Type: Any = numba.types.Type
+_AttributeTemplate: Any = templates.AttributeTemplate
+_OpaqueModel: Any = models.OpaqueModel
 NUM_STORED = 4
 """Arguments of a kernel."""
 Kinds: TypeAlias = tuple[Any, Any, Any, Any]
 """Their types."""
 Addresses: TypeAlias = tuple[Address, Address, Address, Address]
-_USUAL_BYTES = 8192
+WORD_BYTES = 8
+_TYPE_FLAGS = 0x503
+"""Flags of an array that its numba type depends on: both orders, aligned, writeable."""
 JOB_NUMBERS = 1 + NUM_STORED + 2
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A named tuple of arrays and numbers in memory. Valid while this object lives."""
+    """A named tuple of arrays and numbers in memory, or an array. Valid while this object lives.
+
+    A number takes 8 bytes. An array is its size, the address of its first element, its shape and its strides.
+    """
 
     value: Any  # owns the arrays
-    memory: Bytes
+    memory: Int64s
     at: Address
     kind: int
     """Tells its numba type from others."""
 
 
-@emitted
-def _store(typing: TypingContext, value: NumbaType, at: NumbaType, num_bytes: NumbaType) -> Intrinsic:
-    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        struct = context.get_value_type(value)
-        size = INT64(context.get_abi_sizeof(struct))
-        with builder.if_then(builder.icmp_signed("<=", size, args[2])):
-            pointer = builder.inttoptr(args[1], struct.as_pointer())
-            builder.store(_unowned(context, builder, value, args[0]), pointer)
-        return context.make_tuple(builder, signature.return_type, [size, INT64(_kind(value))])
-
-    return types.UniTuple(types.int64, 2)(value, types.int64, types.int64), generate
+def stored(value: Any) -> Stored:
+    """Store a named tuple, or an array."""
+    words: list[int] = []
+    kinds: list[int] = []
+    _add(value, words, kinds)
+    memory = np.array(words, np.int64)
+    return Stored(value, memory, memory.ctypes.data, hash((type(value), *kinds)))
 
 
-def _unowned(context: CodeContext, builder: Builder, kind: NumbaType, value: Value) -> Value:
-    """The value without references to the owners of its arrays, which the caller drops when it returns."""
+def _add(value: Any, words: list[int], kinds: list[int]) -> None:
+    if isinstance(value, np.ndarray):
+        words += value.size, value.ctypes.data, *value.shape, *value.strides
+        kinds += value.dtype.num, value.ndim, value.flags.num & _TYPE_FLAGS
+    elif isinstance(value, tuple):
+        for member in value:
+            _add(member, words, kinds)
+    else:
+        words.append(int(value.view(np.int32)) if isinstance(value, np.float32) else int(value))
+
+
+def _num_words(kind: NumbaType) -> int:
+    """Words of a stored value of this type."""
     if isinstance(kind, types.Array):
-        array = context.make_array(kind)(context, builder, value)
-        array.meminfo, array.parent = (context.get_constant_null(each) for each in (_MEMORY, types.pyobject))
-        return array._getvalue()
-    if isinstance(kind, types.BaseTuple):
-        for i, member in enumerate(kind):
-            part = _unowned(context, builder, member, builder.extract_value(value, i))
-            value = builder.insert_value(value, part, i)
-    return value
-
-
-_MEMORY = types.MemInfoPointer(types.voidptr)
-
-
-def _kind(kind: NumbaType) -> int:
-    return int.from_bytes(blake2b(str(kind).encode(), digest_size=8).digest(), "little", signed=True)
+        return 2 + 2 * int(kind.ndim)
+    return sum(map(_num_words, kind)) if isinstance(kind, types.BaseTuple) else 1
 
 
 @emitted
 def load(typing: TypingContext, kinds: NumbaType, addresses: NumbaType) -> Intrinsic:
-    """The values of these types that `stored` has written at these addresses."""
+    """The values of these types that `stored` has written at these addresses, named tuples as views."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        values = []
-        for at, kind in zip(Emitter(context, builder).members(args[1], NUM_STORED), loaded, strict=True):
-            pointer = builder.inttoptr(at, context.get_value_type(kind).as_pointer())
-            values.append(builder.load(pointer))
+        emit = Emitter(context, builder)
+        places = map(emit.pointer, emit.members(args[1], NUM_STORED))
+        values = [_read(emit, kind, at) for kind, at in zip(loaded, places, strict=True)]
         return context.make_tuple(builder, signature.return_type, values)
 
     loaded = [kind.instance_type for kind in kinds]
-    return types.Tuple(loaded)(kinds, addresses), generate
+    return types.Tuple(list(map(_seen, loaded)))(kinds, addresses), generate
 
 
-@partial(entry, nogil=False)
-def _store_in(value: Any, memory: Bytes) -> tuple[int, int]:
-    """Write a value, if the memory has room for it. Returns its size in bytes, and its kind."""
-    return _store(value, address(memory), len(memory))
+class View(_Type):
+    """A named tuple that `stored` has written, as its address. Compiled code reads a member where it needs it.
+
+    As a value, with all its arrays, a model would be a thousand numbers, which each function takes apart and puts
+    together again for those that it calls: compilation would take several times as long.
+    """
+
+    def __init__(self, kind: NumbaType) -> None:
+        self.kind = kind
+        digest = blake2b(str(kind).encode(), digest_size=4).hexdigest()
+        # The name is a part of those of all functions that get it.
+        super().__init__(f"View.{kind.instance_class.__name__}.{digest}")
 
 
-def stored(value: Any) -> Stored:
-    """Store a named tuple."""
-    memory = np.empty(_USUAL_BYTES, np.uint8)
-    size, kind = _store_in(value, memory)
-    if size > len(memory):
-        memory = np.empty(size, np.uint8)
-        _store_in(value, memory)
-    return Stored(value, memory, memory.ctypes.data, kind)
+class _ViewMembers(_AttributeTemplate):
+    key = View
+
+    def generic_resolve(self, view: NumbaType, name: str) -> NumbaType | None:
+        return _seen(view.kind[view.kind.fields.index(name)]) if name in view.kind.fields else None
+
+
+_extending.register_model(View)(_OpaqueModel)
+_extending.infer_getattr(_ViewMembers)
+
+
+def _member(context: CodeContext, builder: Builder, view: NumbaType, value: Value, name: str) -> Value:
+    emit, number = Emitter(context, builder), view.kind.fields.index(name)
+    words = sum(map(_num_words, list(view.kind)[:number]))
+    return _read(emit, view.kind[number], emit.at(value, words * WORD_BYTES))
+
+
+_extending.lower_getattr_generic(View)(_member)
+
+
+def _seen(kind: NumbaType) -> NumbaType:
+    """The type of a stored value of this type in compiled code."""
+    return View(kind) if isinstance(kind, types.BaseNamedTuple) else kind
+
+
+def _read(emit: Emitter, kind: NumbaType, at: Value) -> Value:
+    """Read a stored value. An array has no owner there, which compiled code would have to count."""
+    if isinstance(kind, types.BaseNamedTuple):
+        return at
+    context, builder = emit.context, emit.builder
+    if not isinstance(kind, types.Array):
+        return _constant_load(emit, at, context.get_value_type(kind))
+    size, address, *sizes = (_constant_load(emit, emit.at(at, i * WORD_BYTES), INT64) for i in range(_num_words(kind)))
+    array = context.make_array(kind)(context, builder)
+    array.meminfo, array.parent = (context.get_constant_null(each) for each in (_MEMORY, types.pyobject))
+    array.nitems, array.itemsize = size, INT64(context.get_abi_sizeof(context.get_data_type(kind.dtype)))
+    array.data = builder.inttoptr(address, context.get_value_type(types.CPointer(kind.dtype)))
+    array.shape, array.strides = (
+        _cgutils.pack_array(builder, each) for each in (sizes[: kind.ndim], sizes[kind.ndim :])
+    )
+    return array._getvalue()
+
+
+def value_type(kind: NumbaType) -> NumbaType:
+    """The type of what a view of this type shows; other types as they are."""
+    return kind.kind if isinstance(kind, View) else kind
+
+
+def value_of(emit: Emitter, kind: NumbaType, value: Value) -> Value:
+    """What a view shows, as a value; others as they are."""
+    return _whole(emit, kind.kind, value) if isinstance(kind, View) else value
+
+
+def _whole(emit: Emitter, kind: NumbaType, at: Value) -> Value:
+    if not isinstance(kind, types.BaseNamedTuple):
+        return _read(emit, kind, at)
+    members, words = [], 0
+    for member in kind:
+        members.append(_whole(emit, member, emit.at(at, words * WORD_BYTES)))
+        words += _num_words(member)
+    return emit.context.make_tuple(emit.builder, kind, members)
+
+
+def _constant_load(emit: Emitter, at: Value, kind: LLVMType) -> Value:
+    """Nothing writes there while compiled code may read it."""
+    value = emit.load(at, kind, WORD_BYTES)
+    value.set_metadata("invariant.load", emit.builder.module.add_metadata([]))
+    return value
+
+
+_MEMORY = types.MemInfoPointer(types.voidptr)
 
 
 class Kernel:
@@ -123,7 +200,7 @@ class Kernel:
     """
 
     def __init__(self, function: Callable[["Kinds", "Addresses", Range], None]) -> None:
-        self._dispatcher: Any = entry(function)
+        self._code = addressed(function)
         self._addresses: dict[tuple[int, ...], Address] = {}
 
     def address_for(self, *arguments: Stored) -> Address:
@@ -131,11 +208,7 @@ class Kernel:
         numbers = tuple(each.kind for each in arguments)
         if numbers not in self._addresses:
             kinds = types.Tuple([types.TypeRef(typeof(each.value)) for each in arguments])
-            signature = (kinds, *_NUMBERS)
-            self._dispatcher.compile(signature)
-            compiled = self._dispatcher.overloads[signature]
-            found = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
-            self._addresses[numbers] = found
+            self._addresses[numbers] = address_of(self._code, (kinds, *_NUMBERS))
         return self._addresses[numbers]
 
 

@@ -27,7 +27,7 @@ from tests.service.gateway.raw_http import address_of, request
 from tests.service.gateway.test_hostile import connection, most_allocated, status_of
 from tests.service.gateway.test_life import CHAT
 from tests.service.security.keys import KEYS, write_keys
-from tests.service.worker_rig import until
+from tests.waiting import until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: %d\r\n"
 BODY = b'{"prompt": "x", "max_tokens": 2}'

@@ -12,7 +12,7 @@ import pytest
 
 from tests.fakes.sdk_router import Script
 from tests.service.gateway.http import RunningGateway, running_gateway
-from tests.service.worker_rig import until
+from tests.waiting import until
 
 _MIB = 1 << 20
 BROKEN = (

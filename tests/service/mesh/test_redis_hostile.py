@@ -19,7 +19,8 @@ from mesh.redis_connection import open_redis
 from mesh.rpc.credentials import Credentials
 from router.admission.shared_limiter import SharedLimiter
 from router.settings import RouterSettings
-from router.workers.connections import Caller
+from router.tenants import Tenant
+from router.workers.connections import RouterIdentity
 from router.workers.membership import Membership
 from router.workers.redis_registry import RedisCoordination
 from tests.evidence import Evidence
@@ -85,9 +86,9 @@ async def test_a_mesh_with_the_users_of_the_documents(redis_server: RedisServer,
             async with following(urls["router"]) as late:
                 await late.until(lambda view: bool(view.cached), "decode-0")
             await asyncio.wait_for(permits.connected.wait(), 60)
-            await permits.acquire(CAP, "alice", CAP)
+            await permits.acquire(CAP, Tenant("alice", max_concurrent_requests=CAP))
             with pytest.raises(Overloaded):
-                await permits.acquire(1, "bob")
+                await permits.acquire(1, Tenant("bob"))
             permits.release("alice")
             await worker.kill()
             await router.until(lambda view: view.state is WorkerState.LOST, "decode-0")
@@ -296,7 +297,7 @@ async def test_one_router_acts_at_a_time(redis_server: RedisServer, urls: dict[s
     """With the rights that the documents give a router; none acts while Redis is away."""
     settings = RouterSettings(model="m", registry_url=urls["router"], mesh_key=KEY.secret)
     first, second = (
-        RedisCoordination(settings, Membership(time.monotonic), Caller(name, Credentials(KEY)), no_traffic())
+        RedisCoordination(settings, Membership(time.monotonic), RouterIdentity(name, Credentials(KEY)), no_traffic())
         for name in ("a", "b")
     )
     assert await first.may_act("switch-roles@m", 0.3)

@@ -11,7 +11,7 @@ from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerState
 from mesh.rpc.credentials import Credentials
 from router.workers.canary import NAMESPACE
-from router.workers.connections import Caller
+from router.workers.connections import RouterIdentity
 from router.workers.health import Trust
 from router.workers.prefill_client import KVDestination, PrefillClient
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
@@ -316,7 +316,7 @@ async def test_a_request_that_runs_out_of_time_blames_nobody(
     mesh = await make_mesh()
     prefill, decode = await mesh.prefill(), await mesh.decode()
     prefill.scripts = [hangs()]
-    caller = Caller("test", Credentials())
+    caller = RouterIdentity("test", Credentials())
     client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
     request = make_spec("r", PROMPT, time_left_s=time_left_s)
     with pytest.raises(expected):

@@ -11,7 +11,7 @@ from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.rpc.credentials import Credentials
 from mesh.rpc.server import Listen, Server
 from mesh.v1 import decode_pb2, decode_pb2_grpc
-from router.workers.connections import Caller, Channels
+from router.workers.connections import Channels, RouterIdentity
 from router.workers.decode_link import DecodeLinks
 from router.workers.membership import Membership
 from tests.fakes.router_views import make_view
@@ -49,7 +49,7 @@ class Rig:
         self.workers = workers
         self.membership = Membership(lambda: 0.0)
         self.infos = {name: self._info(name, address) for name in NAMES}
-        caller = Caller("router", Credentials())
+        caller = RouterIdentity("router", Credentials())
         self._channels = Channels(self.membership, None)
         self.links = DecodeLinks(self.membership, self._channels, caller, lambda: None)
 

@@ -6,18 +6,22 @@ import ssl
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
 
 import httpx2
 import pytest
+from structlog.testing import capture_logs
 
 from gateway.settings import GatewaySettings
+from mesh import public_tls
 from mesh.domain.errors import ConfigurationError
-from tests.fakes.certificates import Authority
+from tests.fakes.certificates import Authority, LivePair
 from tests.fakes.sdk_router import STORY, Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 from tests.service.gateway.raw_http import address_of, request
 from tests.service.gateway.test_connections import connections, ended
 from tests.service.gateway.test_life import CHAT, MUCH, request_to
+from tests.waiting import until
 
 CHATS = "/v1/chat/completions"
 BODY = json.dumps(CHAT).encode()
@@ -60,14 +64,21 @@ async def test_a_client_that_knows_the_ca_streams(pair: dict[str, str], trust: s
         async with httpx2.AsyncClient(base_url=gateway.url, verify=ssl.create_default_context()) as stranger:
             with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
                 await stranger.get("/ping")
-        async with connections(gateway.url, 1) as ((reader, writer),):  # plain HTTP
-            writer.write(b"GET /ping HTTP/1.1\r\nhost: x\r\n\r\n")
+        for message in (request("/ping", b""), request_to(CHATS, BODY)):
+            async with connections(gateway.url, 1) as ((reader, writer),):  # plain HTTP
+                writer.write(message)
+                answer = await asyncio.wait_for(reader.read(), SOON_S)
+                assert answer.startswith(b"HTTP/1.1 400 ")
+                assert b"This port speaks HTTPS: begin the address with https://" in answer
+        async with connections(gateway.url, 1) as ((reader, writer),):  # neither
+            writer.write(b"\x80 no HTTP\r\n\r\n")
             await ended(reader)
 
 
-async def test_a_stop_waits_for_no_goodbye(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+async def test_a_stop_waits_for_no_handshake_and_no_goodbye(pair: dict[str, str], trust: ssl.SSLContext) -> None:
     async with AsyncExitStack() as after:
-        async with running_gateway(grace_s=60.0, **pair) as gateway:
+        async with running_gateway(grace_s=60.0, header_timeout_s=60.0, **pair) as gateway:
+            await after.enter_async_context(connections(gateway.url, 1))
             reader, writer = await after.enter_async_context(secured(gateway, trust))
             writer.write(b"GET /ping HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n")
             assert (await reader.readline()).startswith(b"HTTP/1.1 200")
@@ -113,11 +124,37 @@ async def test_a_client_that_reads_nothing_is_cut_off(
             assert await asyncio.wait_for(cut, SOON_S) == "dropped"
 
 
+async def test_a_renewed_certificate_is_for_new_connections(
+    authority: Authority, trust: ssl.SSLContext, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_tls, "_CHECK_INTERVAL_S", 0.01)
+    live = LivePair(tmp_path, authority.issue("https-before"))
+    new = authority.issue("https-after")
+    async with running_gateway(**live.settings) as gateway, secured(gateway, trust) as (reader, writer):
+        with capture_logs() as logs:
+            live.replace(cert=new.cert)  # without its key
+            await until(lambda: "KEY_VALUES_MISMATCH" in str(logs))
+            assert await shown_by(gateway, trust) == "https-before"
+            live.replace(key=new.key)
+            await until(lambda: "certificate read again, new connections use it" in str(logs))
+        assert [line["log_level"] for line in logs] == ["error", "info"]
+        assert await shown_by(gateway, trust) == "https-after"
+        writer.write(request("/ping", b""))  # the connection from before goes on
+        assert (await asyncio.wait_for(reader.readline(), SOON_S)).startswith(b"HTTP/1.1 ")
+
+
+async def shown_by(gateway: RunningGateway, trust: ssl.SSLContext) -> str:
+    """The common name in the certificate that a new connection sees."""
+    async with secured(gateway, trust) as (_, writer):
+        ((_, name),) = writer.get_extra_info("peercert")["subject"][0]
+        return name
+
+
 def test_wrong_files_are_refused_in_words(authority: Authority, pair: dict[str, str]) -> None:
     """As the router refuses them (test_mesh_tls.py), by the same checks."""
     tls = GatewaySettings(**pair).load_public_tls()
     assert tls is not None
-    assert tls.minimum_version == ssl.TLSVersion.TLSv1_2
+    assert tls.latest.minimum_version == ssl.TLSVersion.TLSv1_2
     late, other = authority.issue("late-https", days=-1), authority.issue("other-https")
     for wrong, message in (
         ({"public_tls_key": ""}, "belong together"),

@@ -1,14 +1,18 @@
 """TLS on the router's public port, the SDK and the commands."""
 
 import asyncio
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 import tandem
+from mesh import public_tls
 from tandem_cli.main import main
-from tests.fakes.certificates import Authority
+from tests.fakes.certificates import Authority, LivePair
+from tests.waiting import until
 
 PROMPT = [65, 66, 67]
 
@@ -55,6 +59,31 @@ async def test_anything_else_is_refused_in_words(
     async with tandem.AsyncClient(address, tls=tls[case], timeout=20, max_retries=0) as client:
         with pytest.raises(tandem.ConnectionFailed, match="does the server speak TLS"):
             await client.models()
+
+
+async def test_a_renewed_certificate_is_trusted_by_those_who_know_its_file(
+    make_mesh: Any, authority: Authority, stranger: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the gateway of `tandem up` does. Another CA has signed the new one."""
+    monkeypatch.setattr(public_tls, "_CHECK_INTERVAL_S", 0.01)
+    before, after = authority.issue("router-before"), stranger.issue("router-after")
+    live = LivePair(tmp_path, before)
+    mesh = await make_mesh(**live.settings)
+    await mesh.decode()
+    address = mesh.router.public.address
+    async with tandem.AsyncClient(address, tls=tandem.Tls(live.cert), timeout=20, max_retries=0) as client:
+        stream = client.stream(token_ids=PROMPT, max_new_tokens=3)
+        await anext(stream)
+        with capture_logs() as logs:
+            live.replace(after.cert, after.key)
+            assert (await client.model()).name == "tiny"  # whichever the router shows
+            await until(lambda: "certificate read again" in str(logs))
+        assert (await client.model()).name == "tiny"
+        assert len([event async for event in stream]) == 2
+    for tls, is_welcome in ((tandem.Tls(stranger.cert), True), (tandem.Tls(authority.cert), False)):
+        async with tandem.AsyncClient(address, tls=tls, timeout=20, max_retries=0) as client:
+            with nullcontext() if is_welcome else pytest.raises(tandem.ConnectionFailed):
+                await client.models()
 
 
 def test_a_ca_that_cannot_be_read(tmp_path: Path) -> None:

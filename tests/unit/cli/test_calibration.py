@@ -71,6 +71,7 @@ def test_text_becomes_what_the_router_makes_of_it(tmp_path: Path) -> None:
         ([ids(1, 2), ids(3, 1024)], "prompt 2: token 1024 is not in the model's vocabulary of 1024"),
         ([ids(1, 2), {"input_tokens": 9}], "prompt 2: input_tokens stands for a random prompt"),
         ([ids(1, 2), {"text": "x"}], "line 2: give exactly one of prompt, messages"),
+        ([ids(1, 2), {"messages": [{"role": "user", "content": ["x"]}]}], "prompt 2: role and content of messages"),
     ],
 )
 def test_bad_data_is_named(tmp_path: Path, lines: list[Any], words: str) -> None:

@@ -127,7 +127,7 @@ def test_what_makes_no_sense_is_one_line(flags: list[str], said: str, capsys: py
     assert said in captured.err
 
 
-@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"points": [{}]}'])
+@pytest.mark.parametrize("content", ["{", "{}", "[]", "[" * 100_000, '{"points": [{}]}'])
 def test_other_files_hold_no_results(content: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(content)
     assert main([*ON_H100, "--measured", str(tmp_path / "other.json")]) == 2

@@ -6,10 +6,12 @@ import fcntl
 import os
 import resource
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -223,6 +225,19 @@ async def test_a_receiver_that_goes_leaves_no_connection(settings: TransferSetti
     source.close()
     assert len(sender._arena.links) == 1
     receiver.close()
+    await until(lambda: not sender._arena.links)
+    sender.close()
+
+
+async def test_without_a_thread_an_arena_is_passed_over(
+    settings: TransferSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sender would send conversations that nobody reads."""
+    sender, receiver = make_sender(settings), ShmReceiveTransport(settings)
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        assert await receiver.connect(sender.offer()) is None
+    assert len(receiver._arenas) == 0
     await until(lambda: not sender._arena.links)
     sender.close()
 

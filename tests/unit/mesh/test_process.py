@@ -61,12 +61,13 @@ async def serve(settings):
         coordination.HEARTBEAT_INTERVAL_S = 0.01
         from mesh.rpc.credentials import Credentials
         from router.settings import RouterSettings
-        from router.workers.connections import Caller
+        from router.workers.connections import RouterIdentity
         from router.workers.membership import Membership
         membership = Membership(time.monotonic)
         membership.expire = broken
         settings = RouterSettings(model="none", registry_port=0)
-        registry = coordination.LocalCoordination(settings, membership, Caller("r", settings.load_credentials()))
+        identity = RouterIdentity("r", settings.load_credentials())
+        registry = coordination.LocalCoordination(settings, membership, identity)
         await registry.start()
     else:
         import socket

@@ -58,6 +58,7 @@ def test_durations(text: str, milliseconds: float) -> None:
         ("draft_model = 3", "draft_model must be a text"),
         ("price_per_hour = -1", "price_per_hour must be > 0"),
         ("= 3", "cannot read the recipe"),
+        ("x = " + "[" * 2000, "cannot read the recipe"),
     ],
 )
 def test_bad_recipes_are_named(tmp_path: Path, text: str, words: str) -> None:

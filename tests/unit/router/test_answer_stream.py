@@ -8,7 +8,7 @@ import pytest
 from mesh.domain.errors import NoWorkers, SlowReader
 from mesh.domain.tokens import FinishReason, SampledToken, SequenceOutput
 from router import answer_stream
-from router.admission.limiter import LocalLimiter
+from router.admission.limiter import Permit
 from router.answer_stream import AnswerStream
 from router.choice import Choice, ChoiceEvents
 from tests.unit.router.test_choice import make_choice, output
@@ -20,16 +20,18 @@ class Driver:
     """Runs choices by hand."""
 
     def __init__(self, *runs: Run, slow_reader_s: float = 10.0, num_best: int | None = None) -> None:
-        self.limiter = LocalLimiter(8)
+        self.num_held = len(runs)
         self.choices = [make_choice(index=index) for index in range(len(runs))]
-        permits = self.limiter.acquire(len(runs))
         self.stream = AnswerStream(
             self.choices,
-            permits,
+            [Permit(self._give_back) for _ in runs],
             lambda choice: runs[choice.index](choice),
             slow_reader_s=slow_reader_s,
             num_best=num_best,
         )
+
+    def _give_back(self) -> None:
+        self.num_held -= 1
 
     async def read(self) -> list[ChoiceEvents]:
         return [events async for events in self.stream.events()]
@@ -58,7 +60,7 @@ async def test_choices_are_merged_and_each_ends_once() -> None:
         assert [token.id for events in mine for token in events.tokens] == [40, 41, 42]
         assert [events.finish_reason for events in mine if events.finish_reason] == [FinishReason.LENGTH]
         assert mine[-1].usage is not None
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_tokens_that_are_ready_together_share_a_message() -> None:
@@ -86,7 +88,7 @@ async def test_the_best_are_those_with_the_highest_mean_logprob() -> None:
     assert [events.index for events in read] == [0, 1, 2]
     assert [len(events.tokens) for events in read] == [3, 1, 2], "of equal ones the first"
     assert all(events.finish_reason is FinishReason.LENGTH and events.usage is not None for events in read)
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_nothing_is_ranked_if_one_fails() -> None:
@@ -97,7 +99,7 @@ async def test_nothing_is_ranked_if_one_fails() -> None:
     await asyncio.sleep(0)
     driver.stream.close()
     await driver.stream.ended
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_one_failure_ends_all() -> None:
@@ -105,7 +107,7 @@ async def test_one_failure_ends_all() -> None:
     with pytest.raises(NoWorkers):
         await driver.read()
     await driver.stream.ended
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_a_bug_in_one_request_is_raised_too() -> None:
@@ -120,7 +122,7 @@ async def test_closing_before_anything_ran_gives_permits_back() -> None:
     driver = Driver(forever, forever)
     driver.stream.close()
     await driver.stream.ended
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_leaving_in_the_middle_cancels_the_work() -> None:
@@ -129,7 +131,7 @@ async def test_leaving_in_the_middle_cancels_the_work() -> None:
     await anext(events)
     await events.aclose()
     await driver.stream.ended
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
 
 
 async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
@@ -137,7 +139,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off() -> None:
     events = driver.stream.events()
     await anext(events)  # and then it hangs
     await asyncio.wait_for(driver.stream.ended, 60)
-    assert driver.limiter.num_held == 0
+    assert driver.num_held == 0
     with pytest.raises(SlowReader):
         await anext(events)
 

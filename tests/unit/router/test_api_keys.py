@@ -76,6 +76,7 @@ def test_every_entry_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("", "has no keys"),
         ("x = [", "cannot read"),
+        ("x = " + "[" * 2000, "cannot read"),
         ('abc = "alice"', "64 lower-case hex digits: abc"),
         (f"{DIGEST} = 1", "want"),
         (f"{DIGEST} = {{ operator = true }}", "want"),
@@ -212,15 +213,15 @@ def test_without_keys_everybody_is_the_operator() -> None:
         Tenant("alice").require_operator()
 
 
-def test_a_tenants_cap_leaves_room_for_others() -> None:
+async def test_a_tenants_cap_leaves_room_for_others() -> None:
     permits, alice = LocalLimiter(4), Tenant("alice", max_concurrent_requests=2)
-    held = permits.acquire(2, alice)
+    held = await permits.acquire(2, alice)
     with pytest.raises(Overloaded, match="2 of your 2"):
-        permits.acquire(1, alice)
-    permits.acquire(2, Tenant("bob"))
+        await permits.acquire(1, alice)
+    await permits.acquire(2, Tenant("bob"))
     held[0].release()
     held[0].release()
-    assert permits.acquire(1, alice)
+    assert await permits.acquire(1, alice)
 
 
 def test_prefixes_of_tenants_never_match() -> None:

@@ -26,15 +26,15 @@ entries = st.builds(QueueEntry, st.sampled_from(["", "a", "b"]), st.sampled_from
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 4))))
-def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
+async def test_permits_are_exact(steps: list[tuple[bool, int]]) -> None:
     permits, held = LocalLimiter(6), list[Permit]()
     for take, count in steps:
         if take:
             if permits.num_held + count <= 6:
-                held += permits.acquire(count)
+                held += await permits.acquire(count)
             else:
                 with pytest.raises(Overloaded, match="of 6 requests are in service"):
-                    permits.acquire(count)
+                    await permits.acquire(count)
         elif held:
             permit = held.pop()
             permit.release()

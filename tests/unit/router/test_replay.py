@@ -1,6 +1,7 @@
 """How often, how soon and where not; and how many in all."""
 
 import asyncio
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -105,7 +106,7 @@ def test_no_storm_passes_the_budget(gaps_s: list[float]) -> None:
         for last in range(first, len(given_s)):
             assert last - first + 1 <= 5 + 10.0 * (given_s[last] - begin_s) + 1 + 1e-6
     if len(given_s) <= 5:
-        assert given_s == [sum(gaps_s[: place + 1]) for place in range(len(given_s))]
+        assert given_s == list(accumulate(gaps_s))  # `sum` compensates for rounding from Python 3.12 on
 
 
 async def test_who_leaves_gives_its_token_back() -> None:

@@ -35,8 +35,8 @@ class PublicTlsSettings:
 
 
 class Renewed(Generic[T]):
-    """What `load` makes of certificate and key, the files of `public_tls_files`. `follow` makes it again when they are
-    replaced. Raises ConfigurationError as `load` does.
+    """A value that `load` makes of certificate and key, the files of `public_tls_files`, and that `follow` makes again
+    when they are replaced. Raises ConfigurationError as `load` does.
     """
 
     def __init__(self, files: tuple[str, str], load: Callable[[str, str], T]) -> None:

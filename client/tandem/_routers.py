@@ -62,7 +62,7 @@ class SecureChannels:
     """A ChannelFactory for TLS. Raises InvalidRequest if the CA file cannot be read.
 
     The file is read again when it has been replaced, because it may hold the router's own certificate, which is
-    renewed. What it held before stays trusted, because the router may still show it.
+    renewed. Its former contents stay trusted, because the router may still show them.
     """
 
     def __init__(self, tls: Tls) -> None:

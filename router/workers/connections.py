@@ -24,7 +24,7 @@ _DRAIN_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RouterIdentity:
-    """Who this router is towards workers."""
+    """The id and the credentials with which this router calls workers."""
 
     router_id: str
     credentials: Credentials

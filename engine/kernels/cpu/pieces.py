@@ -78,7 +78,7 @@ def _declared(hint: Any) -> NumbaType:
 
 
 def caller(piece: Piece) -> Callable[..., Any]:
-    """What calls a piece in compiled code: a function of its address, and the tuple of its arguments but `kind`."""
+    """The function that compiled code calls a piece with: of its address, and the tuple of its arguments but `kind`."""
 
     @emitted
     def call(typing: TypingContext, at: NumbaType, arguments: NumbaType) -> Intrinsic:

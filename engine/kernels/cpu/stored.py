@@ -170,7 +170,7 @@ def value_type(kind: NumbaType) -> NumbaType:
 
 
 def value_of(emit: Emitter, kind: NumbaType, value: Value) -> Value:
-    """What a view shows, as a value; others as they are."""
+    """The value that a view shows; others as they are."""
     return _whole(emit, kind.kind, value) if isinstance(kind, View) else value
 
 

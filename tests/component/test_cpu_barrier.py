@@ -7,8 +7,10 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 from engine.kernels.cpu.arguments import Range
@@ -112,3 +114,11 @@ def test_helpers_come_again_after_they_have_left() -> None:
         time.sleep(pause_s)
         threads.run(meet, arguments)
     assert num_meetings.tolist() == [5, 5]
+
+
+def test_only_numbers_of_known_types_are_stored() -> None:
+    """Compiled code reads a word as the type that it knows, whatever was written there."""
+    numbers: list[Any] = [2, True, np.float32(2)]
+    assert len({stored(Range(0, number)).kind for number in numbers}) == len(numbers)
+    with pytest.raises(TypeError):
+        stored(Range(0, 0.5))  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ used again for as long as the arrays stay where they are.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from operator import index
 from typing import Any, TypeAlias
 
 import numba
@@ -67,15 +68,15 @@ class Stored:
 
 
 def stored(value: Any) -> Stored:
-    """Store a named tuple, or an array."""
+    """Store a named tuple, or an array. Raises TypeError for numbers of other types than int, bool and np.float32."""
     words: list[int] = []
-    kinds: list[int] = []
+    kinds: list[object] = []
     _add(value, words, kinds)
     memory = np.array(words, np.int64)
     return Stored(value, memory, memory.ctypes.data, hash((type(value), *kinds)))
 
 
-def _add(value: Any, words: list[int], kinds: list[int]) -> None:
+def _add(value: Any, words: list[int], kinds: list[object]) -> None:
     if isinstance(value, np.ndarray):
         words += value.size, value.ctypes.data, *value.shape, *value.strides
         kinds += value.dtype.num, value.ndim, value.flags.num & _TYPE_FLAGS
@@ -83,7 +84,8 @@ def _add(value: Any, words: list[int], kinds: list[int]) -> None:
         for member in value:
             _add(member, words, kinds)
     else:
-        words.append(int(value.view(np.int32)) if isinstance(value, np.float32) else int(value))
+        words.append(int(value.view(np.int32)) if isinstance(value, np.float32) else index(value))
+        kinds.append(type(value))
 
 
 def _num_words(kind: NumbaType) -> int:

@@ -183,6 +183,7 @@ class Pair:
             await until(self.target.writing.arrived)
         except BaseException:
             process.kill()
+            await process.wait()
             raise
         return process
 

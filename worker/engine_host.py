@@ -223,8 +223,8 @@ def _kv_disk(
 def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
-    Ends the process if loading takes longer than `model_loading_timeout`, or, without it, no longer gets on; the download
-    does not count.
+    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, no longer gets on. The
+    download does not count.
     """
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()

@@ -192,8 +192,9 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
         mapped_bytes = {partition.identity: partition.num_bytes}
         num_bytes = partition.num_bytes + settings.adapter_bytes
         return KVReservation.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
-    is_packed = isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None
-    packed = config if is_packed else None
+    packed: ModelConfig | None = None
+    if isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None:
+        packed = config
     num_bytes = weights_bytes(settings, specs_of(settings, config), packed) + settings.adapter_bytes
     return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 

@@ -2,11 +2,11 @@
 
 A group is 32, 64 or 128 inputs. A weight of 4 bits, 0 to 15, means `(weight - zero) * scale`, where each column has a
 zero and a scale for every group. A row of the left operand is one block for each group: the scale of its activations in
-fp32, minus their sum in int32 (with VNNI RAISED_ZERO times that), and the activations as signed bytes, with zeros
+fp32, minus their sum in int32 (with VNNI MAX_ZERO times that), and the activations as signed bytes, with zeros
 behind the row's last.
 
 A zero takes zero * sum of a row's products. Without VNNI each row and column has a multiplication for it. With VNNI
-weights of 4 bits are raised by RAISED_ZERO - zero when they are unpacked, and then all columns of a row have the same
+weights of 4 bits are raised by MAX_ZERO - zero when they are unpacked, and then all columns of a row have the same
 to take, which the row's block holds.
 
 A panel of 16 columns begins with its scales and zeros: for each group 16 fp16 and 16 bytes, padded to whole cache
@@ -61,15 +61,15 @@ from engine.kernels.cpu.machine import (
     INT8_LEVELS,
     LANES,
     LEVELS,
+    MAX_ZERO,
     PANEL,
     VECTOR_BYTES,
     knows_avx512,
     knows_vnni,
 )
 
-RAISED_ZERO = 16
-"""What weights of 4 bits are raised to have as their zero. No zero is larger, so they stay unsigned."""
-_RAISED_BITS = 4
+_ZERO_BITS = 4
+"""MAX_ZERO is 2 to this."""
 BLOCK_HEAD_BYTES = 8
 """Bytes of a block before its activations."""
 SCALES_BYTES = PANEL * (HALF_BYTES + 1)
@@ -124,7 +124,7 @@ class _Vectors:
 
     def levels(self, numbers: Value) -> Value:
         """The bytes of E2M1_LEVELS with these numbers; with VNNI they are raised."""
-        levels = [level + RAISED_ZERO - E2M1_ZERO for level in E2M1_LEVELS] if knows_vnni() else E2M1_LEVELS
+        levels = [level + MAX_ZERO - E2M1_ZERO for level in E2M1_LEVELS] if knows_vnni() else E2M1_LEVELS
         table = ir.Constant(self.bytes, list(levels) * (GROUP * self.lanes // len(E2M1_LEVELS)))
         name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
         return self.emit.call(name, self.bytes, table, numbers)
@@ -140,7 +140,7 @@ class _Vectors:
         lanes, size = self.emit.builder.bitcast(zeros, self.bytes), GROUP * self.lanes
         places = ir.Constant(ir.VectorType(INT32, size), [byte // GROUP * GROUP for byte in range(size)])
         repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)
-        return self.emit.builder.sub(ir.Constant(self.bytes, [RAISED_ZERO] * size), repeated)
+        return self.emit.builder.sub(ir.Constant(self.bytes, [MAX_ZERO] * size), repeated)
 
     def dot_pairs(self, left: Value, right: Value) -> Value:
         """The sum of the products of each lane's two int16."""
@@ -243,8 +243,11 @@ class _Tile:
             scales, zeros, weights_at = self._columns(columns, loop.index, numbers, prefetches=prefetches)
             sums, rises = self._without_zeros(blocks_at, zeros, numbers)
             inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
-            multiply = partial(self._step, rises=rises, has_levels=numbers == LEVELS)
-            multiply = self._step_of_bytes if numbers == EIGHT_BITS else multiply
+            multiply = (
+                self._step_of_bytes
+                if numbers == EIGHT_BITS
+                else partial(self._step, rises=rises, has_levels=numbers == LEVELS)
+            )
             if is_one_step:
                 sums = multiply(inputs_at, weights_at, sums, prefetches=prefetches)
             else:
@@ -272,7 +275,7 @@ class _Tile:
             sums = [vectors.splat(shift) for shift in shifts for _ in zeros]
             return sums, [vectors.rises(zero) for zero in zeros] if numbers == FOUR_BITS else []
         if knows_vnni():
-            shifts = [builder.ashr(shift, INT32(_RAISED_BITS)) for shift in shifts]
+            shifts = [builder.ashr(shift, INT32(_ZERO_BITS)) for shift in shifts]
         return [vectors.dot_pairs(zero, shift) for shift in map(vectors.splat, shifts) for zero in zeros], []
 
     def _columns(
@@ -387,7 +390,7 @@ def quantise_block(
             loop.next.append(builder.sub(loop.carried[0], levels))
         emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS), flags=("nsz",)), out_at)
         shift = emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0])
-        shift = builder.shl(shift, INT32(_RAISED_BITS)) if knows_vnni() else shift
+        shift = builder.shl(shift, INT32(_ZERO_BITS)) if knows_vnni() else shift
         emit.store(shift, emit.at(out_at, FLOAT_BYTES))
         with builder.if_then(builder.icmp_signed(">", num_missing, INT64(0))), emit.loop(num_missing, []) as missing:
             put(ir.Constant(INTS, [0] * LANES), builder.add(num_vectors, missing.index))

@@ -4,12 +4,10 @@ numba's own locators tell functions apart by the path of their file, so that ano
 same files would compile everything again.
 """
 
-import fcntl
 import os
 import shutil
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import cache, partial
 from hashlib import blake2b
 from pathlib import Path
@@ -17,12 +15,16 @@ from typing import Any
 
 import structlog
 from numba.core import caching
+from numba.core.registry import CPUDispatcher
+
+from engine.kernels.cpu.code_lock import locked
 
 log = structlog.get_logger(__name__)
 
 UNUSED_S = 30 * 24 * 3600.0
 
 _caching: Any = caching  # numba does not annotate it
+_CPUDispatcher: Any = CPUDispatcher
 _DAMAGED = (EOFError, _caching.pickle.UnpicklingError)
 """What numba raises for files that end too early, as after a power failure."""
 
@@ -83,7 +85,7 @@ class _FunctionCode(_caching.CompileResultCacheImpl):
 class CodeCache(_caching.FunctionCache):
     """The kept code of one function, for all types of its arguments. Code that cannot be read is compiled again, and
     code that cannot be written is not kept. Of several processes that need the same code, as the workers of a first
-    start do, one compiles it and the others wait.
+    start do, one compiles it and the others wait, as long as it gives signs of life.
     """
 
     def __init__(self, folder: str, function: Any) -> None:
@@ -97,11 +99,9 @@ class CodeCache(_caching.FunctionCache):
         found = self._load(signature, target_context)
         if found is None and signature not in self._compiling:
             self._compiling[signature] = ExitStack()
-            with suppress(OSError):  # a folder that may only be read
+            with suppress(OSError):  # a folder that may only be read, or a holder that is stopped
                 self._compiling[signature].enter_context(self._locked(f"{self._digest(signature)}.lock"))
                 found = self._load(signature, target_context)
-            if found is not None:
-                self._compiling.pop(signature).close()
         return found
 
     def _load(self, signature: Any, target_context: Any) -> Any:
@@ -115,29 +115,36 @@ class CodeCache(_caching.FunctionCache):
         return None
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        with self._compiling.pop(signature, ExitStack()):
-            try:
-                with self._locked():
-                    super().save_overload(signature, data)
-            except OSError as error:
-                self.failure = error.strerror or str(error)
-                _warn("compiled code cannot be kept", self._cache_path, self.failure)
+        try:
+            with self._locked():
+                super().save_overload(signature, data)
+        except OSError as error:
+            self.failure = error.strerror or str(error)
+            _warn("compiled code cannot be kept", self._cache_path, self.failure)
+
+    def let_others(self, signature: Any) -> None:
+        """The code is loaded, compiled, or cannot be compiled."""
+        self._compiling.pop(signature, ExitStack()).close()
 
     def _digest(self, signature: Any) -> str:
         return blake2b(f"{self._impl.filename_base} {signature}".encode(), digest_size=8).hexdigest()
 
-    @contextmanager
-    def _locked(self, name: str = "lock") -> Iterator[None]:
+    def _locked(self, name: str = "lock") -> AbstractContextManager[None]:
         """Without `name`: numba numbers a function's files, so that two processes that save code for different types at
         the same moment would write the same file.
         """
         os.makedirs(self._cache_path, exist_ok=True)
-        with open(os.path.join(self._cache_path, name), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            try:
-                yield
-            finally:
-                fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process has the file, too
+        return locked(os.path.join(self._cache_path, name), f"machine code of {self._py_func.__qualname__}")
+
+
+class KeptDispatcher(_CPUDispatcher):
+    """A compiled function whose code a CodeCache keeps."""
+
+    def compile(self, signature: Any) -> Any:
+        try:
+            return super().compile(signature)
+        finally:
+            self._cache.let_others(signature)
 
 
 @cache

@@ -312,8 +312,11 @@ class _AnswerTransport(asyncio.Transport):
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send the answer without the bytes that were sent ahead."""
-        self._connection.transport.write(data[self._num_ahead :])
+        """Send the answer without the bytes that were sent ahead. Nothing is sent to a client that has gone, of which the
+        answer hears later in the loop's turn: asyncio would log each write.
+        """
+        if not self.is_closing():
+            self._connection.transport.write(data[self._num_ahead :])
         self._num_ahead = 0
 
     def close(self) -> None:

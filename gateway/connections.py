@@ -117,7 +117,7 @@ class Connections:
         self._without_request.pop(connection, None)
 
     def now_s(self) -> float:
-        """The time without that in which the event loop did not run, for want of a core: it counts against no client."""
+        """The time, but not that in which the event loop had no core to run on: it counts against no client."""
         return asyncio.get_running_loop().time() - self._late_s
 
     async def watch(self) -> None:
@@ -326,8 +326,8 @@ class _AnswerTransport(asyncio.Transport):
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send the answer without the bytes that were sent ahead. Nothing is sent to a client that has gone, of which the
-        answer hears later in the loop's turn: asyncio would log each write.
+        """Send the answer without the bytes that were sent ahead. Nothing is sent to a client that has gone, of which
+        the answer hears later: asyncio would log each write.
         """
         if not self._connection.wire.is_closing():
             self._connection.transport.write(data[self._num_ahead :])

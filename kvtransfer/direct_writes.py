@@ -11,9 +11,9 @@ from kvtransfer.transports.link import Call
 
 
 class DirectWrites:
-    """Chunks of one conversation over a link, each written by the thread that reads it. If a write hangs, another thread
-    reads, and leaves the chunks that come to the first one. `accept` gets a chunk when it has been read, `write` in its
-    turn; both raise.
+    """Chunks of one conversation over a link, each written by the thread that reads it. If a write hangs, another
+    thread reads, and leaves the chunks that come to the first one. `accept` gets a chunk when it has been read, `write`
+    in its turn; both raise.
     """
 
     def __init__(self, call: Call, accept: Callable[[Chunk], None], write: Callable[[Chunk], None]) -> None:

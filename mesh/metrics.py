@@ -127,9 +127,9 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
     """Measure how long the running event loop is blocked while the block runs: then it moves no stream and fires no
     timer. Stops of a second and more are logged as well.
 
-    A periodic task measures how late it wakes up (the lag), every 20 ms if somebody has read it lately. On a busy machine other processes add to the lag, so a
-    second metric (the stop) caps the lag at the CPU time that this process used meanwhile, on any thread: a thread that
-    holds the interpreter lock blocks the event loop too.
+    A periodic task measures how late it wakes up (the lag), every 20 ms if somebody has read it lately. On a busy
+    machine other processes add to the lag, so a second metric (the stop) caps the lag at the CPU time that this process
+    used meanwhile, on any thread: a thread that holds the interpreter lock blocks the event loop too.
     """
     lag = Gaps("tandem_event_loop_lag_seconds", "How late a heartbeat of the event loop came", STOP_SECONDS)
     stop = Gaps(

@@ -1,8 +1,8 @@
 """Runs a mesh as child processes, in the foreground.
 
     start routers ──listening──▶ start workers and gateway ──all ready──▶ trial requests ──▶ ready ──▶ watch
-    a service exits: restart it with backoff; routers and gateway keep their addresses. During the start one that exits by
-    itself ends the start; one that somebody or the system has killed is started again, up to twice
+    a service exits: restart it with backoff; routers and gateway keep their addresses. During the start one that exits
+    by itself ends the start; one that somebody or the system has killed is started again, up to twice
     the routers' advice, on Ray: start another worker, or stop one
     SIGINT, SIGTERM, a closed terminal: stop gateway and routers (they drain), then workers; a second SIGINT or SIGTERM
     kills all

@@ -53,8 +53,8 @@ class Call:
         self.on_end: Callable[[], object] = _nothing
         """Called when the other side has ended the call."""
         self.take: Callable[[bytes], bool] = _leave_it
-        """At the receiver's end: gets each message on the thread that reads; True keeps it from `read`. While it hangs it
-        may be called again, on another thread."""
+        """At the receiver's end: gets each message on the thread that reads; True keeps it from `read`. While it hangs
+        it may be called again, on another thread."""
 
     def send(self, body: bytes) -> None:
         """Send a message, from any thread. Raises the error that has ended the call."""

@@ -1,7 +1,7 @@
 """The lock of a file that processes of several machines may share. Its holder gives signs of life.
 
-The system frees the lock of a process that has died, but not that of one that is stopped, or whose machine swaps. So the
-holder touches the file every SIGN_S, and others wait only while it does.
+The system frees the lock of a process that has died, but not that of one that is stopped, or whose machine swaps. So
+the holder touches the file every SIGN_S, and others wait only while it does.
 """
 
 import fcntl
@@ -38,7 +38,8 @@ def locked(path: str, subject: str) -> Iterator[None]:
             with suppress(OSError):  # a full disk
                 os.ftruncate(file.fileno(), 0)
                 os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
-            signs.start()
+            with suppress(RuntimeError):  # the system has no thread for it
+                signs.start()
             yield
         finally:
             is_over.set()

@@ -131,7 +131,7 @@ class Connections:
                     self._drop(connection)
                     if connection.awaits_headers and self._log_limit.admit("headers") is not None:
                         limit_s = self._limits.header_timeout_s
-                        log.warning("closing connections that send no request in time", header_timeout_s=limit_s)
+                        log.warning("closing connections whose request does not come in time", header_timeout_s=limit_s)
 
     def drop_handshakes(self) -> None:
         """Close what has no TLS yet: uvicorn does not know it, and asyncio's server ends only after all connections."""

@@ -25,7 +25,7 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key, told_of_compilation, why_not_kept
-from engine.kernels.cpu import activations, code_lock, compiler
+from engine.kernels.cpu import activations, code_cache, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
@@ -295,7 +295,7 @@ def test_code_that_another_process_compiles_is_awaited(cache_base: Path) -> None
 def test_a_process_that_is_stopped_keeps_nobody_waiting(
     cache_base: Path, monkeypatch: pytest.MonkeyPatch, holds: str
 ) -> None:
-    monkeypatch.setattr(code_lock, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(code_cache, "PATIENCE_S", 0.1)
     compiled: Any = entry(double)
     name = "lock" if holds == "the folder" else f"{compiled._cache._digest((numba.int64,))}.lock"
     with open(Path(compiler.code_folder() or "", name), "w") as lock, capture_logs() as logs:
@@ -309,14 +309,14 @@ def test_a_process_that_is_stopped_keeps_nobody_waiting(
 def test_a_process_that_gives_signs_of_life_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = str(tmp_path / "lock")
     for name, seconds in (("PATIENCE_S", 0.5), ("SIGN_S", 0.05), ("_TOLD_AFTER_S", 0.1)):
-        monkeypatch.setattr(code_lock, name, seconds)
+        monkeypatch.setattr(code_cache, name, seconds)
 
     def wait() -> None:
-        with code_lock.locked(path, "code"):
+        with code_cache.locked(path, "code"):
             pass
 
     with ThreadPoolExecutor() as other, capture_logs() as logs:
-        with code_lock.locked(path, "code"):
+        with code_cache.locked(path, "code"):
             waiting = other.submit(wait)
             with pytest.raises(TimeoutError):
                 waiting.result(timeout=1)
@@ -330,7 +330,7 @@ def test_a_failed_compilation_lets_others_compile(cache_base: Path) -> None:
     compiled: Any = entry(double)
     with pytest.raises(numba.TypingError):
         compiled(None)
-    with code_lock.locked(str(next(cache_base.glob("compiled-*/*.lock"))), "code"):
+    with code_cache.locked(str(next(cache_base.glob("compiled-*/*.lock"))), "code"):
         assert not compiled._cache._compiling
 
 

@@ -203,7 +203,7 @@ async def test_the_time_in_which_the_gateway_did_not_run_counts_against_no_clien
         with capture_logs() as logs:
             async with connections(gateway.url, 1) as ((idle, _),):
                 await ended(idle)
-        assert [entry["event"] for entry in logs] == ["closing connections that send no request in time"]
+        assert [entry["event"] for entry in logs] == ["closing connections whose request does not come in time"]
 
 
 async def test_invalid_http_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

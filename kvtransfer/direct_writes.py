@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from kvtransfer.messages import Chunk, request_from_bytes
-from kvtransfer.transports.link import Call
+from kvtransfer.transports.link import Call, Work
 
 
 class DirectWrites:
@@ -54,23 +54,21 @@ class DirectWrites:
             waiting = self._waiting = asyncio.Event()
         await waiting.wait()
 
-    def _take(self, body: bytes) -> bool:
+    def _take(self, body: bytes) -> Work | None:
         if not self._is_open:
-            return True
+            return _nothing
         try:
             chunk = request_from_bytes(body)
             if not isinstance(chunk, Chunk):
-                return False
+                return None
             self._accept(chunk)
         except Exception as error:
             self._fail(error)
-            return True
+            return _nothing
         with self._changing:
             self._queued.append(chunk)
             is_writing, self._is_writing = self._is_writing, True
-        if not is_writing:
-            self._write_queued()
-        return True
+        return _nothing if is_writing else self._write_queued
 
     def _write_queued(self) -> None:
         while (chunk := self._next()) is not None:
@@ -96,3 +94,7 @@ class DirectWrites:
     def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is stopping
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _nothing() -> None:
+    return

@@ -40,6 +40,9 @@ _HANGS_AFTER_S = 0.5
 _MAX_READERS = 4
 
 
+Work = Callable[[], None]
+
+
 class Call:
     """One conversation. All but `send` on the event loop."""
 
@@ -52,9 +55,9 @@ class Call:
         self._waiting: asyncio.Future[None] | None = None
         self.on_end: Callable[[], object] = _nothing
         """Called when the other side has ended the call."""
-        self.take: Callable[[bytes], bool] = _leave_it
-        """At the receiver's end: gets each message on the thread that reads; True keeps it from `read`. While it hangs
-        it may be called again, on another thread."""
+        self.take: Callable[[bytes], Work | None] = _leave_it
+        """At the receiver's end: gets each message, one after the other, on the thread that reads. The thread does the
+        work that it returns, and may hang in it; None leaves the message to `read`."""
 
     def send(self, body: bytes) -> None:
         """Send a message, from any thread. Raises the error that has ended the call."""
@@ -134,7 +137,7 @@ class Link:
         self._reading = threading.Lock()
         self._reader = 0  # the number of the thread that reads; those before it hang, or have ended
         self._num_readers = 0
-        self._taking_s: float | None = None  # since when the reader has been in `take`
+        self._working_s: float | None = None  # since when the reader has been at work for a call
         self._look: asyncio.TimerHandle | None = None
         self._socket.setblocking(self._has_thread)  # the loop's socket must not block, the thread's must
         if serve is None:
@@ -240,17 +243,17 @@ class Link:
             number, kind = _HEAD.unpack_from(packet)
             body = packet[_HEAD.size :]
             call = self._calls.get(number)
-            if call is None or kind != _MESSAGE:
+            work = call.take(body) if call is not None and kind == _MESSAGE else None
+            if work is None:
                 self._on_loop(self._arrived, number, kind, body)
                 continue
-            self._taking_s = time.monotonic()
-            if not call.take(body):
-                self._on_loop(self._arrived, number, kind, body)
+            self._working_s = time.monotonic()
+            work()
             with self._reading:
                 if self._reader != reader:
                     self._num_readers -= 1
                     return
-                self._taking_s = None
+                self._working_s = None
         with self._sending:
             self._has_thread = False
             if not self._is_open:
@@ -261,9 +264,9 @@ class Link:
     def _look_at_reader(self) -> None:
         """While there are calls: let another thread read if the one that does hangs."""
         with self._reading:
-            hangs = self._taking_s is not None and time.monotonic() - self._taking_s >= _HANGS_AFTER_S
+            hangs = self._working_s is not None and time.monotonic() - self._working_s >= _HANGS_AFTER_S
             if hangs and self._num_readers < _MAX_READERS:
-                self._taking_s = None
+                self._working_s = None
                 with contextlib.suppress(RuntimeError):  # the system has no thread for it
                     self._start_reader()
         self._look = self._loop.call_later(_HANGS_AFTER_S, self._look_at_reader) if self._tasks else None
@@ -314,5 +317,5 @@ def _nothing() -> None:
     return
 
 
-def _leave_it(body: bytes) -> bool:
-    return False
+def _leave_it(body: bytes) -> None:
+    return None

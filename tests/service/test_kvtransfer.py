@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.incoming_transfer import TransferChecks
 from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.transports.base import Slot
@@ -549,6 +551,14 @@ async def test_a_write_that_hangs_delays_no_other_transfer_of_its_link(
                 assert go_on.wait(WAIT_S)
             return copy_in(block_ids, *args)
 
+        accept = TransferChecks.accept
+
+        def accept_late(*args: Any, **credit: Any) -> None:
+            if not hangs.is_set():
+                time.sleep(0.1)  # as where the reading thread gets no core: no other may overtake it
+            accept(*args, **credit)
+
+        monkeypatch.setattr(TransferChecks, "accept", accept_late)
         monkeypatch.setattr(pair.target, "copy_in", hang_once)
         commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
         await until(hangs)

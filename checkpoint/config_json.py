@@ -5,7 +5,6 @@ Each reader of a member raises ConfigurationError, which names the member, for a
 null is absent; of flags, null is false, as in transformers.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, NoReturn
 
 from checkpoint.text_part import OTHER_KINDS, TEXT_MODELS, WRAPPERS
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 
 RawConfig = Mapping[str, Any]
 """A config.json, or an object in it."""
@@ -39,8 +39,8 @@ def read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 def parse_json_object(text: bytes, path: Path) -> dict[str, Any]:
     """Parse a JSON object that a file contains. Raises ConfigurationError with the file's name."""
     try:
-        content = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        content = parse_json(text)
+    except ValueError as error:
         raise ConfigurationError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path} must hold a JSON object")

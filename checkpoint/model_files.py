@@ -25,6 +25,7 @@ from checkpoint.config_json import (
     stretched_positions,
 )
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 
 _ROPE_FORM = 'rope_scaling must be a JSON object such as {"rope_type": "linear", "factor": 2.0}'
 
@@ -109,8 +110,8 @@ class RopeOverride:
         if not self.scaling:
             return {}
         try:
-            parsed = json.loads(self.scaling)
-        except (ValueError, RecursionError) as error:
+            parsed = parse_json(self.scaling)
+        except ValueError as error:
             raise ConfigurationError(f"{_ROPE_FORM}, got {self.scaling}: {error}") from error
         if not isinstance(parsed, dict):
             raise ConfigurationError(f"{_ROPE_FORM}, got {self.scaling}")

@@ -1,6 +1,5 @@
 """The manifest of a model that is partitioned ahead of time; `engine/partition.py` has the weights."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -10,6 +9,7 @@ import xxhash
 
 from checkpoint.new_folder import checkpoint_files, is_of_weights
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 from mesh.domain.kv import Degrees
 
 MANIFEST = "tandem-partition.json"
@@ -167,10 +167,10 @@ def read_partition(model_dir: Path) -> Partition | None:
     """The partition in a folder, or None if it holds a checkpoint. Raises ConfigurationError."""
     path = model_dir / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_text())
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     try:
         if manifest["version"] != VERSION:

@@ -81,6 +81,7 @@ class Connections:
         self._all: set[Connection] = set()
         self._without_request: dict[Connection, None] = {}
         self._log_limit = LogLimit(burst=1, lines_per_s=LOG_LINES_PER_S)
+        self._late_s = 0.0
 
     def __len__(self) -> int:
         return len(self._all)
@@ -115,14 +116,22 @@ class Connections:
         self._all.discard(connection)
         self._without_request.pop(connection, None)
 
+    def now_s(self) -> float:
+        """The time, but not that in which the event loop had no core to run on: it counts against no client."""
+        return asyncio.get_running_loop().time() - self._late_s
+
     async def watch(self) -> None:
         """Check all connections until cancelled, and close those that are overdue."""
         while True:
+            due_s = asyncio.get_running_loop().time() + self._limits.interval_s
             await asyncio.sleep(self._limits.interval_s)
-            now_s = asyncio.get_running_loop().time()
+            self._late_s += max(0.0, asyncio.get_running_loop().time() - due_s)
             for connection in list(self._all):
-                if connection.is_overdue(now_s, self._limits):
+                if connection.is_overdue(self.now_s(), self._limits):
                     self._drop(connection)
+                    if connection.awaits_headers and self._log_limit.admit("headers") is not None:
+                        limit_s = self._limits.header_timeout_s
+                        log.warning("closing connections whose request does not come in time", header_timeout_s=limit_s)
 
     def drop_handshakes(self) -> None:
         """Close what has no TLS yet: uvicorn does not know it, and asyncio's server ends only after all connections."""
@@ -165,7 +174,7 @@ class Connection(H11Protocol):
     def accepted(self, wire: asyncio.Transport) -> None:
         """The TCP connection is there. From now on the client has `header_timeout_s`, for a handshake, too."""
         self.wire = wire
-        self._awaited_s = self.loop.time()
+        self._awaited_s = self._others.now_s()
         self._others.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -174,7 +183,7 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._awaited_s is None and not self._is_answering:
-            self._awaited_s = self.loop.time()
+            self._awaited_s = self._others.now_s()
         if not self._is_ending:
             super().data_received(data)
 
@@ -191,7 +200,7 @@ class Connection(H11Protocol):
         half to close meanwhile, so a client that ignores the answer's length waits for the end of `header_timeout_s`.
         """
         if self.cycle.more_body:
-            self._is_ending, self._awaited_s = True, self.loop.time()
+            self._is_ending, self._awaited_s = True, self._others.now_s()
             self.flow.resume_reading()
             if self.transport.can_write_eof():
                 self.transport.write_eof()
@@ -223,7 +232,7 @@ class Connection(H11Protocol):
     def on_response_complete(self) -> None:
         if not self.transport.is_closing():
             self._others.awaits_request(self)
-            self._awaited_s = self.loop.time() if self.conn.their_state is h11.SEND_BODY else None
+            self._awaited_s = self._others.now_s() if self.conn.their_state is h11.SEND_BODY else None
         super().on_response_complete()
 
     def is_overdue(self, now_s: float, limits: ConnectionLimits) -> bool:
@@ -243,6 +252,11 @@ class Connection(H11Protocol):
             self._unsent_s = now_s
         self._unsent_bytes = unsent_bytes
         return now_s - self._unsent_s > limits.slow_reader_s
+
+    @property
+    def awaits_headers(self) -> bool:
+        """A request, or its headers, have begun and not come; or nothing has come yet."""
+        return self._awaited_s is not None and not self._is_answering
 
     @property
     def _has_tls(self) -> bool:
@@ -312,8 +326,11 @@ class _AnswerTransport(asyncio.Transport):
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        """Send the answer without the bytes that were sent ahead."""
-        self._connection.transport.write(data[self._num_ahead :])
+        """Send the answer without the bytes that were sent ahead. Nothing is sent to a client that has gone, of which
+        the answer hears later: asyncio would log each write.
+        """
+        if not self._connection.wire.is_closing():
+            self._connection.transport.write(data[self._num_ahead :])
         self._num_ahead = 0
 
     def close(self) -> None:

@@ -2,28 +2,36 @@
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 
 from kvtransfer.messages import Chunk, request_from_bytes
-from kvtransfer.transports.link import Call
+from kvtransfer.transports.link import Call, Work
 
 
 class DirectWrites:
-    """Chunks of one conversation over a link, each written by the thread that reads it. `write` does so, and raises."""
+    """Chunks of one conversation over a link, each written by the thread that reads it. If a write hangs, another
+    thread reads, and leaves the chunks that come to the first one. `accept` gets a chunk when it has been read, `write`
+    in its turn; both raise.
+    """
 
-    def __init__(self, call: Call, write: Callable[[Chunk], None]) -> None:
+    def __init__(self, call: Call, accept: Callable[[Chunk], None], write: Callable[[Chunk], None]) -> None:
         self._call = call
+        self._accept = accept
         self._write = write
         self._loop = asyncio.get_running_loop()
         self._is_open = True
-        self._writing = threading.Lock()
-        self._is_idle = asyncio.Event()
+        self._changing = threading.Lock()
+        self._queued: deque[Chunk] = deque()
+        self._is_writing = False  # a thread takes what is queued
+        self._waiting: asyncio.Event | None = None
         self._error: Exception | None = None
         call.take = self._take
 
-    def require_good(self) -> None:
-        """Raise the error with which a write has failed."""
+    async def finish(self) -> None:
+        """Wait until all chunks that have come are written. Raises the error with which a write has failed."""
+        await self._written()
         if self._error is not None:
             raise self._error
 
@@ -31,34 +39,62 @@ class DirectWrites:
         """Let nothing be written any more. Returns, or raises if cancelled, when no write is in flight."""
         self._is_open = False
         is_cancelled = False
-        while self._writing.locked():
+        while self._is_writing:
             try:
-                await self._is_idle.wait()
+                await self._written()
             except asyncio.CancelledError:
                 is_cancelled = True
         if is_cancelled:
             raise asyncio.CancelledError
 
-    def _take(self, body: bytes) -> bool:
-        if not self._is_open:
-            return True
-        with self._writing:
-            is_chunk = self._write_if_chunk(body)
-        if not self._is_open:
-            self._on_loop(self._is_idle.set)
-        return is_chunk
+    async def _written(self) -> None:
+        with self._changing:
+            if not self._is_writing:
+                return
+            waiting = self._waiting = asyncio.Event()
+        await waiting.wait()
 
-    def _write_if_chunk(self, body: bytes) -> bool:
+    def _take(self, body: bytes) -> Work | None:
+        if not self._is_open:
+            return _nothing
         try:
-            request = request_from_bytes(body)
-            if isinstance(request, Chunk) and self._is_open:
-                self._write(request)
+            chunk = request_from_bytes(body)
+            if not isinstance(chunk, Chunk):
+                return None
+            self._accept(chunk)
         except Exception as error:
-            self._is_open, self._error = False, error
-            self._on_loop(self._call.fail, error)
-            return True
-        return isinstance(request, Chunk)
+            self._fail(error)
+            return _nothing
+        with self._changing:
+            self._queued.append(chunk)
+            is_writing, self._is_writing = self._is_writing, True
+        return _nothing if is_writing else self._write_queued
+
+    def _write_queued(self) -> None:
+        while (chunk := self._next()) is not None:
+            try:
+                self._write(chunk)
+            except Exception as error:
+                self._fail(error)
+
+    def _next(self) -> Chunk | None:
+        with self._changing:
+            if self._queued and self._is_open:
+                return self._queued.popleft()
+            self._is_writing = False
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            self._on_loop(waiting.set)
+        return None
+
+    def _fail(self, error: Exception) -> None:
+        self._is_open, self._error = False, error
+        self._on_loop(self._call.fail, error)
 
     def _on_loop(self, callback: Callable[..., object], *args: object) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is stopping
             self._loop.call_soon_threadsafe(callback, *args)
+
+
+def _nothing() -> None:
+    return

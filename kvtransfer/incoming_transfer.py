@@ -55,7 +55,7 @@ class TransferChecks:
         self._coverage = Coverage(Span(expected.first_block, num_blocks - expected.first_block), span)
         self._digest = Digest()
         self._num_chunks = 0
-        self._num_unacknowledged = 0
+        self._num_acknowledged = 0  # a count of its own, because another thread may acknowledge than accepts
 
     def check_open(self, opening: TransferOpen) -> None:
         """Raise LayoutMismatch if the layouts differ, TransferFailed if the sender intends to send other blocks."""
@@ -71,7 +71,7 @@ class TransferChecks:
         """Check and record `chunk` before its payload is read. Raises TransferCorrupt or TransferFailed."""
         if chunk.sequence_number != self._num_chunks:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} came instead of chunk {self._num_chunks}")
-        if self._num_unacknowledged >= credit:
+        if self._num_chunks - self._num_acknowledged >= credit:
             raise TransferFailed(f"the sender has more than {credit} chunks unacknowledged")
         self._coverage.claim(chunk.extent)
         num_bytes = chunk.extent.num_bytes(self._layout)
@@ -79,7 +79,6 @@ class TransferChecks:
             raise TransferCorrupt(f"chunk {chunk.sequence_number} has {chunk.num_bytes} bytes instead of {num_bytes}")
         self._digest.add(chunk.checksum)
         self._num_chunks += 1
-        self._num_unacknowledged += 1
 
     def chunk_seed(self, chunk: Chunk) -> int:
         """Return the seed of the chunk's checksum."""
@@ -92,7 +91,7 @@ class TransferChecks:
 
     def acknowledge(self, chunk: Chunk) -> None:
         """Record that `chunk` is verified and written."""
-        self._num_unacknowledged -= 1
+        self._num_acknowledged += 1
         self.num_bytes += chunk.num_bytes
 
     def check_commit(self, commit: Commit) -> None:

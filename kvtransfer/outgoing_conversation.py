@@ -19,8 +19,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 
-import grpc
-
 from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
     Ack,
@@ -103,6 +101,7 @@ class OutgoingConversation:
         self._queueing = threading.Lock()
         self._queued: deque[Callable[[], bytes]] = deque()  # each makes a message, on a thread
         self._is_sending = False  # a thread takes what is queued
+        self._is_granted = False
         self._is_committing = False
         self._watchdog = Watchdog(resources.settings)
 
@@ -117,21 +116,31 @@ class OutgoingConversation:
 
     async def run(self) -> TransferResult:
         """Run from open to committed. Raises MeshError; any other error is a bug or a broken store."""
-        with self._resources.channels.use(self._spec.address) as connection:
-            call = self._call(connection.channel)
-            try:
-                async with self._watchdog.watch():
-                    return await self._converse(call, connection.places)
-            finally:
-                call.cancel()
-                for slot in self._slots.values():
-                    slot.release(is_acknowledged=False)
-                for path in self._paths.values():
-                    path.leave()
+        resources, receiver = self._resources, (self._spec.address, self._spec.receiver_incarnation)
+        link = resources.transports[0].link(*receiver)
+        with resources.channels.use(self._spec.address) as connection:
+            async with self._watchdog.watch():
+                if link is not None:
+                    linked = LinkCall(link.call())
+                    try:
+                        return await self._hold(linked, connection.places)
+                    except TransferFailed:
+                        if self._is_granted or not linked.is_lost:
+                            raise
+                    # The receiver has closed the idle link, and has not got the opening.
+                call = PushCall(connection.channel, resources.metadata)
+                return await self._hold(call, connection.places)
 
-    def _call(self, channel: grpc.aio.Channel) -> AnyCall:
-        link = self._resources.transports[0].link(self._spec.address, self._spec.receiver_incarnation)
-        return PushCall(channel, self._resources.metadata) if link is None else LinkCall(link.call())
+    async def _hold(self, call: AnyCall, places: asyncio.Semaphore) -> TransferResult:
+        """The conversation as one call. Nothing of it is left."""
+        try:
+            return await self._converse(call, places)
+        finally:
+            call.cancel()
+            for slot in self._slots.values():
+                slot.release(is_acknowledged=False)
+            while self._paths:
+                self._paths.popitem()[1].leave()
 
     async def _converse(self, call: AnyCall, places: asyncio.Semaphore) -> TransferResult:
         await self._find_paths(self._resources.transports[: 1 if isinstance(call, LinkCall) else None])
@@ -184,6 +193,7 @@ class OutgoingConversation:
         if not isinstance(granted, Granted) or not is_grant or granted.transport not in self._paths:
             raise TransferFailed("the receiver granted no credit, no lease, or a transport that was not offered")
         self._decline_before(granted.transport)
+        self._is_granted = True
         return granted
 
     def _decline_before(self, chosen: str) -> None:

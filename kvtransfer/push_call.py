@@ -144,13 +144,15 @@ class LinkCall:
 
     def __init__(self, call: Call) -> None:
         self._call = call
+        self.is_lost = False
+        """The link has ended."""
 
     def send(self, request: bytes) -> None:
         """Send a message, from any thread."""
         try:
             self._call.send(request)
         except WorkerLost as error:
-            raise _unreachable(error) from None
+            raise self._lost(error) from None
 
     async def write(self, request: bytes) -> None:
         self.send(request)
@@ -159,7 +161,7 @@ class LinkCall:
         try:
             return reply_from_proto(pb.PushResponse.FromString(await self._call.read()))
         except WorkerLost as error:
-            raise _unreachable(error) from None
+            raise self._lost(error) from None
         except asyncio.CancelledError:  # as over gRPC, the receiver learns of it before threads of ours have ended
             self.cancel()
             raise
@@ -170,6 +172,10 @@ class LinkCall:
 
     def cancel(self) -> None:
         self._call.leave(TransferFailed("the sender has given up"))
+
+    def _lost(self, error: WorkerLost) -> TransferFailed:
+        self.is_lost = True
+        return _unreachable(error)
 
 
 def _unreachable(error: MeshError) -> TransferFailed:

@@ -222,7 +222,10 @@ class KVReceiver:
     ) -> Commit:
         transport, source = await self._connect(opening.transports)
         credit = self._settings.credit_chunks
-        direct = None if call is None else DirectWrites(call, partial(self._take, checks, source, reply))
+        direct = None
+        if call is not None:
+            accept = partial(checks.accept, credit=credit)
+            direct = DirectWrites(call, accept, partial(self._take, checks, source, reply))
         try:
             reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
             async with task_group() as writes:  # the block exits only when every write has ended
@@ -238,7 +241,7 @@ class KVReceiver:
                     writes.create_task(self._write(checks, source, request, reply))
                 checks.is_committing = True
             if direct is not None:
-                direct.require_good()
+                await direct.finish()
             checks.check_commit(request)
             return request
         finally:
@@ -267,7 +270,6 @@ class KVReceiver:
 
     def _take(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
         """Runs on a link's thread."""
-        checks.accept(chunk, self._settings.credit_chunks)
         with self._copying:
             self._verify_and_write(checks, source, chunk)
         checks.acknowledge(chunk)

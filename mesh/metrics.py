@@ -6,6 +6,7 @@ credential, so it listens on loopback unless `metrics_host` is set.
 """
 
 import asyncio
+import math
 import time
 from bisect import bisect_left
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
@@ -30,6 +31,8 @@ TOKENS = (1, 4, 16, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 STOP_SECONDS = (0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5, 10)
 _READ_TIMEOUT_S = 5.0
 _BEAT_PERIOD_S = 0.02
+_UNREAD_PERIOD_S, _UNREAD_AFTER_S = 0.25, 600.0
+"""Beats that nobody reads only tell long stops, and 50 of them a second would keep an idle machine awake."""
 _LOGGED_STOP_S = 1.0
 
 
@@ -98,6 +101,8 @@ class Gaps(Collector):
         self._bounds_s = bounds_s
         self._counts = [0] * (len(bounds_s) + 1)
         self._sum_s = 0.0
+        self.read_s = -math.inf
+        """When somebody has collected the values last, by the monotonic clock."""
 
     def add(self, gap_s: float) -> None:
         self._counts[bisect_left(self._bounds_s, gap_s)] += 1
@@ -109,6 +114,7 @@ class Gaps(Collector):
         return tuple(self._counts)
 
     def collect(self) -> Iterator[Metric]:
+        self.read_s = time.monotonic()
         bounds = (*map(str, self._bounds_s), "+Inf")
         buckets = list(zip(bounds, accumulate(self._counts), strict=True))
         family = HistogramMetricFamily(self._name, self._about)
@@ -121,9 +127,9 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
     """Measure how long the running event loop is blocked while the block runs: then it moves no stream and fires no
     timer. Stops of a second and more are logged as well.
 
-    A periodic task measures how late it wakes up (the lag). On a busy machine other processes add to the lag, so a
-    second metric (the stop) caps the lag at the CPU time that this process used meanwhile, on any thread: a thread that
-    holds the interpreter lock blocks the event loop too.
+    A periodic task measures how late it wakes up (the lag), every 20 ms if somebody has read it lately. On a busy
+    machine other processes add to the lag, so a second metric (the stop) caps the lag at the CPU time that this process
+    used meanwhile, on any thread: a thread that holds the interpreter lock blocks the event loop too.
     """
     lag = Gaps("tandem_event_loop_lag_seconds", "How late a heartbeat of the event loop came", STOP_SECONDS)
     stop = Gaps(
@@ -145,11 +151,13 @@ async def watching_loop(registry: CollectorRegistry) -> AsyncIterator[None]:
 
 
 async def _beat(lag: Gaps, stop: Gaps) -> None:
-    clock = asyncio.get_running_loop().time
+    clock = time.monotonic
     while True:
         began_s, used_s = clock(), time.process_time()
-        await asyncio.sleep(_BEAT_PERIOD_S)
-        late_s = max(0.0, clock() - began_s - _BEAT_PERIOD_S)
+        is_read = began_s - max(lag.read_s, stop.read_s) < _UNREAD_AFTER_S
+        period_s = _BEAT_PERIOD_S if is_read else _UNREAD_PERIOD_S
+        await asyncio.sleep(period_s)
+        late_s = max(0.0, clock() - began_s - period_s)
         stopped_s = min(late_s, time.process_time() - used_s)
         lag.add(late_s)
         stop.add(stopped_s)

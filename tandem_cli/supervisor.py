@@ -1,7 +1,8 @@
 """Runs a mesh as child processes, in the foreground.
 
     start routers ──listening──▶ start workers and gateway ──all ready──▶ trial requests ──▶ ready ──▶ watch
-    a service exits: restart it with backoff; routers and gateway keep their addresses
+    a service exits: restart it with backoff; routers and gateway keep their addresses. During the start one that exits
+    by itself ends the start; one that somebody or the system has killed is started again, up to twice
     the routers' advice, on Ray: start another worker, or stop one
     SIGINT, SIGTERM, a closed terminal: stop gateway and routers (they drain), then workers; a second SIGINT or SIGTERM
     kills all
@@ -13,6 +14,7 @@ import asyncio
 import contextlib
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +34,8 @@ from tandem_cli.trial import Trial
 
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
+_KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_MAX_KILLS = 2
 _HINT_AFTER_S = 10.0
 _STALLED_S = 300.0
 """A start gets on while its services report something in so much time; workers give up their loading before."""
@@ -84,6 +88,8 @@ class Supervisor:
         self._children: dict[str, RunningService] = {}
         self._started_s: dict[str, float] = {}
         self._backoffs: dict[str, Backoff] = {}
+        self._num_kills: Counter[str] = Counter()
+        """How often each service was killed during the start."""
         self._registries: dict[str, str] = {}
         """The registry address of each router, by its name."""
         self._down: set[str] = set()
@@ -156,7 +162,8 @@ class Supervisor:
                 not_ready.discard(name)
             elif event.kind == "listening" and event.child.service.role == "router":
                 self._registries[name] = event.fields["registry_address"]
-                if len(self._registries) < self._deployment.settings.routers:
+                num_routers = self._deployment.settings.routers
+                if len(self._registries) < num_routers or len(self._children) > num_routers:
                     continue
                 for service in self._services_behind_routers():
                     not_ready.add(service.name)
@@ -202,18 +209,29 @@ class Supervisor:
             await asyncio.gather(trial, return_exceptions=True)
 
     async def _next_while_starting(self, waiting_for: set[str]) -> _Event:
-        """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed."""
+        """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed. A service that
+        starts again is added to `waiting_for`.
+        """
         try:
             event = await asyncio.wait_for(self._next(), self._start_ends_s - time.monotonic())
         except TimeoutError:
             raise MeshFailed(self._describe_timeout(waiting_for)) from None
         if self._deployment.settings.model_loading_timeout is None:
             self._start_ends_s = time.monotonic() + _STALLED_S
+        if isinstance(event, _RestartDue):
+            await self._respawn(event.service)
         if isinstance(event, ServiceEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
                 raise ConfigurationError(child.tail[-1])
-            raise MeshFailed(f"{child.service.name} {_describe_exit(status)} while starting{_end_of_log(child)}")
+            name, exit_text = child.service.name, f"{_describe_exit(status)} while starting"
+            self._num_kills[name] += 1
+            is_final = self._num_kills[name] > _MAX_KILLS or self._deployment.settings.no_restart
+            if -status not in _KILLS or is_final:
+                raise MeshFailed(f"{name} {exit_text}{_end_of_log(child)}")
+            waiting_for.add(name)
+            self._schedule_restart(self._replacement(child), exit_text)
+            self._registries.pop(name, None)  # until the router listens again
         return event
 
     async def _watch(self) -> None:

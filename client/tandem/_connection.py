@@ -19,7 +19,7 @@ from google.protobuf.message import Message
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from tandem._calls import ELSEWHERE, Deadline, Losses, RetryPolicy, is_from_closing, retrying
-from tandem._routers import ChannelFactory, Router, Routers, Stubs
+from tandem._routers import Channels, Router, Routers, Stubs
 from tandem.exceptions import Cancelled, ConnectionFailed, DeadlineExceeded, InvalidRequest, TandemError
 from tandem.v1 import generation_pb2
 
@@ -47,8 +47,8 @@ class Connection:
     have failed. If a router is overloaded, the client waits for it instead; see _calls.py.
     """
 
-    def __init__(self, addresses: str, api_key: str | None, policy: RetryPolicy, open_channel: ChannelFactory) -> None:
-        self._routers = Routers(addresses, open_channel)
+    def __init__(self, addresses: str, api_key: str | None, policy: RetryPolicy, channels: Channels) -> None:
+        self._routers = Routers(addresses, channels)
         self._metadata = _credentials(api_key)
         self._policy = policy
 

@@ -58,14 +58,29 @@ def insecure_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=_options(address))
 
 
-class SecureChannels:
-    """A ChannelFactory for TLS. Raises InvalidRequest if the CA file cannot be read.
+class Channels:
+    """Opens the channels of a client."""
+
+    def __init__(self, open_channel: ChannelFactory) -> None:
+        self._open_channel = open_channel
+
+    def open(self, address: str) -> grpc.aio.Channel:
+        return self._open_channel(address)
+
+    def roots(self) -> bytes | None:
+        """The certificates that a channel opened now trusts; None for those of its own choice, which never change."""
+        return None
+
+
+class SecureChannels(Channels):
+    """Channels with TLS. Raises InvalidRequest if the CA file cannot be read.
 
     The file is read again when it has been replaced, because it may hold the router's own certificate, which is
     renewed. Its former contents stay trusted, because the router may still show them.
     """
 
     def __init__(self, tls: Tls) -> None:
+        super().__init__(self._secure_channel)
         self._tls = tls
         self._version: tuple[int, int] | None = None
         self._newest: bytes | None = None
@@ -76,13 +91,12 @@ class SecureChannels:
             except OSError as error:
                 raise InvalidRequest(f"cannot read the CA file {tls.ca}: {error.strerror}") from error
 
-    def __call__(self, address: str) -> grpc.aio.Channel:
+    def _secure_channel(self, address: str) -> grpc.aio.Channel:
         name = [("grpc.ssl_target_name_override", self._tls.name)] if self._tls.name else []
         credentials = grpc.ssl_channel_credentials(self._roots)
         return grpc.aio.secure_channel(address, credentials, options=[*_options(address), *name])
 
     def roots(self) -> bytes | None:
-        """The certificates that are trusted now; None for the CAs that gRPC ships."""
         if self._tls.ca is not None:
             with suppress(OSError):  # the file is being replaced
                 self._read(self._tls.ca)
@@ -136,9 +150,9 @@ class Router:
     next one if that loop has ended: each `asyncio.run` of a program has a loop of its own.
     """
 
-    def __init__(self, address: str, open_channel: ChannelFactory) -> None:
+    def __init__(self, address: str, channels: Channels) -> None:
         self.address = address
-        self._open_channel = open_channel
+        self._channels = channels
         self._opened: Stubs | None = None
         self._roots: bytes | None = None  # that the opened channel trusts
         self._outdated: list[grpc.aio.Channel] = []  # with calls that still run
@@ -156,13 +170,13 @@ class Router:
         if self._loop is not None and self._loop.is_closed():
             self._opened = None  # nothing could close this channel any more
             self._outdated.clear()
-        roots = self._open_channel.roots() if isinstance(self._open_channel, SecureChannels) else None
+        roots = self._channels.roots()
         if self._opened is not None and self._loop is loop and roots is not self._roots:
             self._outdated.append(self._opened.channel)
             self._opened = None
         if self._opened is None:
             self._loop, self._roots = loop, roots
-            channel = self._open_channel(self.address)
+            channel = self._channels.open(self.address)
             self._opened = Stubs(
                 channel,
                 generation_pb2_grpc.GenerationStub(channel),
@@ -202,13 +216,13 @@ class Routers:
     and for a URL.
     """
 
-    def __init__(self, addresses: str, open_channel: ChannelFactory) -> None:
+    def __init__(self, addresses: str, channels: Channels) -> None:
         names = [address.strip() for address in addresses.split(",")]
         if not all(names):
             raise InvalidRequest('the address must be like "127.0.0.1:50051", or several, separated by commas')
         if urls := [name for name in names if name.startswith(_SCHEMES)]:
             raise InvalidRequest(f"{urls[0]} is a URL: the address of a router is HOST:PORT, without a scheme")
-        self._all = [Router(address, open_channel) for address in dict.fromkeys(names)]
+        self._all = [Router(address, channels) for address in dict.fromkeys(names)]
 
     def __iter__(self) -> Iterator[Router]:
         """All routers, the preferred one first."""

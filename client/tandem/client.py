@@ -20,7 +20,7 @@ from tandem._requests import (
     tokenize_request,
 )
 from tandem._responses import EventReader, ResultBuilder, history, mesh, models, token
-from tandem._routers import ChannelFactory, SecureChannels, Stubs, Tls, insecure_channel
+from tandem._routers import ChannelFactory, Channels, SecureChannels, Stubs, Tls, insecure_channel
 from tandem.mesh import HistoryPoint, Mesh, Worker
 from tandem.models import Model, Result, Token, TokenEvent
 from tandem.v1 import generation_pb2, mesh_pb2
@@ -65,9 +65,11 @@ class AsyncClient:
         tls: Tls | bool = False,
         open_channel: ChannelFactory | None = None,
     ) -> None:
-        if open_channel is None:
-            open_channel = SecureChannels(Tls() if tls is True else tls) if tls else insecure_channel
-        self._connection = Connection(address, api_key, RetryPolicy(max_retries), open_channel)
+        if tls and open_channel is None:
+            channels: Channels = SecureChannels(Tls() if tls is True else tls)
+        else:
+            channels = Channels(open_channel or insecure_channel)
+        self._connection = Connection(address, api_key, RetryPolicy(max_retries), channels)
         self._timeout_s = timeout
         self._resume_timeout_s = resume_timeout
 

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Self
 from uuid import uuid4
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 _LOWEST_PRIORITY = "batch"
@@ -96,8 +97,8 @@ def check_requests(
 def _parse(line: bytes, keeps_priority: bool) -> BatchRequest:
     """Raises ValueError."""
     try:
-        members = json.loads(line)
-    except (ValueError, RecursionError) as error:
+        members = parse_json(line)
+    except ValueError as error:
         raise ValueError(f"not JSON: {error}") from None
     if not isinstance(members, dict):
         raise ValueError("not a JSON object")

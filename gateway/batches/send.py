@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractAsyncContextManager
@@ -12,6 +11,7 @@ from typing import Protocol
 import httpx2
 
 from gateway.batches.files import BatchRefused, BatchRequest
+from mesh.domain.json_text import parse_json
 from mesh.tasks import together
 
 # Answers that say "later": overloaded (Anthropic's 529, too), no workers, no answer in time, a stop.
@@ -121,8 +121,8 @@ class Sender:
         if response.status_code in _BAD_KEY:
             raise KeyRefused(f"the gateway refuses the key: {response.text[:200]}; set TANDEM_API_KEY")
         try:
-            body: object = json.loads(response.content)
-        except (ValueError, RecursionError):
+            body: object = parse_json(response.content)
+        except ValueError:
             body = response.text
         if _is_elsewhere(response, body):
             raise NoGateway(f"{response.url} is not served, HTTP {response.status_code}: give the gateway's own URL")

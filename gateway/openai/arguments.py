@@ -8,6 +8,7 @@ from typing import Any
 from pydantic_core import from_json
 
 from gateway.schema import Json
+from mesh.domain.json_text import parse_json
 
 # An escape in JSON text: of a character outside of 16 bits, of one half of such a character, or any other.
 _ESCAPE = re.compile(
@@ -32,10 +33,10 @@ def parsed_arguments(arguments: str) -> Json:
 def _mended(text: str) -> str:
     """Return the text with the line breaks in its strings as escapes, or up to where it stops being JSON."""
     try:
-        return json.dumps(json.loads(text, strict=False))
+        return json.dumps(parse_json(text, strict=False))
     except json.JSONDecodeError as error:
         return text[: error.pos]
-    except (ValueError, RecursionError):
+    except ValueError:
         return ""
 
 

@@ -1,9 +1,10 @@
 """Reads one tool call in JSON, character by character, into the pieces that all parsers of calls emit."""
 
-import json
 import re
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+
+from mesh.domain.json_text import parse_json
 
 _ARGUMENTS = ("arguments", "parameters")
 _WITHOUT_MEANING = "id"
@@ -193,8 +194,8 @@ class CallReader:
 
 def _is_json(text: str) -> bool:
     try:
-        json.loads(text)
-    except (ValueError, RecursionError):
+        parse_json(text)
+    except ValueError:
         return False
     return True
 
@@ -202,8 +203,8 @@ def _is_json(text: str) -> bool:
 def _parse_string(text: str) -> str:
     """Parse a JSON string. Raises NotACall."""
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):  # RecursionError: nested too deeply
+        value = parse_json(text)
+    except ValueError:
         raise NotACall from None
     if not isinstance(value, str):
         raise NotACall
@@ -216,8 +217,8 @@ def _unwrap_arguments(text: str) -> str:
         return "{}"
     inner = _parse_string(text)
     try:
-        value = json.loads(inner)
-    except (ValueError, RecursionError):
+        value = parse_json(inner)
+    except ValueError:
         raise NotACall from None
     if not isinstance(value, dict):
         raise NotACall

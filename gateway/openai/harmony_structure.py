@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 
 from gateway.openai.tool_choice import ToolUse, in_lark, place_schema
+from mesh.domain.json_text import parse_json
 from tandem import GenerateArguments, InvalidRequest
 
 _STRUCTURES = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -43,8 +44,8 @@ def _answer(arguments: GenerateArguments) -> str | None:
     if schema is None:
         return None
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):
+        schema = parse_json(schema) if isinstance(schema, str) else schema
+    except ValueError:
         raise InvalidRequest("the JSON schema is not valid JSON") from None
     return in_lark(place_schema({**schema, **_COMPACT}, "", "#", is_open=True) if isinstance(schema, dict) else schema)
 

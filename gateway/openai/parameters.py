@@ -7,6 +7,7 @@ from gateway.errors import InvalidField
 from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.schema import Json, structure_arguments
+from mesh.domain.json_text import parse_json
 from tandem import GenerateArguments, InvalidRequest, Model, TokenizeArguments
 
 _DEFAULT_TEMPERATURE = 1.0
@@ -78,8 +79,8 @@ def _schema_of_answer(body: ChatBody) -> Json | None:
         return {"type": "object"}
     schema = structure.get("json_schema")
     try:
-        schema = json.loads(schema) if isinstance(schema, str) else schema
-    except (ValueError, RecursionError):
+        schema = parse_json(schema) if isinstance(schema, str) else schema
+    except ValueError:
         return None
     return schema if isinstance(schema, dict) else None
 

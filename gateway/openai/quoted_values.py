@@ -5,6 +5,8 @@ between marks of their own, without escapes, and keys are bare.
 import json
 import re
 
+from mesh.domain.json_text import parse_json
+
 _CLOSING = {"[": "]", "{": "}"}
 _LITERALS = {"true": "true", "false": "false", "null": "null", "none": "null", "nil": "null"}
 _BARE = re.compile(r"[^\[\]{},:]+")
@@ -42,8 +44,8 @@ class QuotedValue:
         parts = (written + closing).split(self._quote)
         in_json = "".join(_quoted(part) if number % 2 else _with_quotes(part) for number, part in enumerate(parts))
         try:
-            json.loads(in_json)
-        except (ValueError, RecursionError):
+            parse_json(in_json)
+        except ValueError:
             return _quoted(written.replace(self._quote, ""))
         return in_json
 
@@ -71,8 +73,8 @@ def _bare(word: str, *, is_key: bool) -> str:
     if stripped.lower() in _LITERALS:
         return _LITERALS[stripped.lower()]
     try:
-        json.loads(stripped, parse_constant=_quoted)
-    except (ValueError, RecursionError):
+        parse_json(stripped, parse_constant=_quoted)
+    except ValueError:
         return _quoted(stripped)
     return stripped
 

@@ -20,6 +20,7 @@ from gateway.openai.python_values import PythonValue
 from gateway.openai.quoted_values import QuotedValue
 from gateway.openai.tagged_formats import TaggedFormat
 from gateway.schema import Json
+from mesh.domain.json_text import parse_json
 
 _MAX_HEAD_CHARS = 128  # no head is longer, without its name; text that is no call is held back for as long
 _MAX_TAG_CHARS = 512  # no tag of a parameter is longer
@@ -333,8 +334,8 @@ def as_json(text: str, types: frozenset[str]) -> str:
     written = text.strip()
     written = _LITERALS.get(written.lower(), written)
     try:
-        kind = _type_of(json.loads(written, parse_constant=_refuse_constant))
-    except (ValueError, RecursionError):
+        kind = _type_of(parse_json(written, parse_constant=_refuse_constant))
+    except ValueError:
         return json.dumps(text, ensure_ascii=False)
     fits = kind in types or (kind == "integer" and "number" in types)
     if "string" in types and (kind == "string" or not fits):

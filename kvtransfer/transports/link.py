@@ -13,7 +13,8 @@ a call, its kind, and a body:
 A call that succeeds has no end: its last message says so. When either side closes the socket or dies, all calls end.
 
 The sender's end reads on the event loop. The receiver's end has a thread that reads, and may do what a message asks for
-before it reads the next one (`Call.take`): so a chunk costs no hand-off between threads.
+before it reads the next one (`Call.take`): so a chunk costs no hand-off between threads. If that hangs, another thread
+takes over the reading, so that other calls go on.
 """
 
 import asyncio
@@ -21,6 +22,7 @@ import contextlib
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 
@@ -34,6 +36,11 @@ _MAX_WAITING = 1024
 """Packets that wait until the other side reads, and messages of a call that wait for their reader. Credit and leases
 allow far fewer, so with more of them a side is broken."""
 _PACKETS_A_TURN = 16
+_HANGS_AFTER_S = 0.5
+_MAX_READERS = 4
+
+
+Work = Callable[[], None]
 
 
 class Call:
@@ -48,8 +55,9 @@ class Call:
         self._waiting: asyncio.Future[None] | None = None
         self.on_end: Callable[[], object] = _nothing
         """Called when the other side has ended the call."""
-        self.take: Callable[[bytes], bool] = _leave_it
-        """At the receiver's end: gets each message on the thread that reads; True keeps it from `read`."""
+        self.take: Callable[[bytes], Work | None] = _leave_it
+        """At the receiver's end: gets each message, one after the other, on the thread that reads. The thread does the
+        work that it returns, and may hang in it; None leaves the message to `read`."""
 
     def send(self, body: bytes) -> None:
         """Send a message, from any thread. Raises the error that has ended the call."""
@@ -126,11 +134,16 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._is_open = True
         self._has_thread = serve is not None
+        self._reading = threading.Lock()
+        self._reader = 0  # the number of the thread that reads; those before it hang, or have ended
+        self._num_readers = 0
+        self._working_s: float | None = None  # since when the reader has been at work for a call
+        self._look: asyncio.TimerHandle | None = None
         self._socket.setblocking(self._has_thread)  # the loop's socket must not block, the thread's must
         if serve is None:
             self._loop.add_reader(connection, self._read_some)
         else:
-            threading.Thread(target=self._read_all, name="kv-link", daemon=True).start()
+            self._start_reader()
 
     def call(self) -> Call:
         """Open a call."""
@@ -170,6 +183,8 @@ class Link:
             self._is_open = False
             self._loop.remove_reader(self._socket)
             self._loop.remove_writer(self._socket)
+            if self._look is not None:
+                self._look.cancel()
             if self._has_thread:
                 with contextlib.suppress(OSError):  # the other side has gone
                     self._socket.shutdown(socket.SHUT_RDWR)  # ends the thread, which closes the socket
@@ -217,20 +232,44 @@ class Link:
             number, kind = _HEAD.unpack_from(packet)
             self._arrived(number, kind, packet[_HEAD.size :])
 
-    def _read_all(self) -> None:
-        """The thread of a receiver's end."""
+    def _start_reader(self) -> None:
+        number = self._reader + 1
+        threading.Thread(target=self._read_all, args=(number,), name="kv-link", daemon=True).start()
+        self._reader, self._num_readers = number, self._num_readers + 1
+
+    def _read_all(self, reader: int) -> None:
+        """The thread of a receiver's end, or one that has taken over from it."""
         while len(packet := self._receive()) >= _HEAD.size:
             number, kind = _HEAD.unpack_from(packet)
             body = packet[_HEAD.size :]
             call = self._calls.get(number)
-            if call is None or kind != _MESSAGE or not call.take(body):
+            work = call.take(body) if call is not None and kind == _MESSAGE else None
+            if work is None:
                 self._on_loop(self._arrived, number, kind, body)
+                continue
+            self._working_s = time.monotonic()
+            work()
+            with self._reading:
+                if self._reader != reader:
+                    self._num_readers -= 1
+                    return
+                self._working_s = None
         with self._sending:
             self._has_thread = False
             if not self._is_open:
                 self._socket.close()
                 return
         self._on_loop(self._fail)
+
+    def _look_at_reader(self) -> None:
+        """While there are calls: let another thread read if the one that does hangs."""
+        with self._reading:
+            hangs = self._working_s is not None and time.monotonic() - self._working_s >= _HANGS_AFTER_S
+            if hangs and self._num_readers < _MAX_READERS:
+                self._working_s = None
+                with contextlib.suppress(RuntimeError):  # the system has no thread for it
+                    self._start_reader()
+        self._look = self._loop.call_later(_HANGS_AFTER_S, self._look_at_reader) if self._tasks else None
 
     def _receive(self) -> bytes:
         try:
@@ -246,6 +285,7 @@ class Link:
             task = self._loop.create_task(self._run(call, self._serve))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+            self._look = self._look or self._loop.call_later(_HANGS_AFTER_S, self._look_at_reader)
         if call is None:  # it is over on this side
             return
         if kind == _END:
@@ -277,5 +317,5 @@ def _nothing() -> None:
     return
 
 
-def _leave_it(body: bytes) -> bool:
-    return False
+def _leave_it(body: bytes) -> None:
+    return None

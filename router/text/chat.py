@@ -29,6 +29,7 @@ from checkpoint.config_json import read_json
 from checkpoint.model_files import tokenizer_settings
 from checkpoint.source import NAMED_TEMPLATES
 from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.json_text import parse_json
 from router.text import template_marks, template_turns
 
 MAX_RENDER_S = 1.0
@@ -161,8 +162,8 @@ def _parse_tools(text: str) -> list[object] | None:
 
 def _parse(text: str, name: str, default: object) -> object:
     try:
-        return json.loads(text, parse_constant=_refuse_constant) if text else default
-    except (ValueError, RecursionError):
+        return parse_json(text, parse_constant=_refuse_constant) if text else default
+    except ValueError:
         raise InvalidRequest(f"{name} is not valid JSON") from None
 
 

@@ -4,7 +4,6 @@ Pure, except for reading a file of results. Names of passes: `prefill_ms` is the
 decode step of B sequences. Measured times have the same names.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 from tandem_cli.capacity.roofline import QUANTIZED, Capacity, Precision
 
 _DEFAULT_BATCHES = (1, 8, 32, 128)
@@ -171,7 +171,7 @@ def read_measured(path: Path, input_tokens: int) -> dict[str, float]:
     the overhead of the mesh. If there are several arms, the first one is used. Raises ConfigurationError.
     """
     try:
-        points = json.loads(path.read_text())["points"]
+        points = parse_json(path.read_text())["points"]
         times_ms: dict[str, float] = {}
         for point in points:
             case, figures = point["case"], point["figures"]
@@ -183,7 +183,7 @@ def read_measured(path: Path, input_tokens: int) -> dict[str, float]:
                 times_ms.setdefault(decode_name(round(case["value"])), float(figures["tpot_p50_ms"]["median"]))
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path} holds no results of tandem bench") from error
     if not times_ms:
         raise ConfigurationError(f"{path} has no closed loop with prompts of {input_tokens} tokens")

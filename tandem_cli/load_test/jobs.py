@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 
 T = TypeVar("T")
 
@@ -86,11 +87,11 @@ def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
         if not line.strip():
             continue
         try:
-            entry = json.loads(line)
+            entry = parse_json(line)
             if "\\u" in line:
                 json.dumps(entry, ensure_ascii=False).encode()  # half of a surrogate pair is no text
             parsed.append(parse(entry))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except json.JSONDecodeError as error:
             raise ConfigurationError(f"{path}, line {number}: {error}; the line must be one JSON object") from error
         except ValueError as error:
             raise ConfigurationError(f"{path}, line {number}: {error}") from error

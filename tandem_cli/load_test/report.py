@@ -17,6 +17,7 @@ from rich.table import Table
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 from tandem_cli.hardware import available_cores
 from tandem_cli.load_test.benchmark import Case, Kind
 from tandem_cli.load_test.figures import (
@@ -155,13 +156,13 @@ class Report:
     def load(cls, path: Path) -> "Report":
         """Read a file that `save` wrote. Raises ConfigurationError for any other file."""
         try:
-            content = json.loads(path.read_text())
+            content = parse_json(path.read_text())
             if content["format"] != _FORMAT:
                 raise ConfigurationError(f"{path} has format {content['format']}, not {_FORMAT}")
             points = [_point_from_json(entry) for entry in content["points"]]
             slo = Slo(**content["slo"])
             metadata = {name: content[name] for name in ("settings", "machine", "price_per_hour", "notes")}
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{path} holds no results of tandem bench: {error}") from error
         return cls(slo=slo, points=points, **metadata)
 

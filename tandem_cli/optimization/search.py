@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.json_text import parse_json
 from mesh.whole_file import write_whole
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, Candidate
@@ -89,9 +90,9 @@ class State:
                 raise ConfigurationError(f"{path.parent} is not empty: choose another folder for --out")
             return state
         try:
-            content = json.loads(path.read_text())
+            content = parse_json(path.read_text())
             earlier = dict(content["about"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"cannot read {path}: {error!r}: choose another folder for --out") from error
         if content.get("version") != _VERSION or earlier != about:
             names = sorted(about.keys() | earlier.keys())

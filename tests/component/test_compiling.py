@@ -5,6 +5,7 @@ import fcntl
 import inspect
 import json
 import os
+import platform
 import resource
 import runpy
 import shutil
@@ -24,7 +25,7 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.compiled_code import CodeCounts, code_counts, code_key, told_of_compilation, why_not_kept
-from engine.kernels.cpu import activations, compiler
+from engine.kernels.cpu import activations, code_cache, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
@@ -288,6 +289,49 @@ def test_code_that_another_process_compiles_is_awaited(cache_base: Path) -> None
         fcntl.flock(lock, fcntl.LOCK_UN)
         assert answer.result(timeout=60) == 42
     assert (code_counts().since(before), told) == (CodeCounts(num_loaded=1, num_compiled=0), ["compiles"])
+
+
+@pytest.mark.parametrize("holds", ["the code", "the folder"])
+def test_a_process_that_is_stopped_keeps_nobody_waiting(
+    cache_base: Path, monkeypatch: pytest.MonkeyPatch, holds: str
+) -> None:
+    monkeypatch.setattr(code_cache, "PATIENCE_S", 0.1)
+    compiled: Any = entry(double)
+    name = "lock" if holds == "the folder" else f"{compiled._cache._digest((numba.int64,))}.lock"
+    with open(Path(compiler.code_folder() or "", name), "w") as lock, capture_logs() as logs:
+        lock.write("process 1 on elsewhere")
+        lock.flush()
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert compiled(21) == 42
+    assert (logs[0]["event"], logs[0]["holder"]) == ("a lock is passed over", "process 1 on elsewhere")
+
+
+def test_a_process_that_gives_signs_of_life_is_awaited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "lock")
+    for name, seconds in (("PATIENCE_S", 0.5), ("SIGN_S", 0.05), ("_TOLD_AFTER_S", 0.1)):
+        monkeypatch.setattr(code_cache, name, seconds)
+
+    def wait() -> None:
+        with code_cache.locked(path, "code"):
+            pass
+
+    with ThreadPoolExecutor() as other, capture_logs() as logs:
+        with code_cache.locked(path, "code"):
+            waiting = other.submit(wait)
+            with pytest.raises(TimeoutError):
+                waiting.result(timeout=1)
+        waiting.result(timeout=60)
+    assert [(entry["event"], entry["holder"]) for entry in logs] == [
+        ("waiting for another process", f"process {os.getpid()} on {platform.node()}")
+    ]
+
+
+def test_a_failed_compilation_lets_others_compile(cache_base: Path) -> None:
+    compiled: Any = entry(double)
+    with pytest.raises(numba.TypingError):
+        compiled(None)
+    with code_cache.locked(str(next(cache_base.glob("compiled-*/*.lock"))), "code"):
+        assert not compiled._cache._compiling
 
 
 @pytest.mark.parametrize(

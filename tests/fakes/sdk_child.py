@@ -16,12 +16,19 @@ from mesh.process import ProcessSettings, announce, take_secrets, until_stopped
 FOLLOWING = ProcessSettings(follow_stdin=True)
 
 
-def misbehave(plan: str) -> None:
+def count_starts(name: str) -> int:
+    """How often the service was started, this time included."""
+    return [line.split()[0] for line in (Path(os.environ["FAKE_DIR"]) / "pids").read_text().splitlines()].count(name)
+
+
+def misbehave(name: str, plan: str) -> None:
     """Act out the plan's fault before the process listens."""
     is_broken = plan == "broken at times" and (Path(os.environ["FAKE_DIR"]) / "broken").exists()
     if plan == "crash" or is_broken:
         sys.stderr.write('{"event": "loading weights", "level": "info"}\nTraceback ...\nOSError: disk on fire\n')
         sys.exit(1)
+    if plan == "killed" or (plan == "killed once" and count_starts(name) == 1):
+        os.kill(os.getpid(), signal.SIGKILL)
     if plan == "misconfigured":
         sys.stderr.write("decode_worker: dtype must be float32\n")
         sys.exit(2)
@@ -76,7 +83,7 @@ def main() -> None:
         pids.write(f"{name} {os.getpid()}\n")
     (folder / f"{name}.secrets").write_text(json.dumps(secrets))
     plan = json.loads(os.environ.get("FAKE_PLAN", "{}")).get(name, "")
-    misbehave(plan)
+    misbehave(name, plan)
     asyncio.run((router if role == "router" else worker)(flags, plan))
     with (folder / "stopped").open("a") as stopped:
         stopped.write(f"{name}\n")

@@ -4,6 +4,8 @@ import asyncio
 import itertools
 import os
 import signal
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +26,7 @@ from kvtransfer import (
     TransferSpec,
 )
 from kvtransfer.chunks import ChunkRange
+from kvtransfer.incoming_transfer import TransferChecks
 from kvtransfer.outgoing_conversation import OutgoingConversation
 from kvtransfer.push_call import ChannelPool
 from kvtransfer.transports.base import Slot
@@ -478,6 +481,8 @@ async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, p
     async with Pair(tmp_path, "shm").running() as pair:
         await pair.link()
         (link,) = pair.links
+        (transport,) = pair.receiver._transports
+        (arena,) = transport._arenas._entries  # type: ignore[attr-defined]
         transfers = [pair.start(ExpectedTransfer(f"t{number}", 1, (number, 8, 9), 0, 11)) for number in range(3)]
         commits = [asyncio.create_task(transfer.commit(11, FIRST_TOKEN)) for transfer in transfers]
         for _ in range(phase):
@@ -491,8 +496,7 @@ async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, p
         assert len(ended) == len(set(ended))
         pair.require_slots_back()
         pair.outcomes.committed.clear()
-        (transport,) = pair.receiver._transports
-        await turn_until(lambda: len(transport._arenas) == 0)  # type: ignore[attr-defined]
+        await turn_until(lambda: arena not in transport._arenas._entries)  # type: ignore[attr-defined]
         await pair.require_working()
         (new_link,) = pair.links
         assert new_link is not link
@@ -510,6 +514,58 @@ async def test_a_write_fails_behind_which_the_commit_has_come_already(
             await pair.start().commit(11, FIRST_TOKEN)
         assert isinstance(await pair.failure(), TransferCorrupt)
         assert pair.outcomes.committed == []
+
+
+async def test_a_write_that_hangs_delays_no_other_transfer_of_its_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvtransfer.transports.link._HANGS_AFTER_S", 0.02)
+    hangs, go_on = threading.Event(), threading.Event()
+    async with Pair(tmp_path, "shm").running() as pair:
+        await pair.link()
+        copy_in = pair.target.copy_in
+
+        def hang_once(block_ids: Any, *args: Any) -> int:
+            if not hangs.is_set():
+                hangs.set()
+                assert go_on.wait(WAIT_S)
+            return copy_in(block_ids, *args)
+
+        accept = TransferChecks.accept
+
+        def accept_late(*args: Any, **credit: Any) -> None:
+            if not hangs.is_set():
+                time.sleep(0.1)  # as where the reading thread gets no core: no other may overtake it
+            accept(*args, **credit)
+
+        monkeypatch.setattr(TransferChecks, "accept", accept_late)
+        monkeypatch.setattr(pair.target, "copy_in", hang_once)
+        commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
+        await until(hangs)
+        await pair.start(ExpectedTransfer("other", 1, (5, 8, 7), 0, 11)).commit(11, FIRST_TOKEN)
+        go_on.set()
+        await commit
+        assert [transfer_id for transfer_id, _ in pair.outcomes.committed] == ["other", "transfer"]
+        await pair.require_working()
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_a_link_that_the_receiver_closes_as_a_transfer_opens_costs_no_transfer(
+    tmp_path: Path, is_known: bool
+) -> None:
+    async with Pair(tmp_path, "shm").running() as pair:
+        await pair.link()
+        (transport,) = pair.receiver._transports
+        (arena,) = transport._arenas._entries  # type: ignore[attr-defined]
+        if is_known:  # the opening waits at the receiver as the link is closed
+            commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
+            await turn_until(lambda: bool(pair.links[0]._calls))
+        transport._arenas._close(arena)  # type: ignore[attr-defined]
+        if not is_known:
+            commit = asyncio.create_task(pair.start().commit(11, FIRST_TOKEN))
+        assert (await commit).transport == "shm"
+        assert pair.outcomes.failed == []
+        await pair.require_working()
 
 
 async def test_garbage_on_a_link_ends_no_more_than_the_link(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from numba.core import cgutils, config
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
-from engine.kernels.cpu.code_cache import CodeCache, open_folder
+from engine.kernels.cpu.code_cache import keep, open_folder
 from engine.kernels.cpu.machine import (
     LANES,
     LIMIT_NAME,
@@ -100,7 +100,7 @@ def entry(function: Callable[P, R], **options: bool) -> Callable[P, R]:
     plain: Any = getattr(function, "py_func", function)
     dispatcher: Any = numba.njit(**{**OPTIONS, **options})(plain)
     if (folder := code_folder()) is not None:
-        dispatcher._cache = CodeCache(folder, plain)
+        keep(dispatcher, plain, folder)
     dispatchers.append(dispatcher)
     compiled: Callable[P, R] = dispatcher
     return compiled

@@ -18,6 +18,7 @@ from typing import Any
 import httpx2
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from tests.defects import Repaired
 from tests.evidence import Evidence
@@ -191,6 +192,18 @@ async def test_idle_connections_do_not_slow_others_down(repaired: Repaired, evid
     )
     assert crowded_s < 3 * calm_s
     repaired("D6", f"median of a request: {said}")
+
+
+async def test_the_time_in_which_the_gateway_did_not_run_counts_against_no_client() -> None:
+    async with running_gateway(header_timeout_s=0.5) as gateway, connection(gateway) as (reader, writer):
+        await asyncio.sleep(0.1)  # so that it is accepted
+        time.sleep(1.0)  # noqa: ASYNC251  (as if others had the machine)
+        writer.write(request("/v1/completions", BODY))
+        assert b"HTTP/1.1 200 " in await asyncio.wait_for(reader.readline(), PATIENCE_S)
+        with capture_logs() as logs:
+            async with connections(gateway.url, 1) as ((idle, _),):
+                await ended(idle)
+        assert [entry["event"] for entry in logs] == ["closing connections whose request does not come in time"]
 
 
 async def test_invalid_http_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

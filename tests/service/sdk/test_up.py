@@ -322,6 +322,26 @@ def test_a_service_that_dies_at_the_start(tmp_path: Path, started: list[Up]) -> 
     wait_gone(up.pids())
 
 
+def test_services_that_are_killed_at_the_start_are_started_again(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"router": "killed once", "decode-0": "killed once"})
+    started.append(up)
+    up.wait_ready()
+    assert sorted(name for name, _ in up.pids()) == ["decode-0", "decode-0", "prefill-0", "router", "router"]
+    for name in ("router", "decode-0"):
+        assert f"{name}: was killed by SIGKILL while starting; restarting it in 0.5 s" in up.stderr()
+    assert up.end(signal.SIGINT) == 0
+    wait_gone(up.pids())
+
+
+def test_a_service_that_is_killed_at_each_start(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, plan={"decode-0": "killed"})
+    started.append(up)
+    assert up.end() == 1
+    assert [name for name, _ in up.pids()].count("decode-0") == 3
+    assert up.stderr().splitlines()[-1].startswith("tandem: decode-0 was killed by SIGKILL while starting; ")
+    wait_gone(up.pids())
+
+
 def test_a_service_that_is_configured_wrongly(tmp_path: Path, started: list[Up]) -> None:
     up = Up(tmp_path, plan={"decode-0": "misconfigured"})
     started.append(up)

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
+from gateway.connections import Connection, Connections
 from gateway.settings import GatewaySettings
 from mesh import public_tls
 from mesh.domain.errors import ConfigurationError
@@ -73,6 +74,29 @@ async def test_a_client_that_knows_the_ca_streams(pair: dict[str, str], trust: s
         async with connections(gateway.url, 1) as ((reader, writer),):  # neither
             writer.write(b"\x80 no HTTP\r\n\r\n")
             await ended(reader)
+
+
+@pytest.mark.parametrize("is_secure", [True, False])
+async def test_writes_to_a_client_that_has_gone_are_dropped_without_a_word(
+    pair: dict[str, str], trust: ssl.SSLContext, caplog: pytest.LogCaptureFixture, is_secure: bool
+) -> None:
+    """Many events may be written in the turn of the event loop in which the client resets its connection."""
+    script = Script(hold_after_messages=2)
+    settings = pair if is_secure else {}
+    opened: list[Connection] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Connections, "has_request", lambda _, connection: opened.append(connection))
+        async with running_gateway(script, **settings) as gateway:
+            client = asyncio.open_connection(*address_of(gateway.url), ssl=trust if is_secure else None)
+            _, writer = await asyncio.wait_for(client, SOON_S)
+            writer.write(request_to(CHATS, BODY))
+            await asyncio.wait_for(script.holding.wait(), SOON_S)
+            opened[-1].wire.abort()  # as asyncio does when a write meets a reset
+            for _ in range(20):
+                opened[-1].cycle.transport.write(b"data: x\n\n")
+            await until(script.cancelled.is_set)
+            writer.transport.abort()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 async def test_a_stop_waits_for_no_handshake_and_no_goodbye(pair: dict[str, str], trust: ssl.SSLContext) -> None:

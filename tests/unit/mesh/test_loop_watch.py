@@ -96,7 +96,8 @@ def _stops(registry: CollectorRegistry, name: str, above_s: float) -> float:
 async def test_work_counts_and_sleep_does_not() -> None:
     registry = CollectorRegistry()
     async with watching_loop(registry):
-        await asyncio.sleep(0.05)
+        assert _stops(registry, "stop", 0.5) == 0, "somebody reads: the next beats come every 20 ms"
+        await asyncio.sleep(0.3)
         time.sleep(0.6)  # noqa: ASYNC251  (as if others had the machine)
         await asyncio.sleep(0.05)
         assert _stops(registry, "lag", 0.5) == 1

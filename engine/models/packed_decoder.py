@@ -34,7 +34,7 @@ from engine.models.share import RankShare
 from engine.models.xielu import xielu_parameters
 
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
-"""In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
+"""In the order of the kernels' numbers; see engine/kernels/cpu/arguments.py."""
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
 

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from engine.attention.backend import AdapterRows
 from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.kernels.cpu.byte_matrix import ByteMatrix
+from engine.kernels.cpu.int8_rows import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
-from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.models.adapters import AdapterWeights, ModulePiece
 from engine.models.encodings import LinearParameters
 from engine.models.norms import Norm, is_cpu_fp32

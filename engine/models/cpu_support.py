@@ -38,7 +38,7 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "relu2": RELU2,
     "xielu": XIELU,
 }
-"""Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
+"""Activations by their names in config.json, as in engine.models.activations.ACTIVATIONS."""
 KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse-mixer": SPARSE_MIXER}
 """By the names of ExpertsConfig.scoring."""
 

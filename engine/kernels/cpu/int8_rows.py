@@ -1,8 +1,9 @@
 """Compiled loops over fp32 rows around the int8 products of the eager decoder.
 
-It quantises rows for oneDNN's matrix products. A loop reads a row once; torch would make five passes. A quantised row is `scale * (q - levels - 1)` with q in [1, 2 * levels + 1] as unsigned bytes, which oneDNN
-multiplies fastest. Magnitudes are compared as integer bit patterns, because LLVM vectorises that comparison and not the
-comparison of floats.
+It quantises rows for oneDNN's matrix products. A loop reads a row once; torch would make five passes. A quantised row
+is `scale * (q - levels - 1)` with q in [1, 2 * levels + 1] as unsigned bytes, which oneDNN multiplies fastest.
+Magnitudes are compared as integer bit patterns, because LLVM vectorises that comparison and not the comparison of
+floats.
 """
 
 import numpy as np

@@ -47,6 +47,7 @@ class BlockPool:
 
     `on_evict` is called with a block and its hash before the block is used anew, if somebody may want its content; for
     a snapshot with each block and its hash of `state_block_hashes`.
+    `on_first_use` is called with each block that is allocated for the first time, in ascending order.
     `clock` measures times to live, in seconds.
     """
 
@@ -54,6 +55,7 @@ class BlockPool:
         self,
         num_blocks: int,
         on_evict: Callable[[int, BlockHash], None] | None = None,
+        on_first_use: Callable[[int], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.num_blocks = num_blocks
@@ -68,6 +70,8 @@ class BlockPool:
         # The conversation that used a block without a hint; "": unknown, or several. Hints of others count for less.
         self._unhinted: dict[int, str] = {}
         self._on_evict = on_evict
+        self._on_first_use = on_first_use
+        self._num_used = 0
         self._clock = clock
 
     @property
@@ -123,6 +127,10 @@ class BlockPool:
     def _take_one(self) -> int:
         if self._blank:
             block_id = self._blank.pop()
+            if block_id == self._num_used:
+                self._num_used += 1
+                if self._on_first_use is not None:
+                    self._on_first_use(block_id)
         else:
             block_id, is_worth_keeping = self._cached.take()
             self._forget_content(block_id, is_worth_keeping=is_worth_keeping)

@@ -21,6 +21,7 @@ from engine.kernels.cpu.checked_copy import Pieces, can_copy, gather, prepare, s
 from engine.kernels.cpu.machine import GROUP, KEYS
 from engine.kv_memory import KVReservation
 from engine.kv_types import as_bytes, kv_type
+from engine.memory import commit_pages
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 
 Bytes = NDArray[np.uint8]
@@ -101,6 +102,12 @@ class KVCache:
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
         """Bytes of `span` in `num_blocks` blocks."""
         return num_blocks * span.num_layer_heads * self.layout.cell_bytes
+
+    def commit_blocks(self, first: int, end: int) -> None:
+        """Let the system commit the pages of blocks [first, end) on CPU. Any thread may call it at any time."""
+        if self._tensor.is_cpu:
+            for plane in self._units.flatten(0, 1):
+                commit_pages(plane[first:end])
 
     def copy_block(self, source: int, target: int) -> None:
         """Copy one block within the cache, in all layers. Called by the model's thread only."""

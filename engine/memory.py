@@ -16,6 +16,8 @@ from mesh.domain.errors import ConfigurationError
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _STAT_BLOCK_BYTES = 512
+_MADV_POPULATE_WRITE = 23  # since Linux 5.14; other systems refuse it
+_COMMITTED_AT_ONCE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +141,22 @@ def release_pages(mapped: Tensor) -> None:
     num_bytes = (mapped.data_ptr() + mapped.nbytes - first) // mmap.PAGESIZE * mmap.PAGESIZE
     if num_bytes > 0:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+
+
+def commit_pages(memory: Tensor) -> bool:
+    """Let the system commit the pages of a tensor, whose values stay as they are, so that nobody waits for it at the
+    first write. Other threads may use the tensor. Returns False if this system cannot do so.
+    """
+    if sys.platform != "linux":
+        return False
+    madvise, end = ctypes.CDLL(None).madvise, memory.data_ptr() + memory.nbytes
+    first = memory.data_ptr() // mmap.PAGESIZE * mmap.PAGESIZE
+    # One huge page at a time: other changes of the process's memory wait for the end of a call.
+    for page in range(first, end, _COMMITTED_AT_ONCE):
+        num_bytes = min(_COMMITTED_AT_ONCE, end - page)
+        if madvise(ctypes.c_void_p(page), ctypes.c_size_t(num_bytes), _MADV_POPULATE_WRITE) != 0:
+            return False
+    return True
 
 
 def return_freed_memory() -> None:

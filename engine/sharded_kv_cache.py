@@ -34,6 +34,10 @@ class ShardedKVCache:
     def payload_bytes(self, num_blocks: int, span: KVSpan) -> int:
         return self._own.payload_bytes(num_blocks, span)
 
+    def commit_blocks(self, first: int, end: int) -> None:
+        for shard in self._shards:
+            shard.commit_blocks(first, end)
+
     def copy_block(self, source: int, target: int) -> None:
         for shard in self._shards:
             shard.copy_block(source, target)

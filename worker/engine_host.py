@@ -29,6 +29,7 @@ from checkpoint.partition_manifest import WeightFiles
 from engine.block_pool import BlockPool
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv_disk import BlockFiles, DiskCache, private_folder
+from engine.kv_pages import PagesAhead
 from engine.load_runner import load_model_runner, load_speculator
 from engine.load_times import measured_load, rounded
 from engine.loop import Engine
@@ -174,8 +175,13 @@ def load_engine_host(
         speculative=limits.speculation.kind,
     )
     disk = None if weights is None else _kv_disk(settings, scheduler_config, runner, weights)
-    scheduler = Scheduler(scheduler_config, BlockPool(num_blocks, None if disk is None else disk.evicted), disk)
+    scheduler = _scheduler(scheduler_config, runner.kv_cache, disk)
     return EngineHost(settings, runner, scheduler, speculator, runner_settings.degrees, disk, adapters)
+
+
+def _scheduler(config: SchedulerConfig, cache: AnyKVCache, disk: DiskCache | None) -> Scheduler:
+    pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, PagesAhead(cache).use)
+    return Scheduler(config, pool, disk)
 
 
 def _announce_adapters(settings: WorkerSettings, adapters: Sequence[AdapterFiles]) -> None:

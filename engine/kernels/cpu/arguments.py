@@ -372,15 +372,16 @@ class Recurrent(NamedTuple):
 
 
 _NO_STATES, _NO_ROWS, _NO_COUNTS = np.empty((0, 0), np.float32), np.empty(0, np.int64), np.empty(0, np.int32)
+_ZERO = np.float32(0.0)
 NO_RECURRENT_WEIGHTS = RecurrentWeights(_NO_STATES.reshape(0, 0, 0), *[_NO_STATES] * 5)
 NO_RECURRENCE = Recurrent(
     *NO_RECURRENT_WEIGHTS,
-    eps=np.float32(0.0),
+    eps=_ZERO,
     kind=CONV,
     num_key_heads=0,
     key_dim=0,
     value_dim=0,
-    scan=ScanFacts(*[np.float32(0.0)] * 4, gate_first=False),
+    scan=ScanFacts(_ZERO, _ZERO, _ZERO, _ZERO, gate_first=False),
     places=StatePlaces(_NO_STATES, _NO_ROWS, _NO_ROWS, in_piece=0, of_layer=0),
 )
 """Of a model without recurrent layers."""

@@ -35,7 +35,7 @@ from engine.settings import DTYPES, QUANTIZATIONS
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.model_size import ModelSize, model_size
-from tandem_cli.capacity.roofline import WEIGHT_BYTES
+from tandem_cli.capacity.roofline import Precision
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 _PROMPT = 0
@@ -211,8 +211,14 @@ def _ratios(variant: Variant, options: argparse.Namespace, times: Times) -> str:
     )
 
 
+def _step_bytes(variant: Variant, size: ModelSize) -> float:
+    """Of the weights that a step reads."""
+    precision = Precision(variant.weights, "float32", is_packed=not variant.is_eager)
+    return size.linear_params * precision.weight_bytes + size.vocabulary_params * precision.output_bytes
+
+
 def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s: float) -> str:
-    num_bytes = size.step_params * WEIGHT_BYTES[variant.weights]
+    num_bytes = _step_bytes(variant, size)
     reached = 1000 * num_bytes / step_ms
     read = f"{num_bytes / 1e6:.0f} MB of weights at {reached / 1e9:.1f} GB/s"
     return f"{variant}: a step of 1 reads {read}, {reached / bytes_per_s:.0%} of the {bytes_per_s / 1e9:.1f} of memory"
@@ -229,7 +235,7 @@ def _product_speeds(
     lower. bytes_per_s: of memory.
     """
     limit = operations_per_s(_ARITHMETIC.get(variant.weights, "float32"), variant.num_threads)
-    num_bytes = size.step_params * WEIGHT_BYTES[variant.weights]
+    num_bytes = _step_bytes(variant, size)
     yield f"{variant}: the cores compute at most {limit / 1e9:.0f} GOP/s, memory gives {bytes_per_s / 1e9:.1f} GB/s"
     for column in (_PROMPT, *options.batch):
         ms = sum(phases_ms[variant, column].get(phase, 0.0) for phase in _PRODUCTS)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from engine.kernels.cpu.machine import MAX_ZERO
 from engine.quantized_formats.config import MatrixStorage
 from mesh.domain.errors import ConfigurationError
 
@@ -60,8 +61,8 @@ class QuantizedMatrix:
 
     def in_int4(self, group: int, order: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Values from 0 to 15, scales and zeros as `round_to_int4` returns them, of integers of 4 bits, with the inputs
-        in this order; `group` divides the matrix's own groups. Raises ConfigurationError if these are not equal, or
-        their inputs are not neighbours in this order.
+        in this order; `group` divides the matrix's own groups. Raises ConfigurationError if these are not equal, their
+        inputs are not neighbours in this order, or a zero is larger than MAX_ZERO.
         """
         num_inputs, num_groups = self.values.shape[1], self.scales.shape[1]
         in_order = torch.arange(num_inputs) // -(-num_inputs // num_groups)
@@ -75,6 +76,8 @@ class QuantizedMatrix:
             )
         offset = 8 if values.dtype is torch.int8 else 0
         zeros = torch.zeros_like(self.scales) if self.zeros is None else self.zeros
+        if bool((zeros < -offset).any()) or bool((zeros > MAX_ZERO - offset).any()):
+            raise ConfigurationError(f"its zeros are not all from 0 to {MAX_ZERO}: serve it with --dtype float32")
         stored = in_order[::group]
         return (
             (values.to(torch.int16) + offset).to(torch.uint8),

@@ -112,17 +112,32 @@ def _unequal(index: torch.Tensor) -> torch.Tensor:
     return index.masked_fill(index == 1, 0)
 
 
+def _too_large(packed_zeros: torch.Tensor) -> torch.Tensor:
+    num_words, num_groups = packed_zeros.shape
+    return torch.full((8 * num_words, num_groups), 9, dtype=torch.int8)
+
+
 @pytest.mark.parametrize(
-    ("name", "change"), [("mlp.down_proj", _unequal), ("self_attn.k_proj", lambda index: index.flip(0).contiguous())]
+    ("form", "name", "part", "change"),
+    [
+        ("gptq-32-order", "mlp.down_proj", "g_idx", _unequal),
+        ("gptq-32-order", "self_attn.k_proj", "g_idx", lambda index: index.flip(0).contiguous()),
+        ("w4a16-32-zeros", "mlp.down_proj", "weight_zero_point", _too_large),
+    ],
 )
-def test_groups_that_cannot_be_neighbours_are_refused(
-    quantized: Quantized, tmp_path: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]
+def test_groups_that_cannot_be_multiplied_are_refused(
+    quantized: Quantized,
+    tmp_path: Path,
+    form: str,
+    name: str,
+    part: str,
+    change: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Groups of different sizes, and keys in other groups than queries."""
-    folder = Path(shutil.copytree(quantized("gptq-32-order"), tmp_path / "model"))
+    """Groups of different sizes, keys in other groups than queries, and zeros of more than 4 bits."""
+    folder = Path(shutil.copytree(quantized(form), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
-    index = f"model.layers.1.{name}.g_idx"
-    tensors[index] = change(tensors[index])
+    changed = f"model.layers.1.{name}.{part}"
+    tensors[changed] = change(tensors[changed])
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigurationError, match=rf"matrix model.layers.1.{name}: .* --dtype float32"):
         load_model_runner(settings(folder))

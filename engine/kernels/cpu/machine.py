@@ -62,6 +62,8 @@ INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
 FOUR_BITS, LEVELS, EIGHT_BITS = 0, 1, 2
 """What the numbers of a matrix of a model in int4 are: integers of 4 bits, levels of MXFP4, or integers of 8 bits."""
+MAX_ZERO = 16
+"""The largest zero of weights of 4 bits."""
 EIGHT_BITS_ZERO = 128
 IN_FP32, IN_BF16 = 0, 1
 """Forms in which a model in fp8 has units of columns that are not fp8; the form of others is the number of inputs that

@@ -2,7 +2,12 @@
 
 A group is 32, 64 or 128 inputs. A weight of 4 bits, 0 to 15, means `(weight - zero) * scale`, where each column has a
 zero and a scale for every group. A row of the left operand is one block for each group: the scale of its activations in
-fp32, minus their sum in int32, and the activations as signed bytes.
+fp32, minus their sum in int32 (with VNNI MAX_ZERO times that), and the activations as signed bytes, with zeros
+behind the row's last.
+
+A zero takes zero * sum of a row's products. Without VNNI each row and column has a multiplication for it. With VNNI
+weights of 4 bits are raised by MAX_ZERO - zero when they are unpacked, and then all columns of a row have the same
+to take, which the row's block holds.
 
 A panel of 16 columns begins with its scales and zeros: for each group 16 fp16 and 16 bytes, padded to whole cache
 lines. Then come the weights as [inputs / 8][16][4] bytes: of 8 inputs, the low halves of a column's 4 bytes hold the
@@ -56,12 +61,15 @@ from engine.kernels.cpu.machine import (
     INT8_LEVELS,
     LANES,
     LEVELS,
+    MAX_ZERO,
     PANEL,
     VECTOR_BYTES,
     knows_avx512,
     knows_vnni,
 )
 
+_ZERO_BITS = 4
+"""MAX_ZERO is 2 to this."""
 BLOCK_HEAD_BYTES = 8
 """Bytes of a block before its activations."""
 SCALES_BYTES = PANEL * (HALF_BYTES + 1)
@@ -115,8 +123,9 @@ class _Vectors:
         return low, high
 
     def levels(self, numbers: Value) -> Value:
-        """The bytes of E2M1_LEVELS with these numbers."""
-        table = ir.Constant(self.bytes, list(E2M1_LEVELS) * (GROUP * self.lanes // len(E2M1_LEVELS)))
+        """The bytes of E2M1_LEVELS with these numbers; with VNNI they are raised."""
+        levels = [level + MAX_ZERO - E2M1_ZERO for level in E2M1_LEVELS] if knows_vnni() else E2M1_LEVELS
+        table = ir.Constant(self.bytes, list(levels) * (GROUP * self.lanes // len(E2M1_LEVELS)))
         name = "llvm.x86.avx512.pshuf.b.512" if knows_avx512() else "llvm.x86.avx2.pshuf.b"
         return self.emit.call(name, self.bytes, table, numbers)
 
@@ -125,6 +134,13 @@ class _Vectors:
 
     def zeros(self, at: Value) -> Value:
         return self.emit.builder.zext(self.emit.load(at, self._octets, 1), self.ints)
+
+    def rises(self, zeros: Value) -> Value:
+        """What raises the weights of 4 bits of columns with these zeros, for each of the bytes of `nibbles`."""
+        lanes, size = self.emit.builder.bitcast(zeros, self.bytes), GROUP * self.lanes
+        places = ir.Constant(ir.VectorType(INT32, size), [byte // GROUP * GROUP for byte in range(size)])
+        repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)
+        return self.emit.builder.sub(ir.Constant(self.bytes, [MAX_ZERO] * size), repeated)
 
     def dot_pairs(self, left: Value, right: Value) -> Value:
         """The sum of the products of each lane's two int16."""
@@ -224,12 +240,13 @@ class _Tile:
         with emit.loop(self._count, [vectors.nothing] * (len(rows) * len(columns))) as loop:
             block = builder.mul(loop.index, builder.add(self._size, INT64(BLOCK_HEAD_BYTES)))
             blocks_at = [emit.at(at, block) for at in rows_at]
-            scales, zeros, weights_at = self._columns(columns, loop.index, numbers)
-            shifts = [vectors.splat(emit.load(emit.at(at, FLOAT_BYTES), INT32)) for at in blocks_at]
-            sums = [vectors.dot_pairs(zero, shift) for shift in shifts for zero in zeros]
+            scales, zeros, weights_at = self._columns(columns, loop.index, numbers, prefetches=prefetches)
+            sums, rises = self._without_zeros(blocks_at, zeros, numbers)
             inputs_at = [emit.at(at, BLOCK_HEAD_BYTES) for at in blocks_at]
             multiply = (
-                self._step_of_bytes if numbers == EIGHT_BITS else partial(self._step, has_levels=numbers == LEVELS)
+                self._step_of_bytes
+                if numbers == EIGHT_BITS
+                else partial(self._step, rises=rises, has_levels=numbers == LEVELS)
             )
             if is_one_step:
                 sums = multiply(inputs_at, weights_at, sums, prefetches=prefetches)
@@ -246,8 +263,23 @@ class _Tile:
                 loop.next.append(vectors.add_scaled(exact, factor, scale, total))
         self._store(rows, columns, loop.next)
 
+    def _without_zeros(
+        self, blocks_at: list[Value], zeros: list[Value], numbers: int
+    ) -> tuple[list[Value], list[Value]]:
+        """Sums [rows * columns] with nothing in them but what the zeros take, and what weights of the columns are
+        raised by, if they are.
+        """
+        emit, builder, vectors = self._emit, self._emit.builder, self.vectors
+        shifts = [emit.load(emit.at(at, FLOAT_BYTES), INT32) for at in blocks_at]
+        if knows_vnni() and numbers != EIGHT_BITS:
+            sums = [vectors.splat(shift) for shift in shifts for _ in zeros]
+            return sums, [vectors.rises(zero) for zero in zeros] if numbers == FOUR_BITS else []
+        if knows_vnni():
+            shifts = [builder.ashr(shift, INT32(_ZERO_BITS)) for shift in shifts]
+        return [vectors.dot_pairs(zero, shift) for shift in map(vectors.splat, shifts) for zero in zeros], []
+
     def _columns(
-        self, columns: list[_Column], group: Value, numbers: int
+        self, columns: list[_Column], group: Value, numbers: int, *, prefetches: bool
     ) -> tuple[list[Value], list[Value], list[Value]]:
         """Of group number `group` the scales, the zeros, and where the weights are."""
         emit, builder, lanes = self._emit, self._emit.builder, self.vectors.lanes
@@ -258,6 +290,8 @@ class _Tile:
         for panel, part in columns:
             panel_at = emit.at(self._b[0], builder.mul(self._b[1], INT64(panel)))
             head_at = emit.at(panel_at, head)
+            if prefetches and part == 0:
+                emit.prefetch(emit.at(head_at, self._ahead), to_l2=True)
             scales.append(self.vectors.scales(emit.at(head_at, part * lanes * HALF_BYTES)))
             zeros.append(self.vectors.zeros(emit.at(head_at, PANEL * HALF_BYTES + part * lanes)))
             weights_at.append(emit.at(emit.at(panel_at, first), part * lanes * GROUP))
@@ -270,6 +304,7 @@ class _Tile:
         totals: list[Value],
         *,
         prefetches: bool,
+        rises: list[Value],
         has_levels: bool,
     ) -> list[Value]:
         """totals [rows * columns] and the products of _STEP inputs."""
@@ -281,6 +316,9 @@ class _Tile:
             columns = [vectors.nibbles(emit.at(at, octet * VECTOR_BYTES)) for at in weights_at]
             if has_levels:
                 columns = [(vectors.levels(low), vectors.levels(high)) for low, high in columns]
+            elif rises:
+                add, pairs = emit.builder.add, zip(columns, rises, strict=True)
+                columns = [(add(low, rise), add(high, rise)) for (low, high), rise in pairs]
             for at in prefetched_at:
                 emit.prefetch(emit.at(emit.at(at, self._ahead), octet * VECTOR_BYTES), to_l2=True)
             for row, at in enumerate(inputs_at):
@@ -327,22 +365,35 @@ class _Tile:
 
 
 @emitted
-def quantise_block(typing: TypingContext, values: NumbaType, num_vectors: NumbaType, out: NumbaType) -> Intrinsic:
-    """Write 16 * num_vectors fp32 numbers as a block of a group, whose scale is the largest magnitude / 127."""
+def quantise_block(
+    typing: TypingContext, values: NumbaType, num_vectors: NumbaType, num_missing: NumbaType, out: NumbaType
+) -> Intrinsic:
+    """Write 16 * num_vectors fp32 numbers as a block of a group, whose scale is the largest magnitude / 127, and
+    16 * num_missing zeros behind them.
+    """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
-        values_at, out_at = emit.pointer(args[0]), emit.pointer(args[2])
-        largest = largest_of(emit, args[0], args[1])
+        values, num_vectors, num_missing, out = args
+        values_at, out_at = emit.pointer(values), emit.pointer(out)
+        largest = largest_of(emit, values, num_vectors)
         factor = emit.splat(builder.fdiv(FLOAT(INT8_LEVELS), largest, flags=("nsz",)))
-        with emit.loop(args[1], [ir.Constant(INTS, [0] * LANES)]) as loop:
+
+        def put(levels: Value, number: Value) -> None:
+            at = builder.add(builder.mul(number, INT64(LANES)), INT64(BLOCK_HEAD_BYTES))
+            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
+
+        with emit.loop(num_vectors, [ir.Constant(INTS, [0] * LANES)]) as loop:
             read = emit.load(emit.at(values_at, builder.mul(loop.index, INT64(VECTOR_BYTES))), FLOATS)
             levels = emit.rounded(builder.fmul(read, factor))
-            at = builder.add(builder.mul(loop.index, INT64(LANES)), INT64(BLOCK_HEAD_BYTES))
-            emit.store(builder.trunc(levels, BYTES), emit.at(out_at, at), 1)
+            put(levels, loop.index)
             loop.next.append(builder.sub(loop.carried[0], levels))
         emit.store(builder.fdiv(largest, FLOAT(INT8_LEVELS), flags=("nsz",)), out_at)
-        emit.store(emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0]), emit.at(out_at, FLOAT_BYTES))
+        shift = emit.call("llvm.vector.reduce.add.v16i32", INT32, loop.next[0])
+        shift = builder.shl(shift, INT32(_ZERO_BITS)) if knows_vnni() else shift
+        emit.store(shift, emit.at(out_at, FLOAT_BYTES))
+        with builder.if_then(builder.icmp_signed(">", num_missing, INT64(0))), emit.loop(num_missing, []) as missing:
+            put(ir.Constant(INTS, [0] * LANES), builder.add(num_vectors, missing.index))
         return context.get_dummy_value()
 
-    return types.void(types.intp, types.intp, types.intp), generate
+    return types.void(types.intp, types.intp, types.intp, types.intp), generate

@@ -34,7 +34,8 @@ def _quantise_row(values: Address, num_vectors: int, out: Address, group: int, e
 def _quantise_groups(values: Address, num_vectors: int, out: Address, group: int, element: Element) -> np.float32:
     per_block = group // LANES
     for first in range(0, num_vectors, per_block):
-        quantise_block(values + first * VECTOR_BYTES, min(per_block, num_vectors - first), out)
+        count = min(per_block, num_vectors - first)
+        quantise_block(values + first * VECTOR_BYTES, count, per_block - count, out)
         out += group + BLOCK_HEAD_BYTES
     return np.float32(1.0)
 

@@ -31,7 +31,6 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.nibbles import (
     BLOCK_HEAD_BYTES,
-    E2M1_LEVELS,
     SCALES_BYTES,
     bytes_per_input,
     panel_bytes,
@@ -150,8 +149,7 @@ class Packer:
         halves = (scales / powers[:, None]).half().view(num_panels, PANEL, num_groups).transpose(1, 2).contiguous()
         heads[:, :, : PANEL * HALF_BYTES] = halves.view(torch.uint8)
         heads[:, :, PANEL * HALF_BYTES :] = zeros.view(num_panels, PANEL, num_groups).transpose(1, 2)
-        nothing = E2M1_LEVELS.index(0) if is_mxfp4 else 0  # what lies behind a row's inputs may be any bytes
-        weight = _pad_inputs(weight, num_groups * shape.group, nothing)
+        weight = _pad_inputs(weight, num_groups * shape.group)
         packed = target[:, round_up(num_groups * SCALES_BYTES, CACHE_LINE_BYTES) :].view(num_panels, -1, PANEL, GROUP)
         if shape.numbers == EIGHT_BITS:
             packed.copy_(weight.view(num_panels, PANEL, -1, GROUP).transpose(1, 2))
@@ -285,10 +283,10 @@ def as_array(weights: Tensor) -> Array:
     return array.view(DTYPES[weights.dtype])
 
 
-def _pad_inputs(weight: Tensor, depth: int, value: int = 0) -> Tensor:
+def _pad_inputs(weight: Tensor, depth: int) -> Tensor:
     """`weight` [outputs, inputs] as [outputs, depth]; not a copy if it has so many inputs."""
     missing = depth - weight.shape[1]
-    return torch.nn.functional.pad(weight, (0, missing), value=value) if missing else weight
+    return torch.nn.functional.pad(weight, (0, missing)) if missing else weight
 
 
 def _row_sums(weight: Tensor) -> Tensor:

@@ -27,11 +27,12 @@ from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encoder_decoder.parameters import encoder_decoder_specs
-from engine.models.encodings import Parameters
+from engine.models.encodings import OUTPUT, OUTPUT_ENCODINGS, Parameters
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import pack_decoder
 from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
+from engine.models.rounding import INT4_GROUP
 from engine.models.share import RankShare, share_specs
 from engine.partition import read_rank
 from engine.resolve import kv_layout, why_eager
@@ -41,8 +42,8 @@ from engine.weights import Progress, WeightsTarget, held, load_weights, paramete
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
-_MATRIX_BYTES = {"int8": 1, "int4": 1, "fp8": 2}
-"""Of a number of a matrix. Models in int4 may have some in 8 bits, models in fp8 some in bf16."""
+_MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
+"""Of a number of a matrix; groups in int4 have a scale and a zero. Models in fp8 may have some matrices in bf16."""
 
 
 def assemble_runner(
@@ -191,16 +192,29 @@ def reserve_memory(settings: RunnerSettings, config: AnyConfig, later_bytes: int
         mapped_bytes = {partition.identity: partition.num_bytes}
         num_bytes = partition.num_bytes + settings.adapter_bytes
         return KVReservation.enter(device, settings.kv_memory, num_bytes, mapped_bytes)
-    num_bytes = weights_bytes(settings, specs_of(settings, config)) + settings.adapter_bytes
+    packed: ModelConfig | None = None
+    if isinstance(config, ModelConfig) and why_eager(settings, config, kv_layout(config, settings)) is None:
+        packed = config
+    num_bytes = weights_bytes(settings, specs_of(settings, config), packed) + settings.adapter_bytes
     return KVReservation.enter(device, settings.kv_memory, num_bytes, later_bytes=later_bytes)
 
 
-def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec]) -> int:
-    """Memory of the parts that are held, but for scales."""
-    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype))
+def weights_bytes(settings: RunnerSettings, specs: Sequence[ParameterSpec], packed: ModelConfig | None = None) -> int:
+    """Memory of the parts that are held, but for scales of outputs. `packed`: the model, if it is packed for the
+    compiled decoder, which has a tied output matrix beside the embedding.
+    """
+    encoding = settings.encoding
+    target = WeightsTarget(torch.device("cpu"), getattr(torch, settings.dtype), encoding, packed is not None)
 
-    def itemsize(spec: ParameterSpec) -> int:
-        own = target.dtype_of(spec).itemsize
-        return _MATRIX_BYTES.get(settings.encoding, own) if spec.is_matrix else own
+    def itemsize(spec: ParameterSpec) -> float:
+        if spec.is_matrix or spec.name == OUTPUT:
+            own = OUTPUT_ENCODINGS.get(encoding, encoding) if spec.name == OUTPUT else encoding
+            return _MATRIX_BYTES.get(own, target.dtype_of(spec).itemsize)
+        table = target if packed is None else target_of_table(spec, getattr(torch, packed.dtype), target)
+        return table.dtype_of(spec).itemsize
 
-    return sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)
+    num_bytes = sum(prod(spec.held_shape) * itemsize(spec) for spec in specs if spec.is_held)
+    if packed is not None and packed.tied:
+        output = _MATRIX_BYTES.get(OUTPUT_ENCODINGS.get(encoding, encoding), target.dtype.itemsize)
+        num_bytes += packed.vocab_size * packed.embed_width * output
+    return int(num_bytes)

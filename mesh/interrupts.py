@@ -29,12 +29,14 @@ _CALLERS = (
     "logging.",
     "grpc.",
     "llvmlite.binding.executionengine.",
+    "numpy.<module>",
     "engine.models.loop_threads.LoopThreads.run",
     "mesh.interrupts._interrupt",
 )
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-threads of a step would wait for one that has raised; `_interrupt` itself may run in the middle of asyncio's code.
+numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; threads of a step would wait for
+one that has raised; `_interrupt` itself may run in the middle of asyncio's code.
 """
 
 

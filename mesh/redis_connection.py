@@ -30,7 +30,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import LogLimit
 from mesh.rpc.credentials import MeshKey
-from mesh.tasks import Backoff, require_not_cancelled
+from mesh.tasks import Backoff, require_not_cancelled, until_ended
 
 log = structlog.get_logger(__name__)
 
@@ -89,7 +89,7 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
             return _open_master(parts, options)
         if parts.scheme in _BY_CLUSTER:
             return _open_slot(parts, options)
-        return Redis.from_url(url, **options)
+        return _Client.from_url(url, **options)
     except ValueError:
         # The text of the error may contain a part of the password.
         raise ConfigurationError(
@@ -98,11 +98,23 @@ def open_redis(url: str, *, timeout_s: float = _TIMEOUT_S) -> Redis:
         ) from None
 
 
-class _Master(Redis):
-    """A client of the server that the sentinels name when it connects. It closes its connections to them, too."""
+class _Client(Redis):
+    """Closes all its connections, also if it is cancelled meanwhile: redis would forget those, and leave their sockets
+    open until they are collected as garbage.
+    """
 
     async def aclose(self, close_connection_pool: bool | None = None) -> None:
+        await until_ended(self._close(close_connection_pool))
+
+    async def _close(self, close_connection_pool: bool | None) -> None:
         await super().aclose(close_connection_pool)
+
+
+class _Master(_Client):
+    """A client of the server that the sentinels name when it connects. It closes its connections to them, too."""
+
+    async def _close(self, close_connection_pool: bool | None) -> None:
+        await super()._close(close_connection_pool)
         pool = self.connection_pool
         assert isinstance(pool, SentinelConnectionPool)
         await pool.sentinel_manager.aclose()
@@ -206,7 +218,7 @@ async def _owner(servers: Sequence[Address], options: dict[str, Any]) -> Address
     failure: Exception = RedisConnectionError("no server of the cluster has the slot of the mesh")
     for host, port in servers:
         try:
-            async with Redis(host=host, port=port, **options) as redis:
+            async with _Client(host=host, port=port, **options) as redis:
                 ranges = await redis.execute_command("CLUSTER", "SLOTS")  # type: ignore[no-untyped-call]
         except (RedisError, OSError, TimeoutError) as error:
             failure = error
@@ -228,7 +240,7 @@ def _open_slot(url: SplitResult, options: dict[str, Any]) -> Redis:
     parsed = {**options, **parsed}
     asking = {**parsed, "ssl": True} if tls else parsed
     pool = ConnectionPool(_ToSlotWithTls if tls else _ToSlot, servers=servers, asking=asking, **parsed)
-    return Redis.from_pool(pool)
+    return _Client.from_pool(pool)
 
 
 def _is_clustered(redis: Redis) -> bool:

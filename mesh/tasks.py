@@ -1,5 +1,5 @@
 """asyncio tasks: delays between attempts, cancellation that a library hides, tasks that succeed or fail as one, and
-waiting for a thread even when cancelled.
+waiting for a thread or a coroutine even when cancelled.
 """
 
 import asyncio
@@ -75,6 +75,19 @@ async def run_to_end(executor: Executor, call: Callable[[], T]) -> T:
             waiting.add_done_callback(mark_retrieved)
             with suppress(asyncio.CancelledError):  # the thread may still access its memory, which the caller frees
                 await asyncio.wait([waiting])
+        raise
+
+
+async def until_ended(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Await a coroutine that takes a bounded time. If cancelled, raise only after it has ended."""
+    task = asyncio.ensure_future(coroutine)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        while not task.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([task])
+        mark_retrieved(task)
         raise
 
 

@@ -102,7 +102,7 @@ class Deployment:
     registry_host: str = ""
     """Where workers on other machines register; "" for none."""
     download_s: float = 0.0
-    """How much of `loading_timeout_s` has passed."""
+    """How much of `model_loading_timeout` has passed, if it is set."""
 
     @property
     def has_prefill(self) -> bool:
@@ -242,7 +242,9 @@ class Deployment:
         else:
             settings |= {**self.values.get(role, {}), **model.values.get(role, {})}
         flags = self._flags(settings)
-        extra_flags = as_flags(num_threads=len(cores), model_loading_timeout=self.settings.loading_timeout_s)
+        limit_s = self.settings.model_loading_timeout
+        extra_flags = as_flags(num_threads=len(cores))
+        extra_flags += as_flags(model_loading_timeout=limit_s) if limit_s is not None else ()
         extra_flags += as_flags(**self.device_values.get(name, {}))
         if self.pin:
             extra_flags += as_flags(cpu_list=format_cores(cores))

@@ -4,9 +4,12 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict
+from datetime import timedelta
 
-from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+from rich.console import Console
+from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 from rich.table import Table
 
 from checkpoint.new_folder import require_absent
@@ -22,6 +25,8 @@ from tandem_cli.calibration import CalibrationPrompts, read_prompts
 from tandem_cli.model_folders import find_model
 from tandem_cli.quantize import DEFAULT_ALPHA, DEFAULT_GROUP_SIZE
 from tandem_cli.terminal import FittingTable, error_console, progress_bar, wide_console
+
+_TELL_EVERY_S = 30.0
 
 
 def quantize_model(args: argparse.Namespace) -> int:
@@ -43,14 +48,13 @@ def quantize_model(args: argparse.Namespace) -> int:
     console = error_console()
     console.print(_about(prompts, min(args.max_tokens, config.max_model_len)), soft_wrap=True)
     with progress_bar(console, MofNCompleteColumn(), TimeRemainingColumn()) as bar:
-        task = bar.add_task("layers", total=config.num_layers)
         made = quantize_checkpoint(
             checkpoint,
             args.out,
             scheme,
             prompts.calibration,
             prompts.held_out,
-            lambda done: bar.update(task, completed=done),
+            _layer_progress(console, bar, config.num_layers),
         )
     if args.json:
         facts = {"scheme": args.scheme, "base_bytes": checkpoint.num_bytes, "bytes": made.num_bytes}
@@ -63,6 +67,24 @@ def quantize_model(args: argparse.Namespace) -> int:
             f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
         )
     return 0
+
+
+def _layer_progress(console: Console, bar: Progress, num_layers: int) -> Callable[[int], None]:
+    """Shows finished layers and the time left: in a log, which has no bar, by a line now and then."""
+    task = bar.add_task("layers", total=num_layers)
+    began_s = told_s = time.monotonic()
+
+    def tell(done: int) -> None:
+        nonlocal told_s
+        bar.update(task, completed=done)
+        now_s = time.monotonic()
+        if not console.is_terminal and now_s - told_s >= _TELL_EVERY_S:
+            told_s, left_s = now_s, (now_s - began_s) / done * (num_layers - done)
+            console.print(
+                f"{done} of {num_layers} layers, about {timedelta(seconds=round(left_s))} left", soft_wrap=True
+            )
+
+    return tell
 
 
 def _check_options(args: argparse.Namespace) -> None:

@@ -33,6 +33,8 @@ from tandem_cli.trial import Trial
 _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _HINT_AFTER_S = 10.0
+_STALLED_S = 300.0
+"""A start gets on while its services report something in so much time; workers give up their loading before."""
 _COMPILE_HINT = "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
 
 
@@ -50,11 +52,6 @@ class _Signal:
 
 
 @dataclass(frozen=True, slots=True)
-class _StartTimedOut:
-    """The time limit for the start of the mesh has passed."""
-
-
-@dataclass(frozen=True, slots=True)
 class _TrialEnded:
     """The trial request has been answered or has failed."""
 
@@ -64,7 +61,7 @@ class _RestartDue:
     service: Service
 
 
-_Event: TypeAlias = ServiceEvent | _Signal | _StartTimedOut | _TrialEnded | _RestartDue | Change
+_Event: TypeAlias = ServiceEvent | _Signal | _TrialEnded | _RestartDue | Change
 
 
 class Supervisor:
@@ -93,6 +90,7 @@ class Supervisor:
         self._removed: set[str] = set()
         self._leaving: dict[asyncio.Task[None], RunningService] = {}
         self._compile_hint: asyncio.TimerHandle | None = None
+        self._start_ends_s = float("inf")
         self._is_stopping = False
 
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
@@ -128,8 +126,8 @@ class Supervisor:
 
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
-        left_s = self._deployment.settings.loading_timeout_s - self._deployment.download_s
-        timer = asyncio.get_running_loop().call_later(left_s, self._queue.put_nowait, _StartTimedOut())
+        limit_s = self._deployment.settings.model_loading_timeout
+        self._start_ends_s = time.monotonic() + (limit_s or _STALLED_S) - self._deployment.download_s
         try:
             for router in self._deployment.routers():
                 await self._spawn(router)
@@ -138,7 +136,6 @@ class Supervisor:
             for address in self._addresses("router"):
                 await self._run_trial(address)
         finally:
-            timer.cancel()
             if self._compile_hint is not None:
                 self._compile_hint.cancel()
 
@@ -206,9 +203,12 @@ class Supervisor:
 
     async def _next_while_starting(self, waiting_for: set[str]) -> _Event:
         """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed."""
-        event = await self._next()
-        if isinstance(event, _StartTimedOut):
-            raise MeshFailed(self._describe_timeout(waiting_for))
+        try:
+            event = await asyncio.wait_for(self._next(), self._start_ends_s - time.monotonic())
+        except TimeoutError:
+            raise MeshFailed(self._describe_timeout(waiting_for)) from None
+        if self._deployment.settings.model_loading_timeout is None:
+            self._start_ends_s = time.monotonic() + _STALLED_S
         if isinstance(event, ServiceEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
@@ -357,7 +357,8 @@ class Supervisor:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
         logs = "".join(map(_end_of_log, late))
-        limit_s = self._deployment.settings.loading_timeout_s
+        if (limit_s := self._deployment.settings.model_loading_timeout) is None:
+            return f"no progress for {_STALLED_S:g} s, and not ready: {names}{logs}"
         return f"not ready after {limit_s:g} s: {names}; --model-loading-timeout gives them longer{logs}"
 
 

@@ -81,7 +81,6 @@ _FLAGS_ONLY = ("set", "serving_properties")
 _RAY_CLIENT = re.compile(r"ray://[^/\s]+:\d+")
 
 DEFAULT_HTTP_PORT = 8080
-LOADING_TIMEOUT_S = 240.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +139,7 @@ class UpSettings:
     model_loading_timeout: float | None = setting(
         None,
         "seconds within which all services must be ready, downloads included; also applies to restarted workers; "
-        f"default: {LOADING_TIMEOUT_S:g} from the moment the models are there",
+        "default: as long as the start gets on",
         env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     log_dir: str = setting(
@@ -178,8 +177,9 @@ class UpSettings:
         if self.on not in ("", "ray") and not _RAY_CLIENT.fullmatch(self.on):
             raise ConfigurationError(f"on must be ray or ray://HOST:PORT, got {self.on!r}")
         self._check_limits()
-        if not 0 < self.loading_timeout_s < float("inf"):
-            raise ConfigurationError(f"model_loading_timeout must be > 0, got {self.loading_timeout_s:g}")
+        limit_s = self.model_loading_timeout
+        if limit_s is not None and not 0 < limit_s < float("inf"):
+            raise ConfigurationError(f"model_loading_timeout must be > 0, got {limit_s:g}")
 
     def _check_limits(self) -> None:
         for name, start in (("prefill", self.num_prefill), ("decode", self.decode)):
@@ -190,10 +190,6 @@ class UpSettings:
                 raise ConfigurationError(f"max_{name} needs --on ray, and workers that are not switchable")
             if not 0 < start <= limit:
                 raise ConfigurationError(f"max_{name} must be >= {name}, which is {start} and not 0, got {limit}")
-
-    @property
-    def loading_timeout_s(self) -> float:
-        return LOADING_TIMEOUT_S if self.model_loading_timeout is None else self.model_loading_timeout
 
     @property
     def router_ports(self) -> range:

@@ -51,7 +51,7 @@ from mesh.domain.worker import Adapter, WorkerInfo, WorkerRole
 from mesh.logs import flush_outputs, log_format
 from mesh.process import announce
 from worker.engine_settings import EngineLimits, engine_settings, longest_sequence
-from worker.load_watch import LoadProgress, limited, peak_memory
+from worker.load_watch import STALLED_S, LoadProgress, limited, peak_memory
 from worker.ranks.link import RankLink
 from worker.ranks.listener import RankListener
 from worker.ranks.local import LocalRanks, share_memory
@@ -229,16 +229,17 @@ def _kv_disk(
 def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
-    Ends the process if loading takes longer than `model_loading_timeout`; the download does not count.
+    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, no longer gets on. The
+    download does not count.
     """
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
     begun_s = time.monotonic()
     progress = LoadProgress()
-    limit_s = settings.model_loading_timeout + (settings.rank_timeout_s if settings.rank_listen else 0.0)
+    waiting_s = settings.rank_timeout_s if settings.rank_listen else 0.0
     listeners: list[RankListener] = []
     if settings.rank_listen or _have_own_memory(settings):
         load = partial(_load_runner_with_remote_ranks, settings, listeners, load)
-    with limited(limit_s, progress), measured_load() as phases:
+    with limited(settings.model_loading_timeout, progress, waiting_s=waiting_s), measured_load() as phases:
         host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))
@@ -285,7 +286,7 @@ def _load_runner_with_remote_ranks(
         memory = share_memory(runner_settings.kv_memory, devices)
         runner_settings = replace(runner_settings, device=devices[0], kv_memory=memory)
         local = LocalRanks(settings, runner_settings.model_dir, memory, devices)
-        listen, timeout_s = local.listen, settings.model_loading_timeout
+        listen, timeout_s = local.listen, settings.model_loading_timeout or STALLED_S
     ranks = RankListener(
         listen or settings.listen_for_ranks(),
         degrees,

@@ -3,6 +3,7 @@
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,13 @@ from mesh.logs import flush_outputs
 from mesh.process import announce
 
 log = structlog.get_logger(__name__)
+
+STALLED_S = 240.0
+"""A load gets on if in so much time the process has read some weights, or has computed for _CPU_S: compiling, and
+hashing a file, have no other progress.
+"""
+_CPU_S = 1.0
+_LOOK_EVERY_S = 5.0
 
 
 class LoadProgress:
@@ -26,20 +34,49 @@ class LoadProgress:
 
 
 @contextmanager
-def limited(limit_s: float, progress: LoadProgress) -> Iterator[None]:
-    def give_up() -> None:
-        log.error("model not loaded in time", limit_s=limit_s, weights_loaded=f"{progress.fraction:.0%}")
-        # An orderly exit is impossible: the loading thread is in the middle of a read, a copy or a compilation.
-        flush_outputs()
-        os._exit(1)
+def limited(limit_s: float | None, progress: LoadProgress, *, waiting_s: float = 0.0) -> Iterator[None]:
+    """End the process after `limit_s`; without a limit, if loading has not got on for STALLED_S. `waiting_s`: besides,
+    for others.
+    """
+    ended = threading.Event()
 
-    timer = threading.Timer(min(limit_s, threading.TIMEOUT_MAX), give_up)
-    timer.daemon = True
-    timer.start()
+    def watch() -> None:
+        if limit_s is None:
+            about = {"no_progress_for_s": STALLED_S + waiting_s}
+            is_late = _stalls(progress, ended, STALLED_S + waiting_s)
+        else:
+            about = {"limit_s": limit_s + waiting_s}
+            is_late = not ended.wait(min(limit_s + waiting_s, threading.TIMEOUT_MAX))
+        if is_late:
+            log.error("model not loaded in time", **about, weights_loaded=f"{progress.fraction:.0%}")
+            # An orderly exit is impossible: the loading thread is in the middle of a read, a copy or a compilation.
+            flush_outputs()
+            os._exit(1)
+
+    threading.Thread(target=watch, name="load watch", daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        ended.set()
+
+
+def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> bool:
+    """Wait until loading has stalled, or has ended; tell the parent process of progress that weights do not show.
+
+    Looks are counted, not time, in which the process may have been stopped.
+    """
+    seen, num_idle = (progress.fraction, time.process_time()), 0
+    while num_idle * _LOOK_EVERY_S < after_s:
+        if ended.wait(_LOOK_EVERY_S):
+            return False
+        fraction, cpu_s = progress.fraction, time.process_time()
+        if fraction == seen[0] and cpu_s - seen[1] < _CPU_S:
+            num_idle += 1
+            continue
+        if fraction == seen[0]:
+            announce("loading", fraction=fraction)
+        seen, num_idle = (fraction, cpu_s), 0
+    return True
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -135,9 +135,9 @@ class WorkerSettings(ModelSettings):
     )
     rank_timeout_s: float = setting(600.0, "seconds to wait until all ranks have dialled in; then exit with status 1")
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
-    model_loading_timeout: float = setting(
-        240.0,
-        "seconds that loading the model may take, after any download",
+    model_loading_timeout: float | None = setting(
+        None,
+        "seconds that loading the model may take, after any download; default: as long as it gets on",
         env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     block_size: int = setting(16, "tokens per KV block")
@@ -198,7 +198,7 @@ class WorkerSettings(ModelSettings):
         self._check_advertised()
         require_known(self)
         for name in ("stall_after_s", "model_loading_timeout", "rank_timeout_s"):
-            if not getattr(self, name) > 0:
+            if (seconds := getattr(self, name)) is not None and not seconds > 0:
                 raise ConfigurationError(f"{name} must be > 0, got {getattr(self, name)}")
         require_positive(self, "block_size", "layers_per_group", "max_lora_rank")
         find_adapters(self.adapter)

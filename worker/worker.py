@@ -30,10 +30,11 @@ from worker.settings import WorkerSettings
 
 log = structlog.get_logger(__name__)
 
-_CHANGE_S = 60.0
+_CHANGE_S = 60
 """How long the running step, and work that outlived the drain, may take before the next role begins. After that the
 process ends, to be restarted.
 """
+_SECOND_S = 1.0
 _PORT_S = 5.0
 _PORT_RETRY_S = 0.05
 
@@ -131,11 +132,18 @@ class Worker:
 
 
 async def _within_limit(coroutine: Coroutine[object, object, None]) -> None:
+    """Seconds are counted one by one: a process that stood still, as on a machine that swaps, has used up one of them,
+    and its engine's thread, which stood still, too, gets the others.
+    """
+    work = asyncio.ensure_future(coroutine)
     try:
-        async with asyncio.timeout(_CHANGE_S):
-            await coroutine
-    except TimeoutError:
-        raise MeshError(f"the engine did not end its work within {_CHANGE_S:g} s, which the next role needs") from None
+        for _ in range(_CHANGE_S):
+            done, _ = await asyncio.wait([work], timeout=_SECOND_S)
+            if done:
+                return work.result()
+    finally:
+        work.cancel()
+    raise MeshError(f"the engine did not end its work within {_CHANGE_S} s, which the next role needs")
 
 
 async def _free_port(host: str, port: int) -> None:

@@ -7,10 +7,11 @@ file of the result.
 """
 
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
-from math import gcd
+from math import gcd, prod
 from pathlib import Path
 
 import torch
@@ -159,6 +160,7 @@ def quantize_checkpoint(
 ) -> Quantized:
     """Write the quantised checkpoint to `out`, which appears when it is complete. Raises ConfigurationError."""
     with new_folder(out) as unfinished, torch.inference_mode():
+        _require_room(unfinished, out, expected_bytes(checkpoint, scheme))
         copy_other_files(checkpoint.folder, unfinished)
         raw = read_json(checkpoint.folder / "config.json")
         raw["quantization_config"] = describe(scheme.weights, scheme.activations, _kept_modules(checkpoint))
@@ -172,6 +174,27 @@ def quantize_checkpoint(
         _copy_rest(checkpoint, writer, maker.replaced)
         writer.finish()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
+
+
+def expected_bytes(checkpoint: FloatCheckpoint, scheme: Scheme) -> int:
+    """Of the weights, without scales of outputs."""
+    quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
+    names = {name for spec in quantized for name in _names(spec, checkpoint.stored)}
+    names |= {f"{name}_{part}" for name in names for part in ("blocks", "scales")}
+    others = sum(tensor.num_bytes for name, tensor in checkpoint.stored.items() if name not in names)
+    group_size = scheme.weights.block_inputs
+    number_bytes = scheme.weights.num_bits / 8 + (scheme.scales_dtype.itemsize / group_size if group_size else 0)
+    return others + int(sum(prod(spec.shape) for spec in quantized) * number_bytes)
+
+
+def _require_room(folder: Path, out: Path, num_bytes: int) -> None:
+    """Raise ConfigurationError, before hours of work, if the disk has too little room."""
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise ConfigurationError(
+            f"{out} takes about {num_bytes / 1e6:,.1f} MB, and {free / 1e6:,.1f} MB are free there: make room, or "
+            "write elsewhere"
+        )
 
 
 def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:

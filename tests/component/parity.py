@@ -1,6 +1,7 @@
 """Compares the engine to Hugging Face transformers; shared by the CPU and the GPU tests."""
 
 import copy
+import os
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from tests.component.checkpoints import VOCAB_SIZE
 from tests.component.driving import Driver, Run
 from tests.component.remote_families import load_reference
 from tests.fakes.requests import make_request
+from tests.made_once import is_shared
 
 TOLERANCE = 1e-4
 NUM_TOP = 3
@@ -62,9 +64,19 @@ def expect(model: Any, prompt: list[int], num_new: int = NUM_NEW, forced: Sequen
 
 @lru_cache(maxsize=2)
 def expect_prompts(model_dir: Path) -> list[Expected]:
-    """What the model in this folder says to each of the prompts."""
+    """What the model in this folder says to each of the prompts. Models that several files test are asked once per run:
+    the first process keeps the answers beside the folder.
+    """
+    kept = model_dir.with_name(f"{model_dir.name}.expected")
+    if kept.exists():
+        return [Expected(**each) for each in torch.load(kept)]
     model = load_reference(model_dir)
-    return [expect(model, prompt) for prompt in prompts()]
+    expected = [expect(model, prompt) for prompt in prompts()]
+    if is_shared(model_dir):
+        partly = kept.with_suffix(f".{os.getpid()}")
+        torch.save([vars(each) for each in expected], partly)
+        partly.rename(kept)
+    return expected
 
 
 def run_mixed(runner: ModelRunner) -> list[Run]:

@@ -1,5 +1,5 @@
 """CPUs with smaller vectors than this one: laptops with AVX2, and older ones, on which LLVM could not even compile the
-vector loops without ending the process.
+vector loops without ending the process. And CPUs with instructions that this one may lack, for which code is written.
 """
 
 import os
@@ -40,6 +40,24 @@ import sys
 from pathlib import Path
 from tests.component.test_half_weights import check_as_exact_as_fp32
 check_as_exact_as_fp32(Path(sys.argv[1]), "bfloat16")
+"""
+
+_COMPILING_SCRIPT = """
+import re
+import sys
+from engine.kernels.cpu import machine
+machine.cpu_flags = lambda: frozenset(sys.argv[1].split())
+from engine.kernels.cpu.attention import attend_prompt
+from engine.kernels.cpu.matmul import multiply
+from engine.kernels.cpu.panels import multiply_rows
+pieces = {"multiply": multiply, "multiply_rows": multiply_rows, "attend_prompt": attend_prompt}
+for word in sys.argv[2:]:
+    name, kind = word.split(":")
+    piece = pieces[name]
+    piece.address_for(kind)
+    code = piece._code.overloads.popitem()[1].library.get_asm_str()
+    found = set(re.findall(r"\\b(tdp[a-z0-9]+|vpdpbusd|vdpbf16ps)\\s.*%([tyz])mm", code))
+    print(word, *sorted(map(".".join, found)))
 """
 
 
@@ -85,6 +103,40 @@ def test_bf16_becomes_fp32_where_the_cpu_cannot_multiply_it(
 ) -> None:
     narrow = copy_narrow(checkpoint("llama-tied"), tmp_path / "narrow", "bfloat16")
     run_limited(limit, taken, _BF16_SCRIPT, narrow)
+
+
+_AVX2 = "avx2 f16c fma"
+_AVX512 = f"{_AVX2} avx512f avx512bw avx512vl avx512_vnni avx512_bf16"
+
+
+@pytest.mark.parametrize(
+    ("cpu", "flags", "instructions"),
+    [
+        (
+            "sapphirerapids",
+            f"{_AVX512} amx_tile amx_int8 amx_bf16",
+            {
+                "multiply:int8": "tdpbusd.t vpdpbusd.z",
+                "multiply:int16": "tdpbf16ps.t vdpbf16ps.z",
+                "attend_prompt:float32": "tdpbf16ps.t",
+            },
+        ),
+        ("alderlake", f"{_AVX2} avx_vnni", {"multiply_rows:int8": "vpdpbusd.y"}),
+    ],
+)
+def test_code_for_instructions_that_this_cpu_may_lack(
+    tmp_path: Path, cpu: str, flags: str, instructions: dict[str, str]
+) -> None:
+    """It is compiled, not run. LLVM ends the process if it cannot select an instruction. A letter names the registers:
+    AMX's tiles, or vectors of 64 or 32 bytes.
+    """
+    if machine.why_no_loops() is not None:
+        pytest.skip("this may be no x86 at all")
+    environ = os.environ | {"NUMBA_CPU_NAME": cpu, "NUMBA_CPU_FEATURES": "", "NUMBA_CACHE_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", _COMPILING_SCRIPT, flags, *instructions]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=250, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == [f"{piece} {found}" for piece, found in instructions.items()]
 
 
 @pytest.mark.parametrize(

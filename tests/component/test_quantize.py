@@ -391,6 +391,23 @@ def test_wrong_wishes_are_refused(
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
+def test_a_disk_without_room_is_named_before_the_work(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data, out = tmp_path / "prompts.jsonl", tmp_path / "to" / "out"
+    data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
+    words = ["quantize", str(checkpoint("llama")), str(out), "--scheme=fp8", f"--data={data}"]
+    monkeypatch.setattr("engine.quantizer.make._Maker", None)
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+    assert main(words) == 2
+    assert re.search(rf"{out} takes about 0\.\d MB, and 0\.0 MB are free there: make room", capsys.readouterr().err)
+    assert not list(out.parent.iterdir())
+
+
 def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="as MXFP4 and `tandem quantize` store them"):
         quantize_checkpoint(checkpoint("gpt-oss"), tmp_path / "awq", "awq")

@@ -18,7 +18,7 @@ from torch import Tensor
 from engine.load_runner import load_model_runner
 from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
-from engine.quantizer.make import open_float_checkpoint, quantize_checkpoint
+from engine.quantizer.make import expected_bytes, open_float_checkpoint, quantize_checkpoint
 from engine.quantizer.quality import Quality
 from engine.quantizer.rare_experts import MIN_TOKENS, find_rare, settle_rare
 from engine.quantizer.schemes import make_scheme
@@ -49,6 +49,7 @@ def quantize(model_dir: Path, out: Path, scheme: str, family: str) -> Quality:
     made = make_scheme(scheme, group_size=GROUP_SIZES.get(family, 32), alpha=0.5, dtype=checkpoint.dtype)
     done = quantize_checkpoint(checkpoint, out, made, random_prompts(16, 1), random_prompts(6, 2), lambda _: None)
     assert done.num_rare_experts == 0
+    assert expected_bytes(checkpoint, made) == pytest.approx(done.num_bytes, rel=0.1)
     return done.quality
 
 

@@ -243,7 +243,7 @@ async def test_long_answer_never_blocks_the_page(chromium: Browser) -> None:
     """20,000 tokens. Time of the page's thread, not of a clock, so that other programs do not count."""
     paragraph = "Some **words** of `code`, and more of them to fill a line or two of the page.\n\n"
     story = (paragraph * 300)[:20_000]
-    script = Script(story=story, max_total_tokens=30_000)
+    script = Script(story=story, tokens_per_message=8, max_total_tokens=30_000)
     async with running_gateway(script) as gateway, browsing(chromium, gateway.url) as page:
         browser = page.context.browser
         assert browser is not None
@@ -466,13 +466,16 @@ async def test_settings_are_remembered(chromium: Browser) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1440, 390])
 async def test_nothing_stands_in_anyones_way(chromium: Browser, scheme: Any, width: int) -> None:
-    """axe finds nothing, on the pages and in the settings; a phone gives the conversation five sixths of its screen."""
+    """axe finds nothing, on the pages and in the settings; a phone gives the conversation five sixths of its screen.
+
+    Tokens are unsure, so their shade is the darkest, and of several letters: axe does not look at the contrast of one.
+    """
     axe = pytest.importorskip(
         "axe_playwright_python.async_playwright", reason="no axe (pip install axe-playwright-python)"
     )
     story = f"<think>{THOUGHTS}</think>\n\n{SHOWCASE}"
     options = {"color_scheme": scheme, "viewport": {"width": width, "height": 844}}
-    script = Script(story=story, has_reasoning=True, max_total_tokens=20_000)
+    script = Script(story=story, has_reasoning=True, bytes_per_token=6, logprob=-5.0, max_total_tokens=20_000)
     async with running_gateway(script) as gateway, browsing(chromium, gateway.url, **options) as page:
         found = [await axe.Axe().run(page)]
         await ask(page, "Show me")

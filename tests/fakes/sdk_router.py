@@ -45,6 +45,7 @@ class Script:
     """JSON of a call, which comes in place of the story where tools are offered and none has answered yet."""
     refusals: deque[Refusal] = field(default_factory=deque)
     tokens_per_message: int = 1
+    bytes_per_token: int = 1
     hold_after_messages: int | None = None
     omit_finish: bool = False
     max_total_tokens: int = 1000
@@ -211,7 +212,7 @@ def answer(request: pb.GenerateRequest, script: Script) -> list[pb.GenerateRespo
     generated = _following(ids, _call(request, script) or script.story)
     is_cut = request.sampling.HasField("max_new_tokens") and request.sampling.max_new_tokens < len(generated)
     generated = generated[: request.sampling.max_new_tokens] if is_cut else generated
-    tokens = _tokens(generated, request.output.top_logprobs, script.logprob)
+    tokens = _tokens(generated, request.output.top_logprobs, script)
     num_choices = request.num_choices if request.HasField("num_choices") else 1
     starts = range(0, len(tokens), script.tokens_per_message)
     messages = []
@@ -250,20 +251,23 @@ def _call(request: pb.GenerateRequest, script: Script) -> str:
 
 def _following(ids: Sequence[int], story: str) -> list[int]:
     known = list(story.encode())
-    for length in range(len(known), -1, -1):
+    for length in range(min(len(known), len(ids)), -1, -1):
         if length == 0 or list(ids[-length:]) == known[:length]:
             return [*known[length:], EOS]
     raise AssertionError
 
 
-def _tokens(ids: Sequence[int], num_top: int, logprob: float) -> list[pb.Token]:
+def _tokens(ids: Sequence[int], num_top: int, script: Script) -> list[pb.Token]:
+    """A token stands for some bytes of the story, and has the id of the first."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     tokens = []
-    for index, token_id in enumerate(ids):
-        is_last = index == len(ids) - 1
-        text = decoder.decode(b"" if token_id == EOS else bytes([token_id]), final=is_last)
+    end = len(ids) - (ids[-1:] == [EOS])
+    starts = [*range(0, end, script.bytes_per_token), *range(end, len(ids))]
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        token_id = ids[start]
+        text = decoder.decode(b"" if token_id == EOS else bytes(ids[start:stop]), final=stop == len(ids))
         top = [pb.TopToken(id=rank, text=chr(65 + rank), logprob=-0.5 - rank) for rank in range(num_top)]
-        tokens.append(pb.Token(id=token_id, text=text, logprob=logprob, special=token_id == EOS, top=top))
+        tokens.append(pb.Token(id=token_id, text=text, logprob=script.logprob, special=token_id == EOS, top=top))
     return tokens
 
 

@@ -2,10 +2,8 @@
 
 import asyncio
 import itertools
-import json
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -474,24 +472,6 @@ async def test_garbage_on_the_wire_ends_that_call_only(pair: Pair) -> None:
     await transfer.commit(11, FIRST_TOKEN)
 
 
-SENDER_PROGRAM = """
-import asyncio, json, sys
-from kvtransfer import KVSender, TransferSettings, TransferSpec
-from mesh.rpc.credentials import Credentials, MeshKey
-from mesh.domain.kv import Span
-from tests.fakes.kv_store import TINY, FakeKVStore
-
-async def main():
-    spec, settings, key = json.loads(sys.argv[1])
-    sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
-    transfer = sender.open(TransferSpec(**spec, span=TINY.whole))
-    transfer.announce(Span(0, 3), Span(0, 2))
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize("phase", range(0, 40, 3))
 async def test_a_link_that_breaks_at_any_moment_leaves_nothing(tmp_path: Path, phase: int) -> None:
     """After ever more turns of the loop, as when one side is killed; then all goes on over gRPC and a new link."""
@@ -552,23 +532,7 @@ async def test_a_killed_sender_fails_its_transfer_and_its_arena_is_removed(tmp_p
     async with Pair(tmp_path, "shm").running() as pair:
         if phase == "writing":
             pair.target.writing.close()
-        pair.receiver.expect(RESERVATION)
-        spec = {
-            "transfer_id": "transfer",
-            "attempt": 1,
-            "address": pair.server.address,
-            "receiver_incarnation": INCARNATION,
-            "block_ids": SOURCE_IDS,
-        }
-        settings = {"transports": ["shm"], "shm_dir": str(tmp_path)}
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            SENDER_PROGRAM,
-            json.dumps([spec, settings, KEY.secret]),
-            cwd=Path(__file__).parents[2],
-        )
-        await until(pair.target.writing.arrived)
+        process = await pair.start_process(transports=["shm"], shm_dir=str(tmp_path))
         process.send_signal(signal.SIGKILL)
         await process.wait()
         pair.target.writing.open()

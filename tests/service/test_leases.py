@@ -1,9 +1,7 @@
 """A transfer is a lease: dead, stopped and silent peers lose it, busy ones keep it."""
 
 import asyncio
-import json
 import signal
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +20,7 @@ from tests.evidence import Evidence
 from tests.fakes.kv_store import box
 from tests.fakes.requests import make_request
 from tests.fakes.runner import fake_continuation
-from tests.fakes.transfers import FIRST_TOKEN, INCARNATION, make_chunk, make_commit, open_message
+from tests.fakes.transfers import FIRST_TOKEN, make_chunk, make_commit, open_message
 from tests.service.fake_router import fake_router
 from tests.service.raw_sender import honest_messages, raw_sender
 from tests.service.stalled_pass import check_stalled_pass
@@ -177,45 +175,12 @@ async def test_a_silent_sender_frees_the_decode_workers_blocks_and_the_router_is
         )
 
 
-SENDER_PROGRAM = """
-import asyncio, json, sys
-from kvtransfer import KVSender, TransferSettings, TransferSpec
-from mesh.rpc.credentials import Credentials, MeshKey
-from mesh.domain.kv import Span
-from tests.fakes.kv_store import TINY, FakeKVStore
-
-async def main():
-    spec, settings, key = json.loads(sys.argv[1])
-    sender = KVSender(FakeKVStore(seed=1), "prefill-0", Credentials(MeshKey(key)), TransferSettings(**settings))
-    transfer = sender.open(TransferSpec(**spec, span=TINY.whole))
-    transfer.announce(Span(0, 3), Span(0, 2))
-    await asyncio.Event().wait()
-
-asyncio.run(main())
-"""
-
-
 @pytest.mark.parametrize("transport", ["grpc", "gloo"])
 async def test_a_stopped_sender_process_loses_its_lease(tmp_path: Path, evidence: Evidence, transport: str) -> None:
     lease_s = 1.5
     async with Pair(tmp_path, transport, lease_s=lease_s).running() as pair:
-        pair.receiver.expect(RESERVATION)
-        spec = {
-            "transfer_id": "transfer",
-            "attempt": 1,
-            "address": pair.server.address,
-            "receiver_incarnation": INCARNATION,
-            "block_ids": SOURCE_IDS,
-        }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            SENDER_PROGRAM,
-            json.dumps([spec, {"transports": [transport]}, KEY.secret]),
-            cwd=Path(__file__).parents[2],
-        )
+        process = await pair.start_process(transports=[transport])
         try:
-            await until(pair.target.writing.arrived)
             await asyncio.sleep(1.5 * lease_s)  # it renews
             assert pair.outcomes.failed == []
             process.send_signal(signal.SIGSTOP)

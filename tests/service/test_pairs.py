@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import itertools
-import json
 import os
 import random
 import signal
@@ -29,7 +28,7 @@ from mesh.rpc.credentials import Credentials
 from tests.evidence import Evidence
 from tests.fakes.kv_store import TINY
 from tests.fakes.transfers import FIRST_TOKEN, INCARNATION
-from tests.service.test_kvtransfer import SENDER_PROGRAM, Misbehaving, granted
+from tests.service.test_kvtransfer import Misbehaving, granted
 from tests.service.transfer_pair import (
     KEY,
     RESERVATION,
@@ -306,22 +305,7 @@ async def test_a_killed_sender_fails_its_transfer_and_the_next_one_is_served(tmp
     async with Pair(tmp_path, "gloo").running() as pair:
         if phase == "writing":
             pair.target.writing.close()
-        pair.receiver.expect(RESERVATION)
-        spec = {
-            "transfer_id": "transfer",
-            "attempt": 1,
-            "address": pair.server.address,
-            "receiver_incarnation": INCARNATION,
-            "block_ids": SOURCE_IDS,
-        }
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            SENDER_PROGRAM,
-            json.dumps([spec, {"transports": ["gloo"]}, KEY.secret]),
-            cwd=Path(__file__).parents[2],
-        )
-        await until(pair.target.writing.arrived)
+        process = await pair.start_process(transports=["gloo"])
         process.send_signal(signal.SIGKILL)
         await process.wait()
         pair.target.writing.open()

@@ -1,8 +1,10 @@
 """A KVSender and a KVReceiver with a real connection between them, in one process."""
 
 import asyncio
+import json
 import os
 import socket
+import sys
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -164,6 +166,26 @@ class Pair:
         """As when a process ends: both ends are told so."""
         for link in self.links:
             link._socket.shutdown(socket.SHUT_RDWR)
+
+    async def start_process(self, **settings: Any) -> asyncio.subprocess.Process:
+        """Expect the transfer of another sender, whose process has announced all and goes on until it is killed."""
+        self.receiver.expect(RESERVATION)
+        spec = {
+            "transfer_id": RESERVATION.transfer_id,
+            "attempt": RESERVATION.attempt,
+            "address": self.server.address,
+            "receiver_incarnation": INCARNATION,
+            "block_ids": SOURCE_IDS,
+        }
+        program = (sys.executable, "-m", "tests.service.sender_program")
+        process = await asyncio.create_subprocess_exec(*program, json.dumps([spec, settings, KEY.secret]))
+        try:
+            await until(self.target.writing.arrived)
+        except BaseException:
+            process.kill()
+            await process.wait()
+            raise
+        return process
 
     async def require_working(self) -> None:
         """A fresh transfer of the same blocks goes through."""

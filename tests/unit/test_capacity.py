@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from bench.shapes import write_shape
 from engine.kernels.cpu.machine import why_no_loops
-from engine.load import load_packed
+from engine.load import load_packed, weights_bytes
 from engine.models.packed_weights import write_packed
+from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import rank_share
 from engine.resolve import kv_layout, resolve
@@ -230,7 +231,9 @@ def test_a_plan_counts_what_a_worker_holds(tmp_path: Path, architecture: str, qu
     found = load_decoder_config(tmp_path)
     write_packed(tmp_path / "packed", load_packed(settings, found, rank_share(found)))
     capacity = Capacity(model_size(found), precision_of(settings, found), TOY_DEVICE)
-    assert capacity.weights_bytes == pytest.approx((tmp_path / "packed").stat().st_size, rel=0.03)
+    num_bytes = (tmp_path / "packed").stat().st_size
+    assert capacity.weights_bytes == pytest.approx(num_bytes, rel=0.03)
+    assert weights_bytes(settings, parameter_specs(found), found) == pytest.approx(num_bytes, rel=0.03)
 
 
 def test_a_model_that_does_not_fit_has_no_users(llama: ModelSize) -> None:

@@ -24,6 +24,7 @@ from tests.fakes.redis_server import RedisServer
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
+from tests.waiting import LIMIT_S, until_told
 from worker.agent import RegistryAgent, WorkerServicer
 from worker.redis_agent import RedisAgent
 
@@ -184,6 +185,18 @@ async def test_an_expired_record_disappears(
     assert later.membership.workers() == []
     later.task.cancel()
     await asyncio.gather(later.task, return_exceptions=True)
+
+
+async def test_connections_are_closed_also_where_that_is_cancelled(redis_server: RedisServer) -> None:
+    redis = redis_server.client(timeout_s=LIMIT_S)
+    await redis.ping()
+    closing = asyncio.create_task(redis.aclose())
+    await asyncio.sleep(0)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    async with redis_server.client(timeout_s=LIMIT_S) as other:
+        await until_told(other.client_list, lambda clients: len(clients) == 1)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,6 @@ def test_flags_of_all_services(tmp_path: Path) -> None:
         "port": "0",
         "block-size": "8",
         "num-threads": "2",
-        "model-loading-timeout": "240.0",
         "cpu-list": "1,2",
         "follow-stdin": "",
     }

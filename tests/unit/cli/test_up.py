@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from itertools import combinations
@@ -25,7 +26,7 @@ from tandem_cli.display import Display
 from tandem_cli.launcher import LocalLauncher
 from tandem_cli.main import main
 from tandem_cli.ports import NO_GRPC_PROXY, NO_PROXY, reach_directly
-from tandem_cli.supervisor import MeshFailed, Supervisor
+from tandem_cli.supervisor import MeshFailed, Supervisor, _TrialEnded
 from tandem_cli.trial import Trial
 from tandem_cli.up_settings import REPLACED, ROLES, UpSettings, all_names, check_names
 from tests.defects import Repaired
@@ -632,6 +633,31 @@ def test_the_trial_request_goes_through_no_proxy(
 
     asyncio.run(run())
     repaired("D25", "the routers are reached directly, also by the gateway")
+
+
+@pytest.mark.parametrize(
+    ("flags", "gets_on", "said"),
+    [
+        ((), True, "no progress for 300 s, and not ready: decode-0"),
+        (("--model-loading-timeout=100",), False, "not ready after 100 s: decode-0"),
+    ],
+)
+def test_a_start_gets_on_with_its_services_unless_it_has_a_limit(
+    flags: tuple[str, ...], gets_on: bool, said: str, prepared: Prepared
+) -> None:
+    deployment, launcher = prepared(*flags)
+
+    async def run() -> None:
+        supervisor = Supervisor(deployment, launcher, Display(Console()), Trial())
+        supervisor._start_ends_s = before_s = time.monotonic() + 100
+        supervisor._queue.put_nowait(_TrialEnded())
+        await supervisor._next_while_starting(set())
+        assert (supervisor._start_ends_s > before_s) is gets_on
+        supervisor._start_ends_s = 0.0
+        with pytest.raises(MeshFailed, match=said):
+            await supervisor._next_while_starting({"decode-0"})
+
+    asyncio.run(run())
 
 
 def test_a_trial_that_breaks_ends_the_start_at_once(prepared: Prepared) -> None:

@@ -94,6 +94,28 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_NUMPY = """
+import os, signal, sys, time
+from mesh.interrupts import run_program
+
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name.startswith("numpy."):
+            sys.meta_path.remove(self)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+def main():
+    sys.meta_path.insert(0, Interrupting())
+    try:
+        import numpy
+        time.sleep(60)
+    finally:
+        print("numpy is complete:", hasattr(sys.modules.get("numpy"), "array"))
+
+run_program(main)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -101,6 +123,7 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_ASYNCIO, "the books are complete\n", id="bookkeeping of asyncio"),
         pytest.param(_INTERRUPTED_IN_A_REQUEST, "the request is complete\n", id="messages of a gRPC request"),
         pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
+        pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
     ],
 )
 def test_what_runs_is_completed_first(program: str, told: str) -> None:

@@ -1,13 +1,15 @@
 """What counts as a stall, and who hears of it how often."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
 from structlog.testing import capture_logs
 
 from engine.loop import Busy
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, MeshError
+from worker import worker
 from worker.runtime import watch_stalls
 from worker.settings import WorkerSettings
 
@@ -99,3 +101,17 @@ async def test_beyond_hope(engine: Engine, wedged_exit_s: float, ends: bool) -> 
 def test_limits_that_make_no_sense_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         WorkerSettings(model="m", registry_address="127.0.0.1:1", **wrong)
+
+
+async def test_time_in_which_a_process_stands_still_is_not_taken_from_the_limit_of_a_role(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(worker, "_SECOND_S", 0.001)
+
+    async def work() -> None:
+        time.sleep(0.1)  # noqa: ASYNC251 - the process stands still for longer than the limit
+        await asyncio.sleep(0.01)
+
+    await worker._within_limit(work())
+    with pytest.raises(MeshError, match="did not end its work within 60 s"):
+        await worker._within_limit(asyncio.sleep(3600))

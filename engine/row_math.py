@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.cpu import row_kernels
+from engine.kernels.cpu.logits import summarise
 from engine.kernels.cpu.machine import why_no_loops
 
 
@@ -46,7 +46,7 @@ class HostRows:
 
     def summarise(self, values: Tensor) -> Summary:
         if values.stride(1) == 1 and self._has_loops:
-            largest, normalisers = row_kernels.summarise(values.numpy())
+            largest, normalisers = summarise(values.numpy())
             return Summary(torch.from_numpy(largest), torch.from_numpy(normalisers))
         return Summary(self.argmax(values), values.logsumexp(1))
 

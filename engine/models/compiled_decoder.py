@@ -20,6 +20,7 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     Range,
 )
+from engine.kernels.cpu.logits import summarise
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
     has_amx,
@@ -27,7 +28,6 @@ from engine.kernels.cpu.machine import (
     multiplies_bf16,
 )
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
-from engine.kernels.cpu.row_kernels import summarise
 from engine.kernels.cpu.step import output_rows, run_layers
 from engine.kv_cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with

@@ -38,7 +38,7 @@ KERNEL_ACTIVATIONS: Mapping[str, int] = {
     "relu2": RELU2,
     "xielu": XIELU,
 }
-"""Activations by their names in config.json, as in engine.models.linear.ACTIVATIONS."""
+"""Activations by their names in config.json, as in engine.models.activations.ACTIVATIONS."""
 KERNEL_SCORINGS: Mapping[str, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "sparse-mixer": SPARSE_MIXER}
 """By the names of ExpertsConfig.scoring."""
 
@@ -48,7 +48,7 @@ def why_not_compiled(config: ModelConfig, layout: KVLayout, num_ranks: int = 1) 
     if (missing := why_no_loops()) is not None:
         return missing
     if (recurrent := config.recurrent) is not None:
-        if (missing := why_not_mixed(recurrent)) is not None:
+        if (missing := why_not_recurrent(recurrent)) is not None:
             return missing
         if config.block not in _ADDED_BLOCKS:
             return f"recurrent layers in a block {config.block}"
@@ -96,7 +96,7 @@ def _why_not_sized(mixed: MixedConfig, layout: KVLayout) -> str | None:
     return next((reason for reason in reasons if reason is not None), None)
 
 
-def why_not_mixed(recurrent: RecurrentConfig) -> str | None:
+def why_not_recurrent(recurrent: RecurrentConfig) -> str | None:
     """The reason why the kernel cannot compute recurrent layers, or None if it can."""
     widths = {"channels": recurrent.channels, "key_dim": recurrent.key_dim, "value_dim": recurrent.value_dim}
     wrong = next((f"{name} {width}" for name, width in widths.items() if width % LANES), None)

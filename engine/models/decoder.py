@@ -15,12 +15,13 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
 from engine.kernels.cpu.recurrence import mix, mix_address
 from engine.model import DecoderMemory, Finish, LayerGroups
+from engine.models.adapted_linear import Adapters
 from engine.models.adapters import AdapterWeights
-from engine.models.cpu_support import why_not_mixed
+from engine.models.cpu_support import why_not_recurrent
 from engine.models.encodings import Parameters
 from engine.models.expert_products import ExpertProducts, why_not_on_device
 from engine.models.layer import Layer, run_layer, take_layer, take_mlp, take_norm
-from engine.models.linear import Adapters, Ops, Rows, make_linear
+from engine.models.linear import Ops, Rows, make_linear
 from engine.models.mixed import LayerInputs, MixedLayer, take_mixed_layer
 from engine.models.model_config import ModelConfig
 from engine.models.rank_group import SummingGroup
@@ -187,7 +188,7 @@ def _states(config: ModelConfig, memory: DecoderMemory) -> RecurrentStates | Non
     if config.recurrent is None:
         return None
     attention, mixing = memory.attention, None
-    if isinstance(attention, CpuAttention) and why_not_mixed(config.recurrent) is None:
+    if isinstance(attention, CpuAttention) and why_not_recurrent(config.recurrent) is None:
         mixing = Mixing(mix, attention.threads)
         mix_address()
     return RecurrentStates(config.recurrent, memory.cache, mixing)

@@ -11,13 +11,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.attention.backend import AttentionShape
+from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, Activation, scaled, xielu, xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import LinearParameters, Parameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.latent import LatentHeads
 from engine.models.latent_config import LATENT_EPS
-from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU, Activation, LinearLayer, Ops, Rows, scaled
+from engine.models.linear import LinearLayer, Ops, Rows
 from engine.models.model_config import ModelConfig
 from engine.models.norms import HeadNorms, Norm, ProjectionNorms, take_head_norms
 from engine.models.rank_group import SummingGroup
@@ -26,7 +27,6 @@ from engine.models.rope import Rotation, rotate
 from engine.models.routing import Router
 from engine.models.share import rank_share
 from engine.models.summed import Summed
-from engine.models.xielu import xielu, xielu_parameters
 from mesh.domain.kv import Span
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -8,8 +8,7 @@ depend on its batch.
 CONTRIBUTING.md has the recipe for a new encoding.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, Protocol
@@ -19,61 +18,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from engine.attention.backend import AdapterRows
-from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
 from engine.kernels.cpu.byte_matrix import ByteMatrix
+from engine.kernels.cpu.int8_rows import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
 from engine.kernels.cpu.machine import cpu_flags, why_no_loops
-from engine.kernels.cpu.row_kernels import add_scaled_rows, norm_quantise, quantise, scale_rows, silu_gate_quantise
-from engine.models.adapters import AdapterWeights, ModulePiece
+from engine.models.activations import Activation
 from engine.models.encodings import LinearParameters
 from engine.models.norms import Norm, is_cpu_fp32
-from engine.models.xielu import xielu
 from mesh.domain.errors import ConfigurationError
 
 # oneDNN's weight layout is optimised for this number of rows; measured, it is as fast as any other for 1 to 512.
 _PACKED_FOR_ROWS = 64
 # Smaller weights are not packed: a oneDNN call costs 40 microseconds.
 _MIN_PACKED_ELEMENTS = 2**19
-
-
-Activation = Callable[[Tensor], Tensor]
-
-
-def scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
-    """An activation between two factors."""
-    return activation(x * before) * behind
-
-
-def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def _relu_squared(x: Tensor) -> Tensor:
-    return F.relu(x).square()
-
-
-CLAMPED_SWIGLU = "clamped_swiglu"
-
-
-def _clamped_swiglu(gate_up: Tensor) -> Tensor:
-    """gpt-oss: [rows, 2 * width] with gates and ups side by side -> [rows, width]."""
-    gate, up = gate_up.chunk(2, -1)
-    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
-    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
-
-
-ACTIVATIONS: Mapping[str, Activation] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_new": _gelu_tanh,
-    "gelu_fast": _gelu_tanh,
-    "gelu_pytorch_tanh": _gelu_tanh,
-    "relu": F.relu,
-    "relu2": _relu_squared,
-    "xielu": xielu,
-    CLAMPED_SWIGLU: _clamped_swiglu,
-}
-"""Activations by their names in config.json. CLAMPED_SWIGLU takes gates and ups, the others one of them."""
 
 
 def _can_pack() -> bool:
@@ -292,79 +248,3 @@ _LAYERS: Mapping[str, Callable[[LinearParameters], LinearLayer]] = {"float": Lin
 def make_linear(parameters: LinearParameters) -> LinearLayer:
     """Build the linear layer for the encoding of `parameters`."""
     return _LAYERS[parameters.encoding](parameters)
-
-
-class Adapters:
-    """The adapters of an eager decoder, which change parameters that `shapes` have. `begin` says which rows of a pass
-    use which; one thread calls it.
-    """
-
-    def __init__(self, shapes: Sequence[AdapterWeights]) -> None:
-        self._names = {name for weights in shapes for name in weights}
-        self._layers: dict[str, AdaptedLinear] = {}
-        self.rows: tuple[AdapterRows, ...] = ()
-
-    def begin(self, rows: tuple[AdapterRows, ...]) -> None:
-        self.rows = rows
-
-    @contextmanager
-    def among(self, chosen: Tensor) -> Iterator[None]:
-        """Meanwhile layers get only the chosen rows of the pass: [num_chosen] int64, ascending."""
-        all_rows = self.rows
-        if all_rows:
-            bounds = torch.tensor([(first, end) for _, first, end in all_rows], device=chosen.device)
-            bounds_in_chosen = torch.searchsorted(chosen, bounds).tolist()
-            some = (AdapterRows(rows.slot, *place) for rows, place in zip(all_rows, bounds_in_chosen, strict=True))
-            self.rows = tuple(rows for rows in some if rows.first < rows.end)
-        try:
-            yield
-        finally:
-            self.rows = all_rows
-
-    def make_linear(self, name: str, parameters: LinearParameters) -> LinearLayer:
-        """The layer of parameter `name`, with what adapters add to it, if any does. Their matrices are on the device of
-        the layer's, and have its type if that is a float.
-        """
-        linear = make_linear(parameters)
-        if name not in self._names:
-            return linear
-        like = parameters.weight.new_empty(0)
-        like = like if like.is_floating_point() else like.to(torch.float32)
-        self._layers[name] = adapted = AdaptedLinear(linear, self, like)
-        return adapted
-
-    def put(self, slot: int, weights: AdapterWeights) -> None:
-        for name, layer in self._layers.items():
-            layer.put(slot, weights.get(name, ()))
-
-
-class AdaptedLinear:
-    """A linear layer, and what the adapters of the pass add to its rows. `like` has the type and device of their
-    matrices.
-    """
-
-    def __init__(self, linear: LinearLayer, adapters: Adapters, like: Tensor) -> None:
-        self._linear = linear
-        self._adapters = adapters
-        self._like = like
-        self._pieces: dict[int, list[ModulePiece]] = {}  # by slot
-
-    def put(self, slot: int, pieces: Sequence[ModulePiece]) -> None:
-        self._pieces[slot] = [ModulePiece(a.to(self._like), b.to(self._like), first) for a, b, first in pieces]
-
-    @property
-    def ops(self) -> Ops:
-        return self._linear.ops
-
-    def __call__(self, rows: Rows) -> Tensor:
-        return self._add(self._linear(rows), rows)
-
-    def add_to(self, residual: Tensor, rows: Rows) -> Tensor:
-        return self._add(self._linear.add_to(residual, rows), rows)
-
-    def _add(self, out: Tensor, rows: Rows) -> Tensor:
-        for slot, first, end in self._adapters.rows:
-            for a, b, first_output in self._pieces.get(slot, ()):
-                change = F.linear(F.linear(self.ops.values(rows)[first:end], a), b)
-                out[first:end, first_output : first_output + len(b)] += change
-        return out

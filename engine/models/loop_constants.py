@@ -8,6 +8,7 @@ from engine.attention.backend import attention_shape
 from engine.attention.cpu import head_shape, kernel_slopes
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.kernels.cpu.arguments import (
+    NO_RECURRENCE,
     NO_WINDOW,
     HeadShape,
     Int64s,
@@ -22,9 +23,9 @@ from engine.kernels.cpu.attention import cache_code
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.machine import LOG2_E
-from engine.kernels.cpu.panels import multiply_rows
+from engine.kernels.cpu.panels import panel_product
 from engine.kernels.cpu.recurrence import mix_address
-from engine.kernels.cpu.step_arguments import Kind, ModelConstants
+from engine.kernels.cpu.step_arguments import Family, ModelConstants
 from engine.kv_cache import KVCache
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
@@ -33,7 +34,7 @@ from engine.models.latent_config import LATENT_EPS, NO_LATENT
 from engine.models.model_config import ModelConfig
 from engine.models.packed_decoder import has_experts, has_head_norms, matrix_names
 from engine.models.packed_weights import PackedDecoder
-from engine.models.recurrent.for_kernels import NO_RECURRENCE, recurrent_layers
+from engine.models.recurrent.for_kernels import recurrent_layers
 from engine.models.rope import rope_of_layer
 
 
@@ -73,7 +74,7 @@ def model_constants(
         ropes=np.array([rope_of_layer(config, layer) for layer in layers], np.int64),
         eps=np.float32(config.norm_eps),
         shape=max(shapes, key=lambda shape: shape.head_dim),
-        kind=_kind(config),
+        family=_family(config),
         experts=_experts(config, packed, layers),
         latent=_latent(config, packed),
         inputs=_inputs(config, packed),
@@ -141,8 +142,8 @@ def _window(config: ModelConfig, layer: int) -> Window:
     return Window(1, window) if config.windows_are_chunks else Window(window)
 
 
-def _kind(config: ModelConfig) -> Kind:
-    return Kind(
+def _family(config: ModelConfig) -> Family:
+    return Family(
         parallel=config.block.startswith("parallel"),
         norms_inputs="input_norm" in BLOCKS[config.block],
         sandwich="attn_out_norm" in BLOCKS[config.block],
@@ -185,7 +186,7 @@ def _latent(config: ModelConfig, packed: PackedDecoder) -> Latent:
         plain=facts.plain_dim,
         width=facts.value_dim,
         eps=np.float32(LATENT_EPS),
-        multiply=multiply_rows.address_for(packed.key_up.dtype) if config.latent else 0,
+        multiply=panel_product.address_for(packed.key_up.dtype) if config.latent else 0,
     )
 
 

@@ -175,17 +175,17 @@ class LoopMemory:
         return buffer[first_column : first_column + rows * width].reshape(rows, width)
 
     def _activations(self, rows: int, *, is_adapted: bool) -> Activations:
-        config, share, kind = self._config, self._share, self._model.kind
-        branch_rows = rows if kind.sandwich else 0
-        is_plain = kind.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
-        gate_up_rows = rows if kind.gated and not is_plain else 0
+        config, share, family = self._config, self._share, self._model.family
+        branch_rows = rows if family.sandwich else 0
+        is_plain = family.activation == SILU and config.activation_factors == (1.0, 1.0) and not is_adapted
+        gate_up_rows = rows if family.gated and not is_plain else 0
         q_width, inner = config.num_heads * self._model.shape.head_dim, int(self._model.widths[:, 1].max())
         latent, (inputs, token_inputs, input_gates) = self._latent_rows(rows), self._input_rows(rows)
         width = q_width if config.latent else self._qkv_width
         projected, recurred = self._recurrent_rows(rows)
         qkv = self._buffers.get("qkv", (rows + TILE_ROWS) * width)
         first_query = share.heads.first * config.queries_per_kv_head * config.head_dim
-        own_mixed = self.rows("latents" if config.latent else "mixed", rows, q_width, first_query)
+        own_attended = self.rows("latents" if config.latent else "attended", rows, q_width, first_query)
         return Activations(
             residual=self.rows("residual", rows, config.hidden_size),
             own_residual=self.rows("residual", rows, config.hidden_size, share.hidden.first),
@@ -195,9 +195,9 @@ class LoopMemory:
             own_inner=self.rows("inner", rows, inner, share.inner.first),
             gate_up=self.rows("gate_up", gate_up_rows, 2 * inner),
             own_gate_up=self.rows("gate_up", gate_up_rows, 2 * inner, 2 * share.inner.first),
-            mixed=latent.results.reshape(rows, -1) if config.latent else self.rows("mixed", rows, q_width),
+            attended=latent.results.reshape(rows, -1) if config.latent else self.rows("attended", rows, q_width),
             qkv=qkv[: rows * width].reshape(rows, -1),
-            queries=Queries(qkv, width, own_mixed.reshape(-1), q_width),
+            queries=Queries(qkv, width, own_attended.reshape(-1), q_width),
             squares=self._squares(rows),
             own_squares=self._squares(rows, share.heads.first),
             routed=self._routed_rows(rows),
@@ -231,10 +231,10 @@ class LoopMemory:
             return _NO_LATENT_ROWS
         query_step = config.num_heads * (facts.rotated + facts.plain)
         step = (facts.query_rank or query_step) + config.head_dim
-        sizes = {"projected": step, "latent_queries": query_step, "mixed": config.num_heads * facts.width}
+        sizes = {"projected": step, "latent_queries": query_step, "results": config.num_heads * facts.width}
         flat = {name: self.rows(name, rows, width).reshape(-1) for name, width in sizes.items()}
         queries = (flat["latent_queries"], query_step) if facts.query_rank else (flat["projected"], step)
-        return LatentRows(flat["projected"], queries[0], flat["mixed"], step, queries[1])
+        return LatentRows(flat["projected"], queries[0], flat["results"], step, queries[1])
 
     def _squares(self, rows: int, first_kv_head: int = 0) -> Floats:
         config = self._config
@@ -294,7 +294,7 @@ def _activations_of(acts: Activations, rows: Range) -> Activations:
         own_inner=acts.own_inner[own],
         gate_up=acts.gate_up[own],
         own_gate_up=acts.own_gate_up[own],
-        mixed=acts.mixed[own],
+        attended=acts.attended[own],
         squares=acts.squares[own],
         own_squares=acts.own_squares[own],
         qkv=acts.qkv[own],

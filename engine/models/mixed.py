@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, attention_shape
+from engine.models.activations import ACTIVATIONS, Activation
 from engine.models.encodings import Parameters
-from engine.models.linear import ACTIVATIONS, Activation, LinearLayer, make_linear
+from engine.models.linear import LinearLayer, make_linear
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm, rms_norm
 from engine.models.rope import Rotation, rotate

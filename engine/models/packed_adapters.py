@@ -21,7 +21,7 @@ from engine.kernels.cpu.adapters import (
     RECURRENT_IN_SITE,
     RECURRENT_OUT_SITE,
     AdapterPieces,
-    Piece,
+    PackedPiece,
     shrunk_width,
 )
 from engine.kernels.cpu.arguments import Floats
@@ -61,7 +61,7 @@ class PackedAdapters:
         self.shrunk_width = shrunk_width(max(ranks, default=1))
         self.pieces = AdapterPieces(
             aligned(max(num_slots * self._num_numbers, PANEL), np.float32),
-            np.zeros((num_slots * self._num_pieces, len(Piece._fields)), np.int64),
+            np.zeros((num_slots * self._num_pieces, len(PackedPiece._fields)), np.int64),
             np.zeros((num_slots, share.layers.count, NUM_SITES + 1), np.int64),
         )
 
@@ -101,7 +101,7 @@ class _PiecePacker:
     """
 
     def __init__(self, first_number: int) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[PackedPiece] = []
         self.starts: list[list[int]] = []
         self._panels: list[Tensor] = []
         self._first = self._end = first_number
@@ -125,7 +125,7 @@ class _PiecePacker:
             if inner:
                 half, offset = divmod(first, inner)
                 column, step = 2 * offset + half * PANEL, 2 * PANEL
-            self.pieces.append(Piece(self._put(a), self._put(b), len(a), column, step, len(b)))
+            self.pieces.append(PackedPiece(self._put(a), self._put(b), len(a), column, step, len(b)))
 
     def _put(self, matrix: Tensor) -> int:
         """Keep a matrix [outputs, inputs] in panels [inputs, 16]; returns the index of its first number."""

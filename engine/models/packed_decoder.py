@@ -12,6 +12,7 @@ from engine.kernels.cpu.arguments import Array, Floats
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.load_times import load_phase
+from engine.models.activations import xielu_parameters
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.encodings import OUTPUT, PACKED, Forms, LinearParameters, Parameters
 from engine.models.experts_config import NO_EXPERTS
@@ -31,10 +32,9 @@ from engine.models.packed_weights import PackedDecoder, qkv_width
 from engine.models.recurrent.for_kernels import stacked
 from engine.models.recurrent.kinds import take_recurrence
 from engine.models.share import RankShare
-from engine.models.xielu import xielu_parameters
 
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
-"""In the order of the kernels' numbers; see engine/kernels/cpu/step.py."""
+"""In the order of the kernels' numbers; see engine/kernels/cpu/arguments.py."""
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 
 

@@ -168,7 +168,7 @@ FAMILIES: Mapping[str, Family] = {
 SUPPORTED_ACTIVATIONS = (
     *("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "relu", "relu2", "xielu", "clamped_swiglu"),
 )
-"""The keys of `engine.models.linear.ACTIVATIONS`, for programs that read a config.json without torch."""
+"""The keys of `engine.models.activations.ACTIVATIONS`, for programs that read a config.json without torch."""
 
 
 def load_config(model_dir: Path, rope: RopeOverride = NO_ROPE_OVERRIDE) -> AnyConfig:

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from engine.models.activations import CLAMPED_SWIGLU
 from engine.models.blocks import BLOCKS
-from engine.models.linear import CLAMPED_SWIGLU
 from engine.models.model_config import ModelConfig
 from engine.models.norms import Norm
 from engine.quantizer.layer import FloatLayer

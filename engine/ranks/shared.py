@@ -70,7 +70,7 @@ class StepMemory:
             "branch": (rows * config.hidden_size, np.float32),
             "inner": (rows * config.intermediate_size, np.float32),
             "gate_up": (rows * 2 * config.intermediate_size, np.float32),
-            "mixed": (rows * config.num_heads * config.head_dim, np.float32),
+            "attended": (rows * config.num_heads * config.head_dim, np.float32),
             "squares": (rows * (config.num_heads + config.num_kv_heads), np.float32),
             "a": ((max_rows + TILE_ROWS) * depth * 4, np.uint8),
             "factors": (rows, np.float32),

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from engine.models.adapted_linear import Adapters
 from engine.models.encodings import LinearParameters
 from engine.models.expert_products import ChosenExperts, ExpertProducts
 from engine.models.experts_config import ExpertsConfig
 from engine.models.layer import DenseMlp, Experts
-from engine.models.linear import Adapters, make_linear
+from engine.models.linear import make_linear
 from engine.models.routing import Router
 from mesh.domain.kv import Span
 from tests.component.paged_attention import TOLERANCES

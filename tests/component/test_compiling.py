@@ -31,10 +31,9 @@ from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import PANEL
 from engine.load_runner import load_model_runner
+from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, xielu
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, why_not_compiled
-from engine.models.linear import ACTIVATIONS, CLAMPED_SWIGLU
 from engine.models.read_config import load_config
-from engine.models.xielu import xielu
 from engine.resolve import kv_layout, resolve
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings

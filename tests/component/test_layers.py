@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from engine.models.activations import ACTIVATIONS
 from engine.models.encodings import LinearParameters
-from engine.models.linear import ACTIVATIONS, Linear
+from engine.models.linear import Linear
 from engine.models.norms import rms_norm
 from engine.models.read_config import SUPPORTED_ACTIVATIONS
 

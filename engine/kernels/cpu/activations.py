@@ -1,9 +1,10 @@
 """Activations of MLPs, over rows of fp32 numbers.
 
-Arguments are addresses, and bounds are not checked. The activation is a compile-time constant of the vector loops.
+The vector loops take addresses, and bounds are not checked. Each has a loop for every activation, one of which runs.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from numba import types
@@ -77,15 +78,41 @@ def _clamped_swiglu(emit: Emitter, gate: Value, up: Value) -> Value:
     return sigmoid_of(emit, builder.fmul(gate, constant(FLOATS, SWIGLU_ALPHA)), factor)
 
 
-def _activated(emit: Emitter, x: Value, activation: int) -> Value:
-    if activation == SILU:
-        return sigmoid_of(emit, x, x)
-    if activation == GELU:
-        return _gelu(emit, x)
-    if activation == GELU_TANH:
-        return _gelu_tanh(emit, x)
-    positive = emit.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, 0.0))
-    return emit.builder.fmul(positive, positive) if activation == RELU2 else positive
+def _silu(emit: Emitter, x: Value) -> Value:
+    return sigmoid_of(emit, x, x)
+
+
+def _relu(emit: Emitter, x: Value) -> Value:
+    return emit.call("llvm.maxnum.v16f32", FLOATS, x, constant(FLOATS, 0.0))
+
+
+def _relu_squared(emit: Emitter, x: Value) -> Value:
+    positive = _relu(emit, x)
+    return emit.builder.fmul(positive, positive)
+
+
+_ACTIVATIONS = {SILU: _silu, GELU: _gelu, GELU_TANH: _gelu_tanh, RELU: _relu, RELU2: _relu_squared}
+_GATES = {SILU: gated_silu, CLAMPED_SWIGLU: _clamped_swiglu}
+"""Activations of gates and ups. For others an up is multiplied with the activation of its gate."""
+
+
+def _gated(emit: Emitter, activation: int, gate: Value, up: Value) -> Value:
+    if activation in _GATES:
+        return _GATES[activation](emit, gate, up)
+    return emit.builder.fmul(_ACTIVATIONS[activation](emit, gate), up)
+
+
+def _cases(builder: Builder, number: Value, numbers: Iterable[int]) -> Iterator[int]:
+    """Yields these numbers. The code that is written before the next one runs if `number` is the one yielded."""
+    end = builder.append_basic_block("end")
+    switch = builder.switch(number, end)
+    for each in numbers:
+        block = builder.append_basic_block("case")
+        switch.add_case(INT64(each), block)
+        builder.position_at_end(block)
+        yield each
+        builder.branch(end)
+    builder.position_at_end(end)
 
 
 @emitted
@@ -95,12 +122,13 @@ def activate(typing: TypingContext, row: NumbaType, num_vectors: NumbaType, acti
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         at = emit.pointer(args[0])
-        with emit.loop(args[1], []) as loop:
-            target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
-            emit.store(_activated(emit, emit.load(target, FLOATS), activation.literal_value), target)
+        for number in _cases(builder, args[2], _ACTIVATIONS):
+            with emit.loop(args[1], []) as loop:
+                target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
+                emit.store(_ACTIVATIONS[number](emit, emit.load(target, FLOATS)), target)
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, activation), generate
+    return types.void(_INTP, _INTP, types.int64), generate
 
 
 @emitted
@@ -148,71 +176,44 @@ def gate_panels(
     behind: NumbaType,
     activation: NumbaType,
 ) -> Intrinsic:
-    """behind * activation(before * gate) * up of one row; with factors 1, SILU is to the bit as tiles.GATE computes it.
+    """behind * activation(before * gate) * up of one row; with factors 1, SILU to the bit as finish.GATE computes it.
     gate_up: panels of 16 gates and 16 ups alternate.
     """
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
         gate_up_at, out_at, before, behind = (*map(emit.pointer, args[:3:2]), *map(emit.splat, args[3:5]))
-        with emit.loop(args[1], []) as loop:
-            at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
-            gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
-            gate, up = builder.fmul(gate, before), builder.fmul(up, behind)
-            if activation.literal_value == SILU:
-                value = gated_silu(emit, gate, up)
-            elif activation.literal_value == CLAMPED_SWIGLU:
-                value = _clamped_swiglu(emit, gate, up)
-            else:
-                value = builder.fmul(_activated(emit, gate, activation.literal_value), up)
-            emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
+        for number in _cases(builder, args[5], _ACTIVATIONS | _GATES):
+            with emit.loop(args[1], []) as loop:
+                at = emit.at(gate_up_at, builder.mul(loop.index, INT64(2 * VECTOR_BYTES)))
+                gate, up = emit.load(at, FLOATS), emit.load(emit.at(at, VECTOR_BYTES), FLOATS)
+                value = _gated(emit, number, builder.fmul(gate, before), builder.fmul(up, behind))
+                emit.store(value, emit.at(out_at, builder.mul(loop.index, INT64(VECTOR_BYTES))))
         return context.get_dummy_value()
 
-    return types.void(_INTP, _INTP, _INTP, types.float32, types.float32, activation), generate
+    return types.void(_INTP, _INTP, _INTP, types.float32, types.float32, types.int64), generate
 
 
 @jit
-def activate_rows(x: Floats, activation: int, parameters: Floats, part: Range) -> None:
+def activate_rows(x: Floats, activation: int, parameters: Floats, own: Range) -> None:
     """x = activation(x) in place, for the rows of x [rows, width] in the range. parameters: of xIELU."""
-    num_vectors = x.shape[1] // LANES
-    for r in range(part.first, part.end):
-        at = address(x) + r * x.shape[1] * FLOAT_BYTES
-        if activation == GELU:
-            activate(at, num_vectors, GELU)
-        elif activation == GELU_TANH:
-            activate(at, num_vectors, GELU_TANH)
-        elif activation == RELU:
-            activate(at, num_vectors, RELU)
-        elif activation == RELU2:
-            activate(at, num_vectors, RELU2)
-        elif activation == XIELU:
-            activate_xielu(at, num_vectors, parameters[0], parameters[1], parameters[2], parameters[3])
+    width = x.shape[1]
+    for r in range(own.first, own.end):
+        at = address(x) + r * width * FLOAT_BYTES
+        if activation == XIELU:
+            activate_xielu(at, width // LANES, parameters[0], parameters[1], parameters[2], parameters[3])
         else:
-            activate(at, num_vectors, SILU)
+            activate(at, width // LANES, activation)
 
 
 @jit
 def gate_rows(
-    gate_up: Floats, out: Floats, activation: int, before: np.float32, behind: np.float32, part: Range
+    gate_up: Floats, out: Floats, activation: int, before: np.float32, behind: np.float32, own: Range
 ) -> None:
     """behind * activation(before * gate) * up of the rows in the range: from gate_up [rows, 2 * width] to out
     [rows, width].
     """
-    num_panels = out.shape[1] // LANES
-    for r in range(part.first, part.end):
-        at, target = (
-            address(gate_up) + r * gate_up.shape[1] * FLOAT_BYTES,
-            address(out) + r * out.shape[1] * FLOAT_BYTES,
-        )
-        if activation == GELU:
-            gate_panels(at, num_panels, target, before, behind, GELU)
-        elif activation == GELU_TANH:
-            gate_panels(at, num_panels, target, before, behind, GELU_TANH)
-        elif activation == RELU:
-            gate_panels(at, num_panels, target, before, behind, RELU)
-        elif activation == CLAMPED_SWIGLU:
-            gate_panels(at, num_panels, target, before, behind, CLAMPED_SWIGLU)
-        elif activation == RELU2:
-            gate_panels(at, num_panels, target, before, behind, RELU2)
-        else:
-            gate_panels(at, num_panels, target, before, behind, SILU)
+    width = out.shape[1]
+    for r in range(own.first, own.end):
+        at, target = address(gate_up) + 2 * r * width * FLOAT_BYTES, address(out) + r * width * FLOAT_BYTES
+        gate_panels(at, width // LANES, target, before, behind, activation)

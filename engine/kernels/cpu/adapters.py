@@ -33,8 +33,8 @@ def shrunk_width(highest_rank: int) -> int:
     return _MAX_MODULES * ((highest_rank + PANEL - 1) // PANEL * PANEL)
 
 
-class Piece(NamedTuple):
-    """The change of some columns of a product by one module of an adapter: a row of AdapterPieces.pieces."""
+class PackedPiece(NamedTuple):
+    """A ModulePiece (engine/models/adapters.py) as it is packed: a row of AdapterPieces.pieces."""
 
     a_at: int  # index of a's first number; a: [panels of the rank, inputs, 16]
     b_at: int  # b: [panels, rank, 16]
@@ -48,7 +48,7 @@ class AdapterPieces(NamedTuple):
     """The packed adapters of a model, the same in every step."""
 
     packed: Floats  # flat
-    pieces: Int64s  # [num_pieces, 6]: see Piece
+    pieces: Int64s  # [num_pieces, 6]: see PackedPiece
     starts: Int64s  # [num_adapters, num_layers, NUM_SITES + 1]: the first piece of each site, and the end
 
 
@@ -75,24 +75,24 @@ def changes_site(step: StepAdapters, layer: int, site: int) -> bool:
 
 
 @jit
-def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: Norm, part: Range) -> None:
+def norm_and_shrink(step: StepAdapters, layer: int, site: int, x: Floats, norm: Norm, own: Range) -> None:
     """Like `shrink`, of rows after a norm."""
     width = x.shape[1]
     for run in range(len(step.runs)):
-        for r in range(max(part.first, step.runs[run, 1]), min(part.end, step.runs[run, 2])):
+        for r in range(max(own.first, step.runs[run, 1]), min(own.end, step.runs[run, 2])):
             out, divisor = address(step.normed) + r * width * FLOAT_BYTES, norm_row(x[r], norm, step.normed[r])
             scale_row(out, width // PANEL, np.float32(1.0) / divisor, out)
-    shrink(step, layer, site, step.normed, width, part)
+    shrink(step, layer, site, step.normed, width, own)
 
 
 @jit
-def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, part: Range) -> None:
+def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, own: Range) -> None:
     """Compute a x of the rows of x [num_tokens, depth or more] in the range that use an adapter."""
     packed, pieces, starts = step.adapters.packed, step.adapters.pieces, step.adapters.starts
     x_step, shrunk_step = x.shape[1] * FLOAT_BYTES, step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]
-        first, end = max(first, part.first), min(end, part.end)
+        first, end = max(first, own.first), min(end, own.end)
         if first >= end:
             continue
         rows = Matrix(address(x) + first * x_step, x_step)
@@ -106,13 +106,13 @@ def shrink(step: StepAdapters, layer: int, site: int, x: Floats, depth: int, par
 
 
 @jit
-def expand(step: StepAdapters, layer: int, site: int, y: Floats, part: Range) -> None:
+def expand(step: StepAdapters, layer: int, site: int, y: Floats, own: Range) -> None:
     """Add b (a x) to the rows of y [num_tokens, columns] in the range, after `shrink`."""
     packed, pieces, starts = step.adapters.packed, step.adapters.pieces, step.adapters.starts
     shrunk_step = step.shrunk.shape[1] * FLOAT_BYTES
     for run in range(len(step.runs)):
         adapter, first, end = step.runs[run]
-        first, end = max(first, part.first), min(end, part.end)
+        first, end = max(first, own.first), min(end, own.end)
         if first >= end:
             continue
         shrunk = address(step.shrunk) + first * shrunk_step

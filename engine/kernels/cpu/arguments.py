@@ -29,6 +29,9 @@ SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 """CLAMPED_SWIGLU: (up + 1) * gate * sigmoid(SWIGLU_ALPHA * gate); gate up to the limit, up from minus it to it."""
 SOFTMAX, SIGMOID, SPARSE_MIXER = range(3)
 """How a router's outputs become scores, which `routing.py` computes."""
+INPUT_NORM, POST_NORM, ATTENTION_OUT_NORM, MLP_OUT_NORM = range(4)
+INPUT_OUT_NORM, MLP_ONLY_NORM, ROUTER_NORM, EXPERTS_NORM, EXPERTS_OUT_NORM = range(4, 9)
+"""Norms of a layer, in `ModelConstants.norms`: all layers have the first two, a sandwich four, Gemma 4 all."""
 CONV, DELTA, SCAN = range(3)
 """Kinds of recurrent layers: see engine.models.recurrent.config.RecurrentConfig."""
 CONVOLVE, MIX, GATE_ROWS = range(3)
@@ -189,7 +192,7 @@ class CacheCode(NamedTuple):
 
 
 class Attending(NamedTuple):
-    """One thread's arguments of attention, the same in every layer of a step."""
+    """One thread's arguments of attention in layers with heads of this shape."""
 
     queries: Queries
     shape: HeadShape
@@ -366,6 +369,23 @@ class Recurrent(NamedTuple):
     value_dim: int
     scan: ScanFacts
     places: StatePlaces
+
+
+_NO_STATES, _NO_ROWS, _NO_COUNTS = np.empty((0, 0), np.float32), np.empty(0, np.int64), np.empty(0, np.int32)
+_ZERO = np.float32(0.0)
+NO_RECURRENT_WEIGHTS = RecurrentWeights(_NO_STATES.reshape(0, 0, 0), *[_NO_STATES] * 5)
+NO_RECURRENCE = Recurrent(
+    *NO_RECURRENT_WEIGHTS,
+    eps=_ZERO,
+    kind=CONV,
+    num_key_heads=0,
+    key_dim=0,
+    value_dim=0,
+    scan=ScanFacts(_ZERO, _ZERO, _ZERO, _ZERO, gate_first=False),
+    places=StatePlaces(_NO_STATES, _NO_ROWS, _NO_ROWS, in_piece=0, of_layer=0),
+)
+"""Of a model without recurrent layers."""
+NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
 
 
 class LayerInputs(NamedTuple):

@@ -23,6 +23,7 @@ from engine.kernels.cpu.arguments import (
     Range,
     Window,
 )
+from engine.kernels.cpu.barrier import share_of
 from engine.kernels.cpu.cache_rows import write_token
 from engine.kernels.cpu.chunk import Chunk, attend_chunk, first_visible
 from engine.kernels.cpu.compiler import jit
@@ -74,7 +75,7 @@ def attend_token(
     attend_decode(query, own, shape, memory, LayerKV(keys, values, element_of(kind), window))
 
 
-_attend_prompt, _attend_token = caller(attend_prompt), caller(attend_token)
+call_attend_prompt, call_attend_token = caller(attend_prompt), caller(attend_token)
 
 
 def cache_code(kind: DTypeLike) -> CacheCode:
@@ -93,19 +94,18 @@ def attend(attending: Attending, cache: Cache, place: LayerPlace, window: Window
     keys = address(cache) + shape.num_planes * place.number * plane_bytes
     values = keys + (shape.num_planes - 1) * plane_bytes
     work = _decode_work(batch, window) * shape.num_kv_heads
-    first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
-    done, result = 0, 0
+    (first, end), done, result = share_of(work, part.number, part.num_parts), 0, 0
     for seq in range(len(batch.context_lens)):
         rows = _rows(batch, seq)
         if rows.num_prompt:
             chunk = Chunk(seq, rows.first, rows.num_prompt, rows.position)
-            _attend_prompt(attending.code.attend_chunk, (chunk, shape, memory, keys, values, window, part))
+            call_attend_prompt(attending.code.attend_chunk, (chunk, shape, memory, keys, values, window, part))
         for row in range(rows.first + rows.num_prompt, rows.end):
             query = _query(seq, row, rows, window, result)
             size = _size(segments_of(query.visible)) * shape.num_kv_heads
             if done < end and done + size > first:
                 own = Range(first - done, end - done)
-                _attend_token(attending.code.attend_decode, (query, own, shape, memory, keys, values, window))
+                call_attend_token(attending.code.attend_decode, (query, own, shape, memory, keys, values, window))
             done += size
             result += _num_results(query)
 

@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from numba import types
 
-from engine.kernels.cpu.arguments import Int64s
+from engine.kernels.cpu.arguments import Int64s, Range
 from engine.kernels.cpu.compiler import (
     INT32,
     INT64,
@@ -48,6 +48,12 @@ class Team(NamedTuple):
     all_counter: Int64s  # [1], of the barrier of all threads
     phase_cycles: Int64s  # of this thread; see phases.py
     share: RowShare
+
+
+@jit
+def share_of(count: int, number: int, num_parts: int) -> Range:
+    """The numbers below `count` that are those of part `number`, where as many parts share them out."""
+    return Range(count * number // num_parts, count * (number + 1) // num_parts)
 
 
 MAX_SPINS = 2000

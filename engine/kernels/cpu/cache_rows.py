@@ -35,7 +35,7 @@ def write_token(kind: Any, keys: Address, values: Address, slot: TokenSlot, shap
     write_heads(keys, values, slot, element_of(kind), shape)
 
 
-write_to_cache = caller(write_token)
+call_write_token = caller(write_token)
 
 
 @entry

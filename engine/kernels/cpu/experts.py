@@ -90,13 +90,13 @@ def _place(copies: Copies, copy: int, width: int, shared_width: int) -> int:
 
 @jit
 def put_copies(
-    experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
+    experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, own: Range
 ) -> None:
     """Write the copies in the range to the operand of their experts' first products. `first`: number of the first
     expert's first matrix; those of an expert follow each other.
     """
     for e in range(len(copies.starts) - 1):
-        for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
+        for copy in range(max(own.first, copies.starts[e]), min(own.end, copies.starts[e + 1])):
             matrix = first + 2 * e
             at = copy * weights.matrices[matrix, 2]
             row = routed.normed[copies.rows[copy]]
@@ -129,14 +129,14 @@ def multiply_up(
 
 @jit
 def put_inner(
-    experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, part: Range
+    experts: Experts, routed: RoutedRows, copies: Copies, weights: Weights, first: int, operand: Operand, own: Range
 ) -> None:
     """Write the inner rows of the copies in the range, which may have to be gated or activated first, to the operand of
     their experts' second products.
     """
     for e in range(len(copies.starts) - 1):
         matrix, width = first + 2 * e + 1, experts.width if e < experts.num_experts else experts.shared_width
-        for copy in range(max(part.first, copies.starts[e]), min(part.end, copies.starts[e + 1])):
+        for copy in range(max(own.first, copies.starts[e]), min(own.end, copies.starts[e + 1])):
             at = _place(copies, copy, experts.width, experts.shared_width)
             row, place = routed.inner[at : at + width], _place_of_inner(copies, copy, weights, first, experts)
             if not experts.gated:
@@ -174,12 +174,12 @@ def _from(operand: Operand, element: int, row: int) -> Operand:
 
 
 @jit
-def add_results(experts: Experts, routed: RoutedRows, copies: Copies, out: Floats, part: Range) -> None:
+def add_results(experts: Experts, routed: RoutedRows, copies: Copies, out: Floats, own: Range) -> None:
     """Add the results, weighted unless their inputs were, to the rows of `out` in the range."""
     width = out.shape[1]
     for copy in range(len(copies.rows)):
         row = copies.rows[copy]
-        if part.first <= row < part.end:
+        if own.first <= row < own.end:
             result = address(routed.results) + copy * width * FLOAT_BYTES
             weight = _ONE if experts.scales_inputs else copies.weights[copy]
             mix_rows(result, width // LANES, weight, _ONE, address(out) + row * width * FLOAT_BYTES)

@@ -24,19 +24,19 @@ class HeadNorms(NamedTuple):
 
 
 @jit
-def clip_rows(x: Floats, limit: np.float32, part: Range) -> None:
+def clip_rows(x: Floats, limit: np.float32, own: Range) -> None:
     """Limit the magnitude of the numbers in the rows of x [rows, width]."""
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         for i in range(x.shape[1]):
             x[r, i] = min(max(x[r, i], -limit), limit)
 
 
 @jit
-def sum_squares(qkv: Floats, shape: HeadShape, out: Floats, part: Range) -> None:
+def sum_squares(qkv: Floats, shape: HeadShape, out: Floats, own: Range) -> None:
     """Write the sums of squares of the rows' heads. out: HeadNorms.squares, from the rank's first head on."""
     dim, num_heads = shape.head_dim, shape.num_heads
     ratio = num_heads // shape.num_kv_heads
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         for head in range(num_heads + shape.num_kv_heads):
             group, place = (head // ratio, head % ratio) if head < num_heads else (head - num_heads, ratio)
             out[r, group * (ratio + 1) + place] = _squares_of(qkv[r, head * dim : (head + 1) * dim])

@@ -20,10 +20,11 @@ from engine.kernels.cpu.arguments import (
     Range,
     Weights,
 )
-from engine.kernels.cpu.cache_rows import TokenSlot, write_to_cache
+from engine.kernels.cpu.barrier import share_of
+from engine.kernels.cpu.cache_rows import TokenSlot, call_write_token
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL
-from engine.kernels.cpu.panels import multiply_at
+from engine.kernels.cpu.panels import call_panel_product
 from engine.kernels.cpu.rows import Norm, norm_row, put_row_at, rotate
 from engine.kernels.cpu.tiles import TileProduct
 from engine.kernels.cpu.vectors import address
@@ -42,7 +43,7 @@ class Latent(NamedTuple):
     plain: int
     width: int  # of a head's result
     eps: np.float32
-    multiply: Address  # of panels.multiply_rows
+    multiply: Address  # of panels.panel_product
 
 
 class LatentRows(NamedTuple):
@@ -57,19 +58,19 @@ class LatentRows(NamedTuple):
 
 @jit
 def put_queries(
-    latent: Latent, layer: int, rows: LatentRows, weights: Weights, matrix: int, operand: Operand, part: Range
+    latent: Latent, layer: int, rows: LatentRows, weights: Weights, matrix: int, operand: Operand, own: Range
 ) -> None:
     """Write the normed latents of queries to the operand of their second projection."""
     depth, normed = weights.matrices[matrix, 2], np.empty(latent.query_rank, np.float32)
     norm = Norm(latent.q_norms[layer], latent.eps)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         divisor = norm_row(rows.projected[r * rows.step : r * rows.step + latent.query_rank], norm, normed)
         operand.factors[r] = put_row_at(normed, weights, matrix, operand, r * depth) / divisor
 
 
 @jit
 def rotate_and_store_latents(
-    latent: Latent, layer: int, rows: LatentRows, attending: Attending, cache: Cache, rope: int, part: Range
+    latent: Latent, layer: int, rows: LatentRows, attending: Attending, cache: Cache, rope: int, own: Range
 ) -> None:
     """Write the latents and rotated keys of the rows in the range to the cache, where they are keys and values at once,
     and the rotated dimensions of their queries to those of attention.
@@ -78,7 +79,7 @@ def rotate_and_store_latents(
     layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * shape.row_bytes
     rotated, key = latent.rotated, np.empty(shape.head_dim, np.float32)
     norm = Norm(latent.kv_norms[layer], latent.eps)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         cos, sin = batch.cos[rope, r], batch.sin[rope, r]
         end = (r + 1) * rows.step
         for i in range(rotated):
@@ -88,7 +89,7 @@ def rotate_and_store_latents(
         for i in range(rotated, len(key)):
             key[i] /= divisor
         slot = TokenSlot(layer_at, batch.slots[r, 0])
-        write_to_cache(attending.code.write, (address(key), address(key), slot, shape))
+        call_write_token(attending.code.write, (address(key), address(key), slot, shape))
         for head in range(shape.num_heads):
             at = r * rows.query_step + head * (rotated + latent.plain)
             first = r * queries.step + head * shape.head_dim
@@ -104,14 +105,15 @@ def project_queries(latent: Latent, layer: int, rows: LatentRows, attending: Att
     num_panels, num_rows = latent.rank // PANEL, len(attending.batch.slots)
     panels = address(latent.key_up) + layer * latent.key_up[0].nbytes
     num_units = shape.num_heads * num_panels
-    for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
+    own = share_of(num_units, part.number, part.num_parts)
+    for unit in range(own.first, own.end):
         head, panel = unit // num_panels, unit % num_panels
         column = head * (latent.rotated + latent.plain) + latent.rotated
         a = Matrix(address(rows.queries) + column * FLOAT_BYTES, rows.query_step * FLOAT_BYTES)
         column = head * shape.head_dim + latent.rotated + panel * PANEL
         out = Matrix(address(queries.rows) + column * FLOAT_BYTES, queries.step * FLOAT_BYTES)
         b = Matrix(panels + unit * latent.key_up[0, 0, 0].nbytes, 0)
-        multiply_at(latent.multiply, (TileProduct(a, b, out), latent.plain, num_rows))
+        call_panel_product(latent.multiply, (TileProduct(a, b, out), latent.plain, num_rows))
 
 
 @jit
@@ -121,9 +123,10 @@ def project_results(latent: Latent, layer: int, rows: LatentRows, attending: Att
     num_panels, num_rows = latent.width // PANEL, len(attending.batch.slots)
     panels = address(latent.value_up) + layer * latent.value_up[0].nbytes
     num_units = shape.num_heads * num_panels
-    for unit in range(num_units * part.number // part.num_parts, num_units * (part.number + 1) // part.num_parts):
+    own = share_of(num_units, part.number, part.num_parts)
+    for unit in range(own.first, own.end):
         column = unit // num_panels * shape.head_dim + latent.rotated
         a = Matrix(address(queries.out) + column * FLOAT_BYTES, queries.out_step * FLOAT_BYTES)
         out = Matrix(address(rows.results) + unit * PANEL * FLOAT_BYTES, num_units * PANEL * FLOAT_BYTES)
         b = Matrix(panels + unit * latent.value_up[0, 0, 0].nbytes, 0)
-        multiply_at(latent.multiply, (TileProduct(a, b, out), latent.rank, num_rows))
+        call_panel_product(latent.multiply, (TileProduct(a, b, out), latent.rank, num_rows))

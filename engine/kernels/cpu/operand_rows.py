@@ -55,4 +55,4 @@ def put_values(kind: Any, values: Address, num_vectors: int, out: Address, group
     return put_row(values, num_vectors, out, group, element_of(kind))
 
 
-put_at = caller(put_values)
+call_put_values = caller(put_values)

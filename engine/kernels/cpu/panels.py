@@ -38,9 +38,9 @@ def multiply_some(matrices: TileProduct, depth: int, max_rows: int, element: Ele
 
 
 @Piece
-def multiply_rows(kind: Any, matrices: TileProduct, depth: int, num_rows: int) -> None:
+def panel_product(kind: Any, matrices: TileProduct, depth: int, num_rows: int) -> None:
     """`multiply_panel`. kind: of the panel."""
     multiply_panel(matrices, depth, num_rows, element_of(kind))
 
 
-multiply_at = caller(multiply_rows)
+call_panel_product = caller(panel_product)

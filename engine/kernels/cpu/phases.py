@@ -4,7 +4,7 @@ import time
 
 from numba import types
 
-from engine.kernels.cpu.arguments import Int64s, Range
+from engine.kernels.cpu.arguments import Int64s
 from engine.kernels.cpu.barrier import Team, wait
 from engine.kernels.cpu.compiler import (
     INT64,
@@ -61,12 +61,6 @@ def finish_own_phase(team: Team, phase: int) -> None:
     """Wait for the rank's threads only, then count the phase's cycles, waiting included."""
     wait(team.counter, team.num_threads)
     end_phase(team.phase_cycles, phase)
-
-
-@jit
-def rows_of(num_rows: int, number: int, num_parts: int) -> Range:
-    """The rows of thread `number` in phases that share out rows."""
-    return Range(num_rows * number // num_parts, num_rows * (number + 1) // num_parts)
 
 
 @entry

@@ -32,7 +32,6 @@ from engine.kernels.cpu.compiler import (
 types: Any = numba.types  # numba does not annotate them
 _from_dtype: Any = numba.from_dtype
 
-
 addressed = partial(entry, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 """As `entry`, for functions that are called by their address only."""
 
@@ -48,6 +47,14 @@ def address_of(function: Callable[..., Any], arguments: Sequence[Any], result: A
         raise TypeError(f"{dispatcher.__name__} returns {compiled.signature.return_type}, not {result}")
     found: Address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
     return found
+
+
+def call_at(emit: Emitter, at: Value, kinds: Sequence[NumbaType], result: NumbaType, values: Values) -> Value:
+    """Write code that calls a compiled function by its address, with arguments of these types."""
+    call_conv, builder = emit.context.call_conv, emit.builder
+    function = builder.inttoptr(at, call_conv.get_function_type(result, kinds).as_pointer())
+    _, returned = call_conv.call_function(builder, function, result, kinds, values)
+    return returned
 
 
 class Piece:
@@ -83,13 +90,9 @@ def caller(piece: Piece) -> Callable[..., Any]:
     @emitted
     def call(typing: TypingContext, at: NumbaType, arguments: NumbaType) -> Intrinsic:
         def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-            kinds = (types.TypeRef(types.none), *piece.arguments)
-            function_type = context.call_conv.get_function_type(piece.result, kinds)
-            pointer = builder.inttoptr(args[0], function_type.as_pointer())
-            values = Emitter(context, builder).members(args[1], len(piece.arguments))
-            given = [context.get_dummy_value(), *values]
-            _, result = context.call_conv.call_function(builder, pointer, piece.result, kinds, given)
-            return result
+            emit, kinds = Emitter(context, builder), (types.TypeRef(types.none), *piece.arguments)
+            values = [context.get_dummy_value(), *emit.members(args[1], len(piece.arguments))]
+            return call_at(emit, args[0], kinds, piece.result, values)
 
         return piece.result(types.int64, piece.arguments), generate
 

@@ -17,15 +17,16 @@ from engine.kernels.cpu.arguments import (
     CONVOLVE,
     DELTA,
     GATE_ROWS,
+    NO_RECURRENCE,
+    NO_STATE_STEPS,
     Address,
     Floats,
     MixPart,
     Range,
     Recurrent,
-    ScanFacts,
-    StatePlaces,
     StateSteps,
 )
+from engine.kernels.cpu.barrier import share_of
 from engine.kernels.cpu.compiler import (
     Builder,
     CodeContext,
@@ -42,7 +43,7 @@ from engine.kernels.cpu.compiler import (
 )
 from engine.kernels.cpu.delta_heads import mix_heads
 from engine.kernels.cpu.machine import CACHE_LINE_BYTES, FLOAT_BYTES, LANES
-from engine.kernels.cpu.pieces import address_of
+from engine.kernels.cpu.pieces import address_of, call_at
 from engine.kernels.cpu.scan_heads import convolve_channels, gate_and_norm, scan_head
 from engine.kernels.cpu.states import MixedRows, mix_channels, tokens_of
 from engine.kernels.cpu.stored import value_of, value_type
@@ -61,12 +62,11 @@ def mix(recurrent: Recurrent, layer: int, steps: StateSteps, rows: Floats, out: 
     at = MixedRows(address(rows), rows.shape[1] * FLOAT_BYTES, address(out), out.shape[1] * FLOAT_BYTES)
     stage = part.stage
     if stage == GATE_ROWS:
-        own = Range(len(rows) * part.number // part.num_parts, len(rows) * (part.number + 1) // part.num_parts)
-        gate_and_norm(recurrent, layer, own, at)
+        gate_and_norm(recurrent, layer, share_of(len(rows), part.number, part.num_parts), at)
         return
     num_units = _num_units(recurrent, stage)
     work, matrix = num_units * len(rows), _aligned(recurrent.key_dim * recurrent.value_dim)
-    first, end = work * part.number // part.num_parts, work * (part.number + 1) // part.num_parts
+    first, end = share_of(work, part.number, part.num_parts)
     for seq in range(len(steps.tables)):
         tokens = tokens_of(steps, seq)
         for unit in range(num_units):
@@ -120,12 +120,9 @@ def call_mix(
         raise TypeError(f"mix is compiled for {_mix_types()}, not for {kinds}")
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
-        function_type = context.call_conv.get_function_type(types.none, kinds)
-        function = builder.inttoptr(args[0], function_type.as_pointer())
         emit = Emitter(context, builder)
         values = [value_of(emit, *each) for each in zip(given, args[1:], strict=True)]
-        context.call_conv.call_function(builder, function, types.none, kinds, values)
-        return context.get_dummy_value()
+        return call_at(emit, args[0], kinds, types.none, values)
 
     return types.void(types.intp, *given), generate
 
@@ -139,22 +136,5 @@ def mix_address() -> Address:
 @cache
 def _mix_types() -> tuple[Any, ...]:
     """The types of the arguments of `mix`."""
-    floats, empty = np.empty((0, 0), np.float32), np.empty(0, np.int64)
-    number, counts = np.float32(0.0), np.empty(0, np.int32)
-    recurrent = Recurrent(
-        np.empty((0, 0, 0), np.float32),
-        floats,
-        floats,
-        floats,
-        floats,
-        floats,
-        eps=number,
-        kind=CONV,
-        num_key_heads=0,
-        key_dim=0,
-        value_dim=0,
-        scan=ScanFacts(number, number, number, number, gate_first=False),
-        places=StatePlaces(floats, empty, empty, in_piece=0, of_layer=0),
-    )
-    steps = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), counts, counts)
-    return tuple(_numba.typeof(value) for value in (recurrent, 0, steps, floats, floats, MixPart(0, 0, 1)))
+    rows = np.empty((0, 0), np.float32)
+    return tuple(map(_numba.typeof, (NO_RECURRENCE, 0, NO_STATE_STEPS, rows, rows, MixPart(0, 0, 1))))

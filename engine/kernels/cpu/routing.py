@@ -17,21 +17,21 @@ _LOWEST = np.finfo(np.float32).min
 
 
 @jit
-def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm: Norm, part: Range) -> None:
+def route_rows(routing: Routing, routed: RoutedRows, layer: int, x: Floats, norm: Norm, own: Range) -> None:
     """Norm the rows of x in the range, and choose their experts."""
     width, num_scores = x.shape[1], routed.scores.shape[1]
-    if part.first >= part.end:
+    if own.first >= own.end:
         return
-    put_normed(x, norm, routed.normed, part)
-    rows = Matrix(address(routed.normed) + part.first * width * FLOAT_BYTES, width * FLOAT_BYTES)
-    out = address(routed.scores) + part.first * num_scores * FLOAT_BYTES
+    put_normed(x, norm, routed.normed, own)
+    rows = Matrix(address(routed.normed) + own.first * width * FLOAT_BYTES, width * FLOAT_BYTES)
+    out = address(routed.scores) + own.first * num_scores * FLOAT_BYTES
     for panel in range(num_scores // PANEL):
         number = layer * (num_scores // PANEL) + panel
         router = Matrix(address(routing.routers) + number * width * PANEL * FLOAT_BYTES, 0)
         scores = Matrix(out + panel * PANEL * FLOAT_BYTES, num_scores * FLOAT_BYTES)
-        multiply_panel(TileProduct(rows, router, scores), width, part.end - part.first, routed.scores[0, 0])
+        multiply_panel(TileProduct(rows, router, scores), width, own.end - own.first, routed.scores[0, 0])
     ranked = np.empty(routing.num_experts, np.float32)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         for e in range(routing.router_biases.shape[1]):
             routed.scores[r, e] += routing.router_biases[layer, e]
         if routing.scoring == SPARSE_MIXER:

@@ -21,11 +21,11 @@ from engine.kernels.cpu.arguments import (
     Range,
     Weights,
 )
-from engine.kernels.cpu.cache_rows import TokenSlot, write_to_cache
+from engine.kernels.cpu.cache_rows import TokenSlot, call_write_token
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.head_norms import HeadNorms, norm_heads
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
-from engine.kernels.cpu.operand_rows import put_at
+from engine.kernels.cpu.operand_rows import call_put_values
 from engine.kernels.cpu.vectors import (
     address,
     mix_rows,
@@ -43,18 +43,18 @@ class Norm(NamedTuple):
 
 
 @jit
-def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
+def put_rows(x: Floats, width: int, weights: Weights, matrix: int, operand: Operand, own: Range) -> None:
     """Write the first `width` numbers of the rows of x in the range to the operand of a product with a matrix."""
     depth = weights.matrices[matrix, 2]
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         operand.factors[r] = put_row_at(x[r, :width], weights, matrix, operand, r * depth)
 
 
 @jit
-def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, part: Range) -> None:
+def norm_rows(x: Floats, norm: Norm, weights: Weights, matrix: int, operand: Operand, own: Range) -> None:
     """Like `put_rows`, after a norm of each row."""
     depth, normed = weights.matrices[matrix, 2], np.empty(x.shape[1], np.float32)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         divisor = norm_row(x[r], norm, normed)
         operand.factors[r] = put_row_at(normed, weights, matrix, operand, r * depth) / divisor
 
@@ -67,10 +67,10 @@ def put_row_at(x: Floats, weights: Weights, matrix: int, operand: Operand, first
     width, at = len(x), address(operand.a) + first * operand.code.operand_bytes
     group, order_end = weights.matrices[matrix, 4], weights.matrices[matrix, 5]
     if not order_end:
-        return put_at(operand.code.put, (address(x), width // LANES, at, group))
+        return call_put_values(operand.code.put, (address(x), width // LANES, at, group))
     gathered = np.empty(width, np.float32)
     _gather(x, weights.orders[order_end - width : order_end], gathered)
-    return put_at(operand.code.put, (address(gathered), width // LANES, at, group))
+    return call_put_values(operand.code.put, (address(gathered), width // LANES, at, group))
 
 
 @jit
@@ -94,29 +94,29 @@ def norm_row(x: Floats, norm: Norm, out: Floats) -> np.float32:
 
 
 @jit
-def put_normed(x: Floats, norm: Norm, out: Floats, part: Range) -> None:
+def put_normed(x: Floats, norm: Norm, out: Floats, own: Range) -> None:
     """out = norm(x), for the rows in the range; `out` may be x."""
     width = x.shape[1]
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         at, divisor = address(out) + r * width * FLOAT_BYTES, norm_row(x[r], norm, out[r])
         scale_row(at, width // LANES, np.float32(1.0) / divisor, at)
 
 
 @jit
-def add_normed(x: Floats, norm: Norm, scale: np.float32, out: Floats, part: Range) -> None:
+def add_normed(x: Floats, norm: Norm, scale: np.float32, out: Floats, own: Range) -> None:
     """out = (out + norm(x)) * scale, for the rows in the range."""
     width = x.shape[1]
     normed = np.empty(width, np.float32)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         factor = scale / norm_row(x[r], norm, normed)
         mix_rows(address(normed), width // LANES, factor, scale, address(out) + r * width * FLOAT_BYTES)
 
 
 @jit
-def add_rows(x: Floats, out: Floats, part: Range) -> None:
+def add_rows(x: Floats, out: Floats, own: Range) -> None:
     """out += x, for the rows in the range."""
     width, one = x.shape[1], np.float32(1.0)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         offset = r * width * FLOAT_BYTES
         mix_rows(address(x) + offset, width // LANES, one, one, address(out) + offset)
 
@@ -146,7 +146,7 @@ def rotate(heads: Floats, cos: Floats, sin: Floats) -> None:
 
 @jit
 def rotate_and_store(
-    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, place: LayerPlace, rope: int, part: Range
+    qkv: Floats, norms: HeadNorms, attending: Attending, cache: Cache, place: LayerPlace, rope: int, own: Range
 ) -> None:
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
@@ -159,7 +159,7 @@ def rotate_and_store(
     layer_at = address(cache) + shape.num_planes * place.number * shape.num_slots * num_kv_heads * shape.row_bytes
     num_rotated = (num_heads + (num_kv_heads if place.is_own else 0)) * dim
     num_normed = num_rotated + (num_kv_heads * dim if place.is_own and norms.values else 0)
-    for r in range(part.first, part.end):
+    for r in range(own.first, own.end):
         heads = qkv[r * row_step : r * row_step + num_rotated]
         if len(norms.weight) and not norms.rotated:
             norm_heads(qkv[r * row_step : r * row_step + num_normed], norms, shape, r)
@@ -174,4 +174,4 @@ def rotate_and_store(
             keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
             values = keys + num_kv_heads * dim * FLOAT_BYTES
             slot = TokenSlot(layer_at, batch.slots[r, place.group])
-            write_to_cache(attending.code.write, (keys, values, slot, shape))
+            call_write_token(attending.code.write, (keys, values, slot, shape))

@@ -21,9 +21,17 @@ from engine.kernels.cpu.adapters import (
     shrink,
 )
 from engine.kernels.cpu.arguments import (
+    ATTENTION_OUT_NORM,
     CONVOLVE,
+    EXPERTS_NORM,
+    EXPERTS_OUT_NORM,
     GATE_ROWS,
+    INPUT_NORM,
     MIX,
+    MLP_ONLY_NORM,
+    MLP_OUT_NORM,
+    POST_NORM,
+    ROUTER_NORM,
     SCAN,
     SILU,
     Floats,
@@ -32,7 +40,7 @@ from engine.kernels.cpu.arguments import (
     Range,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
-from engine.kernels.cpu.barrier import Team, publish_rows, wait, wait_for_earlier_rows
+from engine.kernels.cpu.barrier import Team, publish_rows, share_of, wait, wait_for_earlier_rows
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import (
     add_results,
@@ -65,7 +73,6 @@ from engine.kernels.cpu.phases import (
     STORE_KV,
     finish_own_phase,
     finish_phase,
-    rows_of,
     start_phases,
 )
 from engine.kernels.cpu.recurrence import call_mix
@@ -73,9 +80,10 @@ from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, add_rows, norm_rows, put_normed, put_rows, rotate_and_store
 from engine.kernels.cpu.step_arguments import (
-    Kind,
+    Family,
     ModelConstants,
-    Work,
+    StepBatch,
+    ThreadMemory,
     attending_of,
     matrices_of,
     place_of,
@@ -84,8 +92,6 @@ from engine.kernels.cpu.step_arguments import (
 from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
 from engine.kernels.cpu.vectors import address
 
-_INPUT_NORM, _POST_NORM, _ATTENTION_OUT_NORM, _MLP_OUT_NORM, _, *_BESIDE = range(9)
-_MLP_NORM, _ROUTER_NORM, _EXPERTS_NORM, _EXPERTS_OUT_NORM = _BESIDE
 _ONE = np.float32(1.0)
 
 
@@ -96,61 +102,62 @@ def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """
     model, memory, step, team = load(kinds, addresses)
     operand, adapted = memory.operand, memory.adapted
-    work = Work(memory.acts, operand, memory.scratch, memory.splits, adapted, step.batch, step.states)
     begin_products(operand)
     start_phases(team.phase_cycles)
     if layers.first == 0 and model.inputs.width:
-        compute_layer_inputs(model, work, team)
+        compute_layer_inputs(model, memory, team)
     for layer in range(layers.first, layers.end):
         if model.are_recurrent[layer]:
-            _compute_recurrence(model, work, team, layer)
+            _compute_recurrence(model, memory, step, team, layer)
         if model.latent.rank:
-            _compute_latent_attention(model, work, team, layer)
+            _compute_latent_attention(model, memory, step, team, layer)
         elif model.have_attention[layer]:
-            _compute_attention(model, work, team, layer)
-        if model.kind.parallel:
-            _compute_inner(model, work, team, layer)
-            _add_attention(model, work, team, layer)
-            _add_mlp(model, work, team, layer)
+            _compute_attention(model, memory, step, team, layer)
+        if model.family.parallel:
+            _compute_inner(model, memory, team, layer)
+            _add_attention(model, memory, team, layer)
+            _add_mlp(model, memory, team, layer)
         else:
-            _add_attention(model, work, team, layer)
+            _add_attention(model, memory, team, layer)
             if model.have_mlp[layer]:
                 if model.experts.layers[layer]:
-                    _add_experts(model, work, team, layer)
+                    _add_experts(model, memory, team, layer)
                 if model.experts.are_beside or not model.experts.layers[layer]:
-                    _compute_inner(model, work, team, layer)
-                    _add_mlp(model, work, team, layer)
+                    _compute_inner(model, memory, team, layer)
+                    _add_mlp(model, memory, team, layer)
         if model.inputs.width:
-            add_layer_input(model, work, team, layer, matrices_of(model, layer))
-    if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.kind.sandwich):
+            add_layer_input(model, memory, team, layer, matrices_of(model, layer))
+    if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.family.sandwich):
         finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
 
 
 @jit
-def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _compute_attention(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
     """Compute attention of the residual. From here to `_add_mlp`, between two barriers that follow each other, a thread
     reads and writes its own rows of the residual only.
     """
-    acts, operand, cache, adapted = work.acts, work.operand, model.cache, work.adapted
-    attending, place = attending_of(model, work, layer), place_of(model, layer)
+    acts, operand, cache, adapted = memory.acts, memory.operand, model.cache, memory.adapted
+    attending, place = attending_of(model, memory, step, layer), place_of(model, layer)
     weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows = rows_of(len(acts.residual), team.number, team.num_all)
-    own_rows = rows_of(len(acts.residual), team.thread, team.num_threads)
-    qkv, window, kind = matrices_of(model, layer).qkv, window_of(model, layer), model.kind
-    _put_inputs(model, work, rows, layer, QKV_SITE, qkv)
+    rows = share_of(len(acts.residual), team.number, team.num_all)
+    own_rows = share_of(len(acts.residual), team.thread, team.num_threads)
+    qkv, window, family = matrices_of(model, layer).qkv, window_of(model, layer), model.family
+    _put_inputs(model, memory, rows, layer, QKV_SITE, qkv)
     finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
     finish_own_phase(team, QKV)
     expand(adapted, layer, QKV_SITE, acts.qkv, own_rows)
-    if kind.clip_qkv > 0:
-        clip_rows(acts.qkv, kind.clip_qkv, own_rows)
+    if family.clip_qkv > 0:
+        clip_rows(acts.qkv, family.clip_qkv, own_rows)
     if len(acts.squares):
         sum_squares(acts.qkv, attending.shape, acts.own_squares, own_rows)
         if team.num_all > team.num_threads:
             finish_phase(team, QKV)
     of_heads = model.head_norms[layer][: model.num_head_norms[layer]]
-    norms = HeadNorms(of_heads, kind.norms_values, model.eps, kind.centred_heads, kind.norms_rotated, acts.squares)
+    norms = HeadNorms(
+        of_heads, family.norms_values, model.eps, family.centred_heads, family.norms_rotated, acts.squares
+    )
     rotate_and_store(acts.queries.rows, norms, attending, cache, place, model.ropes[layer], own_rows)
     finish_own_phase(team, STORE_KV)
     publish_rows(team.share, team.thread, layer)
@@ -163,49 +170,51 @@ def _compute_attention(model: ModelConstants, work: Work, team: Team, layer: int
 
 
 @jit
-def _compute_recurrence(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _compute_recurrence(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
     """`_compute_attention` of a recurrence. There is one rank. In a layer with both, attention lets later rows go
     on.
     """
-    acts, part, is_scan = work.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
-    rows, matrix = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
-    _put_inputs(model, work, rows, layer, RECURRENT_IN_SITE, matrix)
+    acts, part, is_scan = memory.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
+    rows, matrix = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
+    _put_inputs(model, memory, rows, layer, RECURRENT_IN_SITE, matrix)
     finish_phase(team, NORM)
-    product(work.operand, model.weights, matrix, Target(acts.projected, STORE), part)
+    product(memory.operand, model.weights, matrix, Target(acts.projected, STORE), part)
     finish_phase(team, QKV)
-    if changes_site(work.adapted, layer, RECURRENT_IN_SITE):
-        expand(work.adapted, layer, RECURRENT_IN_SITE, acts.projected, rows)
+    if changes_site(memory.adapted, layer, RECURRENT_IN_SITE):
+        expand(memory.adapted, layer, RECURRENT_IN_SITE, acts.projected, rows)
         finish_phase(team, QKV)
     wait_for_earlier_rows(team.share, layer)
     if is_scan:
-        _mix(model, work, layer, CONVOLVE, part)
+        _mix(model, memory, step, layer, CONVOLVE, part)
         finish_phase(team, ATTENTION)
-    _mix(model, work, layer, MIX, part)
+    _mix(model, memory, step, layer, MIX, part)
     finish_phase(team, ATTENTION)
     if is_scan:
-        _mix(model, work, layer, GATE_ROWS, part)
+        _mix(model, memory, step, layer, GATE_ROWS, part)
     if not model.have_attention[layer]:
         publish_rows(team.share, team.thread, layer)
 
 
 @jit
-def _mix(model: ModelConstants, work: Work, layer: int, stage: int, part: Part) -> None:
-    acts, number, own = work.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
-    call_mix(model.mix_at, model.recurrent, number, work.states, acts.projected, acts.recurred, own)
+def _mix(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: int, stage: int, part: Part) -> None:
+    acts, number, own = memory.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
+    call_mix(model.mix_at, model.recurrent, number, step.states, acts.projected, acts.recurred, own)
 
 
 @jit
-def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _compute_latent_attention(
+    model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int
+) -> None:
     """`_compute_attention` over latents. There is one rank, which has no adapters."""
     latent, weights, attending, buffers = (
         model.latent,
         model.weights,
-        attending_of(model, work, layer),
-        work.acts.latent,
+        attending_of(model, memory, step, layer),
+        memory.acts.latent,
     )
-    operand, qkv, window = work.operand, matrices_of(model, layer).qkv, window_of(model, layer)
-    part, rows = Part(team.thread, team.num_threads), rows_of(len(work.acts.residual), team.thread, team.num_threads)
-    norm_rows(work.acts.residual, Norm(model.norms[layer, _INPUT_NORM], model.eps), weights, qkv, operand, rows)
+    operand, qkv, window = memory.operand, matrices_of(model, layer).qkv, window_of(model, layer)
+    part, rows = Part(team.thread, team.num_threads), share_of(len(memory.acts.residual), team.thread, team.num_threads)
+    norm_rows(memory.acts.residual, Norm(model.norms[layer, INPUT_NORM], model.eps), weights, qkv, operand, rows)
     finish_phase(team, NORM)
     product(operand, weights, qkv, Target(buffers.projected.reshape(-1, buffers.step), STORE), part)
     finish_phase(team, QKV)
@@ -227,13 +236,13 @@ def _compute_latent_attention(model: ModelConstants, work: Work, team: Team, lay
 
 
 @jit
-def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site: int, matrix: int) -> None:
+def _put_inputs(model: ModelConstants, memory: ThreadMemory, rows: Range, layer: int, site: int, matrix: int) -> None:
     """Write rows of the residual, normed in most models, to the operand of the product with a matrix at the start of
     attention, a recurrence or the MLP.
     """
-    residual, weights, operand, adapted = work.acts.residual, model.weights, work.operand, work.adapted
-    if model.kind.norms_inputs:
-        norm = Norm(model.norms[layer, _POST_NORM if site == GATE_UP_SITE else _INPUT_NORM], model.eps)
+    residual, weights, operand, adapted = memory.acts.residual, model.weights, memory.operand, memory.adapted
+    if model.family.norms_inputs:
+        norm = Norm(model.norms[layer, POST_NORM if site == GATE_UP_SITE else INPUT_NORM], model.eps)
         norm_rows(residual, norm, weights, matrix, operand, rows)
         norm_and_shrink(adapted, layer, site, residual, norm, rows)
     else:
@@ -242,86 +251,86 @@ def _put_inputs(model: ModelConstants, work: Work, rows: Range, layer: int, site
 
 
 @jit
-def _add_attention(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _add_attention(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int) -> None:
     """Add the results of attention and of a recurrence to the residual."""
-    acts, operand, adapted = work.acts, work.operand, work.adapted
-    rows, matrices = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer)
+    acts, operand, adapted = memory.acts, memory.operand, memory.adapted
+    rows, matrices = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer)
     if model.have_attention[layer]:
-        if model.kind.gates_attention:
-            _gate_results(acts.mixed, acts.qkv, rows)
-        put_rows(acts.mixed, model.widths[layer, 0], model.weights, matrices.output, operand, rows)
-        shrink(adapted, layer, OUTPUT_SITE, acts.mixed, model.widths[layer, 0], rows)
+        if model.family.gates_attention:
+            _gate_results(acts.attended, acts.qkv, rows)
+        put_rows(acts.attended, model.widths[layer, 0], model.weights, matrices.output, operand, rows)
+        shrink(adapted, layer, OUTPUT_SITE, acts.attended, model.widths[layer, 0], rows)
         finish_phase(team, QUANTISE)
-        _add_product(model, work, team, matrices.output)
+        _add_product(model, memory, team, matrices.output)
         finish_phase(team, OUTPUT)
-        _end_branch(model, work, rows, layer, OUTPUT_SITE)
+        _end_branch(model, memory, rows, layer, OUTPUT_SITE)
     if model.are_recurrent[layer]:
         put_rows(acts.recurred, acts.recurred.shape[1], model.weights, matrices.recurrent_out, operand, rows)
         shrink(adapted, layer, RECURRENT_OUT_SITE, acts.recurred, acts.recurred.shape[1], rows)
         finish_phase(team, QUANTISE)
-        _add_product(model, work, team, matrices.recurrent_out)
+        _add_product(model, memory, team, matrices.recurrent_out)
         finish_phase(team, OUTPUT)
         expand(adapted, layer, RECURRENT_OUT_SITE, acts.residual, rows)
 
 
 @jit
-def _gate_results(mixed: Floats, qkv: Floats, rows: Range) -> None:
+def _gate_results(attended: Floats, qkv: Floats, rows: Range) -> None:
     """Multiply attention's results by the sigmoid of the gates, the last columns of qkv."""
-    width, step = mixed.shape[1], qkv.shape[1]
+    width, step = attended.shape[1], qkv.shape[1]
     for r in range(rows.first, rows.end):
         gates = address(qkv) + ((r + 1) * step - width) * FLOAT_BYTES
-        gate_row(address(mixed) + r * width * FLOAT_BYTES, gates, width // LANES, np.float32(1.0), 0)
+        gate_row(address(attended) + r * width * FLOAT_BYTES, gates, width // LANES, np.float32(1.0), 0)
 
 
 @jit
-def _compute_inner(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _compute_inner(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int) -> None:
     """Compute the inner rows of the MLP."""
-    acts, operand, adapted = work.acts, work.operand, work.adapted
-    kind, weights, part = model.kind, model.weights, Part(team.thread, team.num_threads)
-    rows, gate_up = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
-    is_gated_at_once = _is_gated_at_once(kind, work, layer)
-    _put_inputs(model, work, rows, layer, GATE_UP_SITE, gate_up)
+    acts, operand, adapted = memory.acts, memory.operand, memory.adapted
+    family, weights, part = model.family, model.weights, Part(team.thread, team.num_threads)
+    rows, gate_up = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
+    is_gated_at_once = _is_gated_at_once(family, memory, layer)
+    _put_inputs(model, memory, rows, layer, GATE_UP_SITE, gate_up)
     finish_phase(team, NORM)
-    if is_gated_at_once or not kind.gated:
+    if is_gated_at_once or not family.gated:
         product(operand, weights, gate_up, Target(acts.own_inner, GATE if is_gated_at_once else STORE), part)
     else:
         product(operand, weights, gate_up, Target(acts.own_gate_up, STORE), part)
     finish_phase(team, GATE_UP)
-    if not kind.gated:
+    if not family.gated:
         expand(adapted, layer, GATE_UP_SITE, acts.inner, rows)
-        activate_rows(acts.inner, kind.activation, model.activation[layer], rows)
+        activate_rows(acts.inner, family.activation, model.activation[layer], rows)
     elif not is_gated_at_once:
         expand(adapted, layer, GATE_UP_SITE, acts.gate_up, rows)
-        gate_rows(acts.gate_up, acts.inner, kind.activation, kind.gate_factor, kind.inner_factor, rows)
+        gate_rows(acts.gate_up, acts.inner, family.activation, family.gate_factor, family.inner_factor, rows)
 
 
 @jit
-def _add_mlp(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _add_mlp(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int) -> None:
     """Add the MLP's result to the residual."""
-    acts, operand, adapted = work.acts, work.operand, work.adapted
-    rows, down = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
+    acts, operand, adapted = memory.acts, memory.operand, memory.adapted
+    rows, down = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).down
     put_rows(acts.inner, model.widths[layer, 1], model.weights, down, operand, rows)
     shrink(adapted, layer, DOWN_SITE, acts.inner, model.widths[layer, 1], rows)
     finish_phase(team, QUANTISE)
-    _add_product(model, work, team, down)
+    _add_product(model, memory, team, down)
     finish_phase(team, DOWN)
-    _end_branch(model, work, rows, layer, DOWN_SITE)
+    _end_branch(model, memory, rows, layer, DOWN_SITE)
 
 
 @jit
-def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> None:
+def _add_experts(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int) -> None:
     """Add the results of the layer's experts to the residual or, beside an MLP, keep their norm in `routed.normed`."""
-    acts, operand, experts, routed = work.acts, work.operand, model.experts, work.acts.routed
+    acts, operand, experts, routed = memory.acts, memory.operand, model.experts, memory.acts.routed
     weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows, first = rows_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
-    norm = Norm(model.norms[layer, _ROUTER_NORM if experts.are_beside else _POST_NORM], model.eps)
+    rows, first = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
+    norm = Norm(model.norms[layer, ROUTER_NORM if experts.are_beside else POST_NORM], model.eps)
     route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
     if experts.are_beside:
         first += 2
-        put_normed(acts.residual, Norm(model.norms[layer, _EXPERTS_NORM], model.eps), routed.normed, rows)
+        put_normed(acts.residual, Norm(model.norms[layer, EXPERTS_NORM], model.eps), routed.normed, rows)
     finish_phase(team, NORM)
     copies = copies_of(experts, routed)
-    own_copies = rows_of(len(copies.rows), team.number, team.num_all)
+    own_copies = share_of(len(copies.rows), team.number, team.num_all)
     put_copies(experts, routed, copies, weights, first, operand, own_copies)
     finish_phase(team, QUANTISE)
     multiply_up(experts, routed, copies, weights, first, operand, part)
@@ -333,39 +342,39 @@ def _add_experts(model: ModelConstants, work: Work, team: Team, layer: int) -> N
     if experts.are_beside:
         routed.normed[rows.first : rows.end] = 0
         add_results(experts, routed, copies, routed.normed, rows)
-        put_normed(routed.normed, Norm(model.norms[layer, _EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
+        put_normed(routed.normed, Norm(model.norms[layer, EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
     else:
         add_results(experts, routed, copies, acts.residual, rows)
 
 
 @jit
-def _is_gated_at_once(kind: Kind, work: Work, layer: int) -> bool:
+def _is_gated_at_once(family: Family, memory: ThreadMemory, layer: int) -> bool:
     """True if the product of gate and up itself ends with silu(gate) * up."""
-    is_plain = kind.gated and kind.activation == SILU and kind.gate_factor == 1 and kind.inner_factor == 1
-    return is_plain and not changes_site(work.adapted, layer, GATE_UP_SITE)
+    is_plain = family.gated and family.activation == SILU and family.gate_factor == 1 and family.inner_factor == 1
+    return is_plain and not changes_site(memory.adapted, layer, GATE_UP_SITE)
 
 
 @jit
-def _add_product(model: ModelConstants, work: Work, team: Team, matrix: int) -> None:
+def _add_product(model: ModelConstants, memory: ThreadMemory, team: Team, matrix: int) -> None:
     """Multiply, and add to the residual; in a sandwich, store."""
-    acts, part = work.acts, Part(team.thread, team.num_threads)
-    if model.kind.sandwich:
-        product(work.operand, model.weights, matrix, Target(acts.own_branch, STORE), part)
+    acts, part = memory.acts, Part(team.thread, team.num_threads)
+    if model.family.sandwich:
+        product(memory.operand, model.weights, matrix, Target(acts.own_branch, STORE), part)
     else:
-        product(work.operand, model.weights, matrix, Target(acts.own_residual, ADD), part)
+        product(memory.operand, model.weights, matrix, Target(acts.own_residual, ADD), part)
 
 
 @jit
-def _end_branch(model: ModelConstants, work: Work, rows: Range, layer: int, site: int) -> None:
+def _end_branch(model: ModelConstants, memory: ThreadMemory, rows: Range, layer: int, site: int) -> None:
     """After `_add_product` and a barrier: apply adapters, and the norms of a sandwich."""
-    acts, adapted = work.acts, work.adapted
-    if model.kind.sandwich:
+    acts, adapted = memory.acts, memory.adapted
+    if model.family.sandwich:
         expand(adapted, layer, site, acts.branch, rows)
         is_attention = site == OUTPUT_SITE
         if not is_attention and model.experts.are_beside:
-            put_normed(acts.branch, Norm(model.norms[layer, _MLP_NORM], model.eps), acts.branch, rows)
+            put_normed(acts.branch, Norm(model.norms[layer, MLP_ONLY_NORM], model.eps), acts.branch, rows)
             add_rows(acts.routed.normed, acts.branch, rows)
-        norm = Norm(model.norms[layer, _ATTENTION_OUT_NORM if is_attention else _MLP_OUT_NORM], model.eps)
+        norm = Norm(model.norms[layer, ATTENTION_OUT_NORM if is_attention else MLP_OUT_NORM], model.eps)
         scale = _ONE if is_attention or model.inputs.width else model.scalars[layer]
         add_normed(acts.branch, norm, scale, acts.residual, rows)
     else:
@@ -382,7 +391,7 @@ def output_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights, 0, operand, rows_of(len(hidden), team.number, team.num_all))
+    norm_rows(hidden, norm, weights, 0, operand, share_of(len(hidden), team.number, team.num_all))
     wait(team.all_counter, team.num_all)
     product(operand, weights, 0, Target(logits, STORE), Part(team.thread, team.num_threads))
     finish_phase(team, LOGITS)

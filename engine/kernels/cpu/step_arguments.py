@@ -32,7 +32,7 @@ from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
 
 
-class Kind(NamedTuple):
+class Family(NamedTuple):
     """How the layers of a family differ from those of others."""
 
     parallel: bool  # attention and MLP both read the layer's input
@@ -68,7 +68,7 @@ class ModelConstants(NamedTuple):
     are_recurrent: Int64s
     have_mlp: Int64s
     output: Weights  # the output matrix of the vocabulary; in int8 beside weights in int4
-    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see Norm
+    norms: Floats  # [num_layers, 2 or, in a sandwich, 4 or 9, 1 or 2, hidden]; see Norm, arguments.py
     final_norm: Floats  # [1 or 2, hidden]
     head_norms: Floats  # [num_layers, 0 or more, largest head_dim]; see HeadNorms
     scalars: Floats  # [num_layers]: factors of the residual
@@ -78,7 +78,7 @@ class ModelConstants(NamedTuple):
     ropes: Int64s  # [num_layers]: the kind of rotary positions in `Batch`
     eps: np.float32
     shape: HeadShape  # of layers that do not say otherwise in `heads`; of several sizes the widest
-    kind: Kind
+    family: Family
     experts: Experts
     latent: Latent
     inputs: LayerInputs
@@ -114,9 +114,9 @@ class Activations(NamedTuple):
     own_inner: Floats
     gate_up: Floats  # [num_tokens, 2 * intermediate], panels of gates and ups alternate; without use [0, ..]
     own_gate_up: Floats
-    mixed: Floats  # [num_tokens, num_heads * width of a result], the heads of all ranks
+    attended: Floats  # [num_tokens, num_heads * width of a result], the heads of all ranks
     qkv: Floats  # [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim], the rank's heads, and gates of queries
-    queries: Queries  # over qkv and the rank's part of mixed; of latent attention over memory of its own
+    queries: Queries  # over qkv and the rank's part of attended; of latent attention over memory of its own
     squares: Floats  # see HeadNorms
     own_squares: Floats
     routed: RoutedRows  # of layers with experts
@@ -141,18 +141,6 @@ class ThreadMemory(NamedTuple):
 class StepBatch(NamedTuple):
     """The tokens and states that the threads of a row share compute."""
 
-    batch: Batch
-    states: StateSteps
-
-
-class Work(NamedTuple):
-    """One thread's ThreadMemory and StepBatch."""
-
-    acts: Activations
-    operand: Operand
-    scratch: AttentionScratch
-    splits: Splits
-    adapted: StepAdapters
     batch: Batch
     states: StateSteps
 
@@ -192,7 +180,7 @@ def place_of(model: ModelConstants, layer: int) -> LayerPlace:
 
 
 @jit
-def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
+def attending_of(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: int) -> Attending:
     """The arguments of attention with the layer's heads."""
     shape, heads = model.shape, model.heads[layer]
     own = HeadShape(
@@ -206,5 +194,5 @@ def attending_of(model: ModelConstants, work: Work, layer: int) -> Attending:
         shape.scale,
         shape.softcap,
     )
-    memory = work.acts.queries, own, work.batch, work.scratch, work.splits
-    return Attending(*memory, model.cache_code, model.slopes, model.sinks)
+    places = memory.acts.queries, own, step.batch, memory.scratch, memory.splits
+    return Attending(*places, model.cache_code, model.slopes, model.sinks)

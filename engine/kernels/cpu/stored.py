@@ -33,7 +33,7 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
 )
-from engine.kernels.cpu.pieces import address_of, addressed
+from engine.kernels.cpu.pieces import address_of, addressed, call_at
 
 types: Any = numba.types  # numba does not annotate them
 typeof: Any = numba.typeof
@@ -226,13 +226,10 @@ def call(typing: TypingContext, job: NumbaType) -> Intrinsic:
         emit = Emitter(context, builder)
         at = emit.array(job, args[0])
         function, *numbers = (emit.load(emit.at(at, 8 * i), INT64, 8) for i in range(JOB_NUMBERS))
-        function_type = context.call_conv.get_function_type(types.none, _CALLED)
-        pointer = builder.inttoptr(function, function_type.as_pointer())
         kinds = context.make_tuple(builder, _CALLED[0], [context.get_dummy_value()] * NUM_STORED)
         addresses = context.make_tuple(builder, _CALLED[1], numbers[:NUM_STORED])
         layers = context.make_tuple(builder, _CALLED[2], numbers[NUM_STORED:])
-        context.call_conv.call_function(builder, pointer, types.none, _CALLED, [kinds, addresses, layers])
-        return context.get_dummy_value()
+        return call_at(emit, function, _CALLED, types.none, [kinds, addresses, layers])
 
     return types.void(job), generate
 

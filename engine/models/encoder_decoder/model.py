@@ -12,11 +12,12 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.model import DecoderMemory, Finish, LayerGroups
+from engine.models.activations import ACTIVATIONS
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.encoder_decoder.step import PositionBias, Step, attend_own, attend_prompts, causal_bias, plan_step
 from engine.models.encodings import Parameters
 from engine.models.layer import DenseMlp
-from engine.models.linear import ACTIVATIONS, LinearLayer, Rows, make_linear
+from engine.models.linear import LinearLayer, Rows, make_linear
 from engine.models.norms import Norm
 from mesh.domain.host import Cores
 

@@ -7,6 +7,7 @@ import numpy as np
 from engine.kernels.cpu.arguments import (
     CONV,
     DELTA,
+    NO_RECURRENT_WEIGHTS,
     SCAN,
     Floats,
     Recurrent,
@@ -20,8 +21,6 @@ _KINDS = {"conv": CONV, "delta": DELTA, "scan": SCAN}
 """By the names of RecurrentConfig.kind."""
 NO_NUMBERS: Floats = np.empty((1, 0), np.float32)
 """A parameter that a layer does not have."""
-_NOTHING, _NO_PLACES = np.empty((0, 0), np.float32), np.empty(0, np.int64)
-_NO_WEIGHTS = RecurrentWeights(_NOTHING.reshape(0, 0, 0), *[_NOTHING] * 5)
 _LARGEST = float(np.finfo(np.float32).max)
 """Compiled code takes for granted that numbers are finite."""
 
@@ -29,7 +28,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 def stacked(layers: Sequence[RecurrentWeights]) -> RecurrentWeights:
     """The parameters of several layers."""
     if not layers:
-        return _NO_WEIGHTS
+        return NO_RECURRENT_WEIGHTS
     parts: list[Floats] = [np.concatenate(of_layers) for of_layers in zip(*layers, strict=True)]
     return RecurrentWeights(*parts)
 
@@ -56,12 +55,3 @@ def recurrent_layers(
         ),
         places=places,
     )
-
-
-NO_RECURRENCE = recurrent_layers(
-    _NO_WEIGHTS,
-    RecurrentConfig("conv", layers=(), kernel=0, channels=0),
-    0.0,
-    StatePlaces(_NOTHING, _NO_PLACES, _NO_PLACES, in_piece=0, of_layer=0),
-)
-"""Of a model without recurrent layers."""

@@ -9,19 +9,16 @@ from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
-from engine.kernels.cpu.arguments import Floats, MixPart, Recurrent, StatePlaces, StateSteps
+from engine.kernels.cpu.arguments import NO_STATE_STEPS, Floats, MixPart, Recurrent, StatePlaces, StateSteps
 from engine.kv_cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
-
-_NO_COUNTS = np.empty(0, np.int32)
-_NO_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
 
 
 def state_steps(metadata: ForwardMetadata) -> StateSteps:
     """The sequences of a pass; none, if the model has no recurrent layers."""
     if metadata.states is None:
-        return _NO_STEPS
+        return NO_STATE_STEPS
     tables, is_repeated = metadata.states
     starts, context_lens = metadata.query_starts.numpy(), metadata.context_lens.numpy()
     return StateSteps(tables.numpy().astype(np.int64), np.array(is_repeated, np.bool_), starts, context_lens)
@@ -49,7 +46,7 @@ class RecurrentStates:
         first = piece % rows.num_pieces * (num_blocks * rows.in_piece) + row
         self._rows_of_state = (piece // rows.num_pieces, first)
         self._tables = torch.zeros((1, rows.num_blocks), dtype=torch.int64, device=device)
-        self._steps = _NO_STEPS
+        self._steps = NO_STATE_STEPS
         self._mixing = mixing
 
     def begin(self, metadata: ForwardMetadata) -> None:

@@ -1,0 +1,43 @@
+"""What log-probabilities need of each row of logits, computed in one pass."""
+
+import numpy as np
+
+from engine.kernels.cpu.arguments import Floats, Int64s
+from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.machine import LANES
+from engine.kernels.cpu.vectors import address, index_of_largest, sum_of_exponents
+
+
+@entry
+def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
+    num_vectors = logits.shape[1] // LANES
+    for row in range(logits.shape[0]):
+        values, tail = address(logits[row]), address(tails[row])
+        best, highest, total = 0, np.float32(-np.inf), np.float32(0.0)
+        if num_vectors > 0:
+            best = index_of_largest(values, num_vectors)
+            highest = logits[row, best]
+        if tails.shape[1] > 0:
+            in_tail = index_of_largest(tail, 1)
+            if num_vectors == 0 or tails[row, in_tail] > highest:
+                best, highest = num_vectors * LANES + in_tail, tails[row, in_tail]
+            total = sum_of_exponents(tail, 1, highest)
+        if num_vectors > 0:
+            total += sum_of_exponents(values, num_vectors, highest)
+        largest[row] = min(best, logits.shape[1] - 1)  # in a row of NaN, any column
+        normalisers[row] = np.log(total) + highest
+
+
+def summarise(logits: Floats) -> tuple[Int64s, Floats]:
+    """Per row of fp32 logits [rows, vocab_size], the column of the largest value and log(sum(exp(row))).
+
+    The first of equal values counts. Columns must be contiguous. All numbers go through the same vector loops, so a
+    row's result does not depend on the layout of the others.
+    """
+    num_rest = logits.shape[1] % LANES
+    tails = np.empty((len(logits), LANES if num_rest else 0), np.float32)
+    if num_rest:
+        tails[:, :num_rest], tails[:, num_rest:] = logits[:, logits.shape[1] - num_rest :], -np.inf
+    largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
+    _summarise(logits, tails, largest, normalisers)
+    return largest, normalisers

@@ -1,0 +1,71 @@
+"""Activations of MLPs, by their names in config.json.
+
+Kernels compute them, too: engine/kernels/cpu/activations.py.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from engine.kernels.cpu.arguments import SWIGLU_ALPHA, SWIGLU_LIMIT
+
+Activation = Callable[[Tensor], Tensor]
+
+
+def scaled(activation: Activation, before: float, behind: float, x: Tensor) -> Tensor:
+    """An activation between two factors."""
+    return activation(x * before) * behind
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+def _relu_squared(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+CLAMPED_SWIGLU = "clamped_swiglu"
+
+
+def _clamped_swiglu(gate_up: Tensor) -> Tensor:
+    """gpt-oss: [rows, 2 * width] with gates and ups side by side -> [rows, width]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
+
+
+def xielu(
+    x: Tensor,
+    alpha_p: Tensor | float = 0.8,
+    alpha_n: Tensor | float = 0.8,
+    beta: Tensor | float = 0.5,
+    eps: Tensor | float = -1e-6,
+) -> Tensor:
+    """x > 0: alpha_p x^2 + beta x; else alpha_n (e^x - 1 - x) + beta x (xIELU, Huang and Schlag 2024). The defaults are
+    those before training; each layer of Apertus has its own.
+    """
+    negative = (torch.expm1(x.clamp(max=eps)) - x) * alpha_n
+    return torch.where(x > 0, alpha_p * x * x, negative) + beta * x
+
+
+def xielu_parameters(stored: Tensor) -> Tensor:
+    """The four parameters of `xielu` from those of a checkpoint [4], whose alphas can be any numbers."""
+    alpha_p, alpha_n, beta, eps = stored.float()
+    return torch.stack((F.softplus(alpha_p), beta + F.softplus(alpha_n), beta, eps))
+
+
+ACTIVATIONS: Mapping[str, Activation] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "relu": F.relu,
+    "relu2": _relu_squared,
+    "xielu": xielu,
+    CLAMPED_SWIGLU: _clamped_swiglu,
+}
+"""Activations by their names in config.json. CLAMPED_SWIGLU takes gates and ups, the others one of them."""

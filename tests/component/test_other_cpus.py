@@ -49,8 +49,8 @@ from engine.kernels.cpu import machine
 machine.cpu_flags = lambda: frozenset(sys.argv[1].split())
 from engine.kernels.cpu.attention import attend_prompt
 from engine.kernels.cpu.matmul import multiply
-from engine.kernels.cpu.panels import multiply_rows
-pieces = {"multiply": multiply, "multiply_rows": multiply_rows, "attend_prompt": attend_prompt}
+from engine.kernels.cpu.panels import panel_product
+pieces = {"multiply": multiply, "panel_product": panel_product, "attend_prompt": attend_prompt}
 for word in sys.argv[2:]:
     name, kind = word.split(":")
     piece = pieces[name]
@@ -121,7 +121,7 @@ _AVX512 = f"{_AVX2} avx512f avx512bw avx512vl avx512_vnni avx512_bf16"
                 "attend_prompt:float32": "tdpbf16ps.t",
             },
         ),
-        ("alderlake", f"{_AVX2} avx_vnni", {"multiply_rows:int8": "vpdpbusd.y"}),
+        ("alderlake", f"{_AVX2} avx_vnni", {"panel_product:int8": "vpdpbusd.y"}),
     ],
 )
 def test_code_for_instructions_that_this_cpu_may_lack(

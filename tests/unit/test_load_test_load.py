@@ -77,7 +77,7 @@ def test_a_trace_is_sorted_and_knows_the_names_of_published_ones(tmp_path: Path)
     ("line", "said"),
     [
         ("{", "line 2: Expecting property name"),
-        ("[" * 100_000, "line 2: maximum recursion depth exceeded"),
+        ("[" * 100_000, "line 2: nested too deeply"),
         ("7", "line 2: expected an object, got int"),
         (r'{"prompt": "\ud800"}', "line 2: 'utf-8' codec can't encode character"),
         ('{"max_tokens": 3}', "line 2: give exactly one of prompt, messages, token_ids, input_tokens; got none"),

@@ -212,7 +212,7 @@ def _ratios(variant: Variant, options: argparse.Namespace, times: Times) -> str:
 
 
 def _step_bytes(variant: Variant, size: ModelSize) -> float:
-    """Of the weights that a step reads."""
+    """The size of the weights that a step reads."""
     precision = Precision(variant.weights, "float32", is_packed=not variant.is_eager)
     return size.linear_params * precision.weight_bytes + size.vocabulary_params * precision.output_bytes
 

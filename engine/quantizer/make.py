@@ -177,7 +177,7 @@ def quantize_checkpoint(
 
 
 def expected_bytes(checkpoint: FloatCheckpoint, scheme: Scheme) -> int:
-    """Of the weights, without scales of outputs."""
+    """The size of the result's weights, without scales of outputs."""
     quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
     names = {name for spec in quantized for name in _names(spec, checkpoint.stored)}
     names |= {f"{name}_{part}" for name in names for part in ("blocks", "scales")}

@@ -1,4 +1,4 @@
-"""What log-probabilities need of each row of logits, computed in one pass."""
+"""One pass over each row of logits computes all that its log-probabilities need."""
 
 import numpy as np
 

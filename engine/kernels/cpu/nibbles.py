@@ -136,7 +136,7 @@ class _Vectors:
         return self.emit.builder.zext(self.emit.load(at, self._octets, 1), self.ints)
 
     def rises(self, zeros: Value) -> Value:
-        """MAX_ZERO minus the zero of each column, for each of the bytes of `nibbles`: weights of 4 bits are raised by it."""
+        """MAX_ZERO minus these zeros, for each of the bytes of `nibbles`: weights of 4 bits are raised by it."""
         lanes, size = self.emit.builder.bitcast(zeros, self.bytes), GROUP * self.lanes
         places = ir.Constant(ir.VectorType(INT32, size), [byte // GROUP * GROUP for byte in range(size)])
         repeated = self.emit.builder.shuffle_vector(lanes, ir.Constant(self.bytes, ir.Undefined), places)

@@ -6,6 +6,7 @@ block may be the first one in a hundred huge pages, and the step that writes to 
 """
 
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 from engine.sharded_kv_cache import AnyKVCache
 
@@ -30,4 +31,5 @@ class PagesAhead:
         """Announce that a block is used for the first time. Blocks come in ascending order."""
         while block_id + self._step >= self._end < self._cache.num_blocks:
             first, self._end = self._end, min(self._end + self._step, self._cache.num_blocks)
-            self._thread.submit(self._cache.commit_blocks, first, self._end)
+            with suppress(RuntimeError):  # no thread can be started, or the process ends: pages come when written
+                self._thread.submit(self._cache.commit_blocks, first, self._end)

@@ -3,6 +3,7 @@
 import ctypes
 import mmap
 import sys
+import threading
 
 import pytest
 import torch
@@ -44,3 +45,12 @@ async def test_blocks_are_committed_before_they_are_used() -> None:
         await until(lambda end=used + AHEAD: resident(cache, 0, end) == [1.0] * 4)
         assert (cache.tensor[:, :, taken] == 7.0).all()
         assert resident(cache, used + 2 * AHEAD + IN_HUGE_PAGE, NUM_BLOCKS) == [0.0] * 4
+
+
+def test_blocks_are_used_where_no_thread_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))).use)
+    assert pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))

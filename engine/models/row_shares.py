@@ -18,9 +18,14 @@ from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range, StateS
 from engine.models.blocks import has_attention
 from engine.models.model_config import ModelConfig
 
-_MIN_ROWS = 64
-"""Of a share. From a dozen rows on, arithmetic takes longer than reading the weights; with AMX from some hundred."""
-_MIN_ROWS_WITH_AMX = 256
+_ROWS_PER_SHARE = 6
+"""The least rows of a share, times the number of shares. Each share reads all weights from the memory that all of them
+use, which takes as many times as long; arithmetic shall take longer (docs/performance-notes.md#products-and-memory).
+"""
+_MANY_ROWS = 64
+"""They are enough for a share beside any number of others, which find some of the weights in the cache."""
+_MANY_ROWS_WITH_AMX = 256
+"""They are needed for each share: arithmetic takes so little time."""
 _MAX_COST = 1.25
 """Of a share, divided by the mean. One query with a very long context is better attended to by all threads."""
 
@@ -63,8 +68,13 @@ class RowCosts:
 
 def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
     """Row shares of a step at most. Each has as many threads."""
-    most = num_rows // (_MIN_ROWS_WITH_AMX if has_amx else _MIN_ROWS)
-    return max((count for count in range(1, most + 1) if num_threads % count == 0), default=1)
+    fitting = (count for count in range(2, num_threads + 1) if num_threads % count == 0)
+    return max((count for count in fitting if num_rows >= count * _least_rows(count, has_amx=has_amx)), default=1)
+
+
+def _least_rows(num_shares: int, *, has_amx: bool) -> int:
+    """Of each share."""
+    return _MANY_ROWS_WITH_AMX if has_amx else min(_MANY_ROWS, _ROWS_PER_SHARE * num_shares)
 
 
 def cut_rows(batch: Batch, count: int, row_costs: RowCosts) -> list[RowCut]:

@@ -32,8 +32,8 @@ NUM_NEW = 6
 @pytest.fixture
 def shares(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Shares of a few rows are allowed, of rows at any cost. Has the number of shares of each step."""
-    monkeypatch.setattr(row_shares, "_MIN_ROWS", 3)
-    monkeypatch.setattr(row_shares, "_MIN_ROWS_WITH_AMX", 3)
+    monkeypatch.setattr(row_shares, "_MANY_ROWS", 3)
+    monkeypatch.setattr(row_shares, "_MANY_ROWS_WITH_AMX", 3)
     monkeypatch.setattr(row_shares, "_MAX_COST", 10)
     numbers: list[int] = []
 
@@ -189,7 +189,8 @@ def test_rows_of_a_share_are_a_step() -> None:
 
 
 def test_shares_have_as_many_threads_and_enough_rows() -> None:
-    threads = {rows: most_shares(rows, 8, has_amx=False) for rows in (1, 127, 128, 256, 511, 512, 4096)}
-    assert threads == {1: 1, 127: 1, 128: 2, 256: 4, 511: 4, 512: 8, 4096: 8}
+    threads = {rows: most_shares(rows, 8, has_amx=False) for rows in (1, 23, 24, 95, 96, 383, 384, 4096)}
+    assert threads == {1: 1, 23: 1, 24: 2, 95: 2, 96: 4, 383: 4, 384: 8, 4096: 8}
+    assert [most_shares(rows, 32, has_amx=False) for rows in (1023, 1024, 2047, 2048)] == [8, 16, 16, 32]
     assert [most_shares(512, count, has_amx=True) for count in (1, 2, 3, 4)] == [1, 2, 1, 2]
     assert all(a <= b for a, b in pairwise(threads.values()))

@@ -17,20 +17,24 @@ from engine.kernels.cpu.compiler import (
     Values,
     emitted,
 )
-from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512
+from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, UNIT, knows_avx512, knows_bf16, knows_vnni
 from engine.kernels.cpu.nibbles import write_nibble_tile
 from engine.kernels.cpu.tiles import write_tile
 
 _PANELS = UNIT // PANEL
 
 
-def _sizes() -> tuple[int, ...]:
-    """Rows of the tiles, fewest first.
+def _sizes(element: NumbaType) -> tuple[int, ...]:
+    """Rows of the tiles, fewest first. `element`: any element of the weights.
 
     With AVX2, arithmetic limits even a few rows, so that rows which are multiplied in vain take time; with AVX-512
-    memory does.
+    memory does. A core gets weights sooner if it asks for the next ones while it multiplies eight rows: in a tile of
+    fewer it is ahead of them, and its loads crowd out what it asks for (docs/performance-notes.md#products-and-memory).
     """
-    return (1, 2, 4, 8, 12) if knows_avx512() else tuple(range(1, 13))
+    if not knows_avx512():
+        return tuple(range(1, 13))
+    has_instruction = (element == types.int8 and knows_vnni()) or (element == types.int16 and knows_bf16())
+    return (8, 12) if has_instruction else (1, 2, 4, 8, 12)
 
 
 @emitted
@@ -69,14 +73,13 @@ def multiply_rows(
                 with does_not:
                     write_tile(emit, product, depth, (size, _PANELS), element)
 
-        return _write_smallest(builder, num_rows, write)
+        return _write_smallest(builder, num_rows, _sizes(element), write)
 
     return types.intp(matrices, types.intp, types.intp, types.intp, types.intp, element), generate
 
 
-def _write_smallest(builder: Builder, num_rows: Value, write: Callable[[int], None]) -> Value:
+def _write_smallest(builder: Builder, num_rows: Value, sizes: tuple[int, ...], write: Callable[[int], None]) -> Value:
     """Write the code of all tiles, of which the one for `num_rows` runs. Returns its rows."""
-    sizes = _sizes()
     blocks = {size: builder.append_basic_block(f"rows_{size}") for size in sizes}
     switch, end = builder.switch(num_rows, blocks[sizes[-1]]), builder.append_basic_block("multiplied")
     for count in range(1, sizes[-1]):

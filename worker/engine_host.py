@@ -180,7 +180,8 @@ def load_engine_host(
 
 
 def _scheduler(config: SchedulerConfig, cache: AnyKVCache, disk: DiskCache | None) -> Scheduler:
-    pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, PagesAhead(cache).use)
+    on_first_use = PagesAhead(cache).use if cache.tensor.is_cpu else None
+    pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, on_first_use)
     return Scheduler(config, pool, disk)
 
 

@@ -28,7 +28,7 @@ from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
 from tandem_cli.hardware import format_cores
-from tandem_cli.launcher import Launcher, RunningService, ServiceEvent
+from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, describe_exit, end_of_log
 from tandem_cli.scaling import Change, Scaling
 from tandem_cli.trial import Trial
 
@@ -225,11 +225,11 @@ class Supervisor:
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
                 raise ConfigurationError(child.tail[-1])
-            name, exit_text = child.service.name, f"{_describe_exit(status)} while starting"
+            name, exit_text = child.service.name, f"{describe_exit(status)} while starting"
             self._num_kills[name] += 1
             is_final = self._num_kills[name] > _MAX_KILLS or self._deployment.settings.no_restart
             if -status not in _KILLS or is_final:
-                raise MeshFailed(f"{name} {exit_text}{_end_of_log(child)}")
+                raise MeshFailed(f"{name} {exit_text}{end_of_log(child)}")
             waiting_for.add(name)
             self._schedule_restart(self._replacement(child), exit_text)
             self._registries.pop(name, None)  # until the router listens again
@@ -302,11 +302,11 @@ class Supervisor:
         if event.kind != "exited":
             return
         child.kill()  # also kills processes that it has started
-        exit_text = _describe_exit(event.fields["status"])
+        exit_text = describe_exit(event.fields["status"])
         self._down.add(name)
         if self._deployment.settings.no_restart:
             if self._down.issuperset(self._registries):
-                raise MeshFailed(f"the {name} {exit_text}{_end_of_log(child)}")
+                raise MeshFailed(f"the {name} {exit_text}{end_of_log(child)}")
             self._display.warning(name, f"{exit_text}; it is not restarted")
             return
         self._schedule_restart(self._replacement(child), exit_text)
@@ -386,7 +386,7 @@ class Supervisor:
     def _describe_timeout(self, waiting_for: set[str]) -> str:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
-        logs = "".join(map(_end_of_log, late))
+        logs = "".join(map(end_of_log, late))
         if (limit_s := self._deployment.settings.model_loading_timeout) is None:
             return f"no sign of life for {_SILENT_S:g} s, and not ready: {names}{logs}"
         return f"not ready after {limit_s:g} s: {names}; --model-loading-timeout gives them longer{logs}"
@@ -396,15 +396,3 @@ def _row(child: RunningService) -> tuple[str, ...]:
     service = child.service
     cores = format_cores(service.cores) or "all"
     return (service.role, service.name, str(child.pid), child.address, cores, str(child.log_path))
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
-
-
-def _end_of_log(child: RunningService) -> str:
-    lines = "".join(f"\n    {line[:400]}" for line in child.tail if not line.startswith("info: settings "))
-    return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"

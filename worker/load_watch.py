@@ -76,7 +76,7 @@ def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> b
             return False
         announce("loading", fraction=progress.fraction)
         now, num_idle, num_computing = work_done(), num_idle + 1, num_computing + 1
-        before = Work(*map(min, before, now))  # less if a rank has ended
+        before = Work(min(before.cpu_s, now.cpu_s), min(before.pages, now.pages))  # less if a rank has ended
         has_read = progress.fraction != fraction or now.pages - before.pages >= _READ_PAGES
         if has_read:
             num_computing = 0

@@ -78,12 +78,10 @@ def code_version() -> str:
 @lru_cache(maxsize=1)
 def code_folder() -> str | None:
     """The folder of this version's machine code, or None if it is not there and cannot be made."""
-    if _config.CACHE_DIR:
-        return open_folder(_config.CACHE_DIR, code_version())
     cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache_home.startswith("~"):  # the user has no home, as in containers that run as any user id
-        return None
-    return open_folder(os.path.join(cache_home, "tandem"), code_version())
+    base = _config.CACHE_DIR or os.path.join(cache_home, "tandem")
+    # A user without a home, as in containers that run as any user id, has no ~ either.
+    return None if base.startswith("~") else open_folder(base, code_version())
 
 
 def jit(function: Callable[P, R]) -> Callable[P, R]:

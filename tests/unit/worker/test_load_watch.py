@@ -1,6 +1,6 @@
 """When a load that has no time limit is given up."""
 
-import subprocess
+import asyncio
 import sys
 import threading
 
@@ -12,9 +12,7 @@ from worker.load_watch import Work, work_done
 
 
 class Looks(threading.Event):
-    """The end of a load after `advances`: at each look the CPU time, the pages read, and the loaded fraction, have grown
-    by so much.
-    """
+    """The end of a load after `advances`: at each look CPU time, pages read, and the loaded fraction have grown so."""
 
     def __init__(self, progress: load_watch.LoadProgress, *advances: tuple[float, int, float]) -> None:
         super().__init__()
@@ -68,11 +66,12 @@ def test_a_load_ends_when_it_no_longer_gets_on(
 
 async def test_the_work_of_ranks_counts() -> None:
     before = work_done()
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as rank:
-        try:
-            await until(lambda: work_done().cpu_s - before.cpu_s >= 0.5)
-        finally:
-            rank.kill()
+    rank = await asyncio.create_subprocess_exec(sys.executable, "-c", "while True: pass")
+    try:
+        await until(lambda: work_done().cpu_s - before.cpu_s >= 0.5)
+    finally:
+        rank.kill()
+        await rank.wait()
 
 
 def test_looking_does_not_count() -> None:

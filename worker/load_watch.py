@@ -32,10 +32,20 @@ class LoadProgress:
     """Reports the loaded fraction of the weights to the parent process, and keeps it for the log."""
 
     fraction = 0.0
+    num_signs = 0
+    """How often ranks on other machines have said that they get on."""
 
     def __call__(self, fraction: float) -> None:
         self.fraction = fraction
         announce("loading", fraction=fraction)
+
+    def note_rank(self) -> None:
+        """A rank on another machine gets on. Any thread calls it."""
+        self.num_signs += 1
+
+    def looked(self, *, gets_on: bool) -> None:
+        """Tell the parent process that nobody has given up the load."""
+        announce("loading", fraction=self.fraction)
 
 
 @contextmanager
@@ -66,23 +76,27 @@ def limited(limit_s: float | None, progress: LoadProgress, *, waiting_s: float =
 
 
 def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> bool:
-    """Wait until loading has stalled, or has ended. Until then the parent process hears that nobody has given up.
+    """Wait until loading has stalled, or has ended.
 
     Looks are counted, not time, in which the process may have been stopped.
     """
-    fraction, before, num_idle, num_computing = progress.fraction, work_done(), 0, 0
+    loaded, before, num_idle, num_computing = _loaded(progress), work_done(), 0, 0
     while num_idle * _LOOK_EVERY_S < after_s and num_computing * _LOOK_EVERY_S < _COMPUTING_S:
         if ended.wait(_LOOK_EVERY_S):
             return False
-        announce("loading", fraction=progress.fraction)
         now, num_idle, num_computing = work_done(), num_idle + 1, num_computing + 1
         before = Work(min(before.cpu_s, now.cpu_s), min(before.pages, now.pages))  # less if a rank has ended
-        has_read = progress.fraction != fraction or now.pages - before.pages >= _READ_PAGES
+        has_read = _loaded(progress) != loaded or now.pages - before.pages >= _READ_PAGES
         if has_read:
             num_computing = 0
         if has_read or now.cpu_s - before.cpu_s >= _CPU_S:
-            fraction, before, num_idle = progress.fraction, now, 0
+            loaded, before, num_idle = _loaded(progress), now, 0
+        progress.looked(gets_on=num_idle == 0)
     return True
+
+
+def _loaded(progress: LoadProgress) -> tuple[float, int]:
+    return progress.fraction, progress.num_signs
 
 
 class Work(NamedTuple):

@@ -12,9 +12,11 @@ from worker.load_watch import Work, work_done
 
 
 class Looks(threading.Event):
-    """The end of a load after `advances`: at each look CPU time, pages read, and the loaded fraction have grown so."""
+    """The end of a load after `advances`: at each look CPU time, pages read, and the loaded fraction have grown so, or
+    a rank on another machine says that it gets on.
+    """
 
-    def __init__(self, progress: load_watch.LoadProgress, *advances: tuple[float, int, float]) -> None:
+    def __init__(self, progress: load_watch.LoadProgress, *advances: tuple[float, int, float] | None) -> None:
         super().__init__()
         self.work = Work(0.0, 0)
         self._progress = progress
@@ -23,7 +25,10 @@ class Looks(threading.Event):
     def wait(self, timeout: float | None = None) -> bool:
         if not self._advances:
             return True
-        cpu_s, pages, fraction = self._advances.pop(0)
+        if (advance := self._advances.pop(0)) is None:
+            self._progress.note_rank()
+            return False
+        cpu_s, pages, fraction = advance
         self.work = Work(self.work.cpu_s + cpu_s, self.work.pages + pages)
         self._progress.fraction += fraction
         return False
@@ -32,6 +37,7 @@ class Looks(threading.Event):
 IDLE, COMPILING, LOADING = (0.0, 0, 0.0), (2.0, 0, 0.0), (0.0, 0, 0.01)
 CRAWLING = (0.02, 5, 0.0)  # its threads are awake, and nothing gets done
 READING = (0.02, 25, 0.0)  # 20 KB/s of a large tensor
+RANK_LOADS = None
 RANK_ENDED = (-100.0, -1000, 0.0)
 
 
@@ -49,11 +55,12 @@ RANK_ENDED = (-100.0, -1000, 0.0)
         ([CRAWLING] * 47, False),
         ([CRAWLING] * 48, True),
         ([COMPILING, *[IDLE] * 48], True),
+        ([*[IDLE] * 47, RANK_LOADS] * 3, False),
         ([RANK_ENDED, *[READING] * 500], False),
     ],
 )
 def test_a_load_ends_when_it_no_longer_gets_on(
-    advances: list[tuple[float, int, float]], stalls: bool, monkeypatch: pytest.MonkeyPatch
+    advances: list[tuple[float, int, float] | None], stalls: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     progress = load_watch.LoadProgress()
     announced: list[str] = []

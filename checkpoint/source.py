@@ -10,6 +10,7 @@ model itself; several services that start together download it once. Only weight
 
 import io
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ matches slashes, too."""
 
 _NAMED = re.compile(r"([\w.-]+)=(.+?)(?=,[\w.-]+=|$)")
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_REPORT_EVERY_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +165,17 @@ def _reporting(progress_bar: Any, on_progress: Progress) -> type[Any]:
     return Reporting
 
 
-def _by_percent(on_progress: Progress) -> Progress:
-    """Limit calls of `on_progress` to one per percent, because bytes arrive in many small pieces."""
-    last_percent = -1
+def _by_percent(on_progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
+    """Limit calls of `on_progress` to one per percent, because bytes arrive in many small pieces. While they arrive,
+    there is one every _REPORT_EVERY_S: to those who wait, a percent of a large model would be silence.
+    """
+    last_percent, last_s = -1, clock()
 
     def report(fraction: float) -> None:
-        nonlocal last_percent
-        percent = int(fraction * 100)
-        if percent > last_percent:
-            last_percent = percent
+        nonlocal last_percent, last_s
+        percent, now_s = int(fraction * 100), clock()
+        if percent > last_percent or now_s - last_s >= _REPORT_EVERY_S:
+            last_percent, last_s = max(last_percent, percent), now_s
             on_progress(fraction)
 
     return report

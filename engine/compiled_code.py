@@ -112,6 +112,8 @@ def reported_code(settings: RunnerSettings, config: AnyConfig, layout: KVLayout)
     code = CompiledCode(code_key(settings, config, layout), counts.num_loaded, counts.num_compiled, seconds)
     about = {"loaded": code.num_loaded, "compiled": code.num_compiled, "seconds": round(seconds, 2)}
     log.info("compiled code", cache="hit" if code.is_hit else "miss", key=code.key, **about)
+    if not code.is_hit and code_folder() is None:
+        log.warning("compiled code cannot be kept", error=why_not_kept())
 
 
 class _Told(_Listener):

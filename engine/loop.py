@@ -345,12 +345,16 @@ class EngineLoop:
                 # Idle: nothing to compute, or no capacity for waiting sequences. Only a command can change that.
                 idle = result.is_idle
                 if result.outputs or result.preempted or result.failed:
-                    self._loop.call_soon_threadsafe(self._on_step, result)
+                    self._on_loop(self._on_step, result)
         except BaseException as error:
             log.error("engine died", exc_info=error)
-            self._loop.call_soon_threadsafe(self._on_death, error)
+            self._on_loop(self._on_death, error)
         finally:
             self._close()
+
+    def _on_loop(self, callback: Callable[[T], None], argument: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: `stop` has left this thread in its step
+            self._loop.call_soon_threadsafe(callback, argument)
 
     def _run_commands(self, *, wait: bool) -> None:
         """Run all commands in the queue; with `wait`, block until there is at least one."""

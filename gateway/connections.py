@@ -291,8 +291,7 @@ class _Unknown(asyncio.Protocol):
         layer = _TlsLayer(self._above, self._others, self._tls.latest)
         self._wire.set_protocol(layer)
         layer.connection_made(self._wire)
-        layer.get_buffer(len(data))[: len(data)] = data
-        layer.buffer_updated(len(data))
+        layer.feed(data)
 
 
 class _TlsLayer(SSLProtocol):
@@ -301,10 +300,20 @@ class _TlsLayer(SSLProtocol):
     cannot be given the client's first bytes.
     """
 
+    max_size = 16 << 10
+    """Bytes of the buffer that each connection has from its first byte on; asyncio's own has 256 KiB."""
+
     def __init__(self, above: Connection, others: Connections, context: ssl.SSLContext) -> None:
         options: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": _NO_LIMIT_S}
         super().__init__(above.loop, above, context, server_side=True, ssl_shutdown_timeout=_NO_LIMIT_S, **options)
         self._above, self._others = above, others
+
+    def feed(self, data: bytes) -> None:
+        """Take bytes that were read before this layer was there."""
+        for start in range(0, len(data), self.max_size):
+            piece = data[start : start + self.max_size]
+            self.get_buffer(len(piece))[: len(piece)] = piece
+            self.buffer_updated(len(piece))
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._others.closed(self._above)  # which hears of it only if the handshake is over

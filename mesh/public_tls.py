@@ -59,7 +59,7 @@ class Renewed(Generic[T]):
         cert, key = self._files
         try:
             self.latest = self._load(cert, key)
-        except ConfigurationError as error:
+        except (ConfigurationError, OSError) as error:  # OSError: files that were replaced again while they were read
             log.error("the new certificate cannot be used, clients still see the one before", error=str(error))
         else:
             log.info("certificate read again, new connections use it", public_tls_cert=cert)

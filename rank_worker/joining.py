@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -47,6 +47,7 @@ from mesh.v1 import rank_pb2, rank_pb2_grpc
 from rank_worker.kv import RankKV
 from rank_worker.lifetime import die_with
 from rank_worker.settings import RankSettings
+from worker.load_watch import LoadProgress, limited
 from worker.ranks.server import RANK_KEEPALIVE_MS, versions
 
 T = TypeVar("T")
@@ -274,7 +275,10 @@ class JoinedRank:
     def _load_and_execute(self) -> None:
         settings = self._group.settings
         torch.set_num_threads(self._settings.num_threads or len(os.sched_getaffinity(0)))
-        own_rank = OwnMemoryRank(settings, self._settings.rank, NoteStore(self._put_note, self._get_note))
+        progress = _RankProgress(lambda: self._report(rank_pb2.JoinRequest(loading=rank_pb2.RankLoading())))
+        notes = NoteStore(self._put_note, self._get_note)
+        with limited(None, progress):
+            own_rank = OwnMemoryRank(settings, self._settings.rank, notes, progress)
         self._report(rank_pb2.JoinRequest(loaded=rank_pb2.RankLoaded(num_blocks=own_rank.fitting_blocks())))
         num_blocks = self._messages.get()
         assert isinstance(num_blocks, int)
@@ -317,6 +321,17 @@ class JoinedRank:
     def _await(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Run on the event loop, for the thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+
+class _RankProgress(LoadProgress):
+    """Tells the leader, which waits for this rank, that its loading gets on."""
+
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self._tell = tell
+
+    def looked(self, *, gets_on: bool) -> None:
+        if gets_on:
+            self._tell()
 
 
 def _message(response: rank_pb2.JoinResponse) -> int | StepMessage | BlockCopy:

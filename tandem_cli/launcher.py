@@ -51,6 +51,19 @@ class RunningService(Protocol):
         """Kill it and all processes that it has started. Does not wait."""
 
 
+def describe_exit(status: int) -> str:
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"exited with status {status}"
+
+
+def end_of_log(child: RunningService) -> str:
+    """The last lines of a service's log, behind a message about it."""
+    lines = "".join(f"\n    {line[:400]}" for line in child.tail if not line.startswith("info: settings "))
+    return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"
+
+
 @dataclass(frozen=True, slots=True)
 class ServiceEvent:
     """An event of a service: an announcement that it printed (`kind` is its name), or "exited" with `status`. After

@@ -28,7 +28,7 @@ from tandem import TandemError
 from tandem_cli.deployment import Deployment, Service
 from tandem_cli.display import Display
 from tandem_cli.hardware import format_cores
-from tandem_cli.launcher import Launcher, RunningService, ServiceEvent
+from tandem_cli.launcher import Launcher, RunningService, ServiceEvent, describe_exit, end_of_log
 from tandem_cli.scaling import Change, Scaling
 from tandem_cli.trial import Trial
 
@@ -37,8 +37,11 @@ _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_KILLS = 2
 _HINT_AFTER_S = 10.0
-_STALLED_S = 300.0
-"""A start gets on while its services report something in so much time; workers give up their loading before."""
+_SILENT_S = 300.0
+"""A start ends when no service has reported anything in so much time. Workers that load report every few seconds that
+they have not given up, so theirs are the limits on loading and on waiting for ranks.
+"""
+_LISTEN_S = 5.0
 _COMPILE_HINT = "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
 
 
@@ -96,7 +99,8 @@ class Supervisor:
         self._removed: set[str] = set()
         self._leaving: dict[asyncio.Task[None], RunningService] = {}
         self._compile_hint: asyncio.TimerHandle | None = None
-        self._start_ends_s = float("inf")
+        self._start_ends_s: float | None = None
+        """When the start ends that has a limit."""
         self._is_stopping = False
 
     async def run(self, on_ready: Callable[[str, str], None]) -> None:
@@ -133,7 +137,8 @@ class Supervisor:
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
         limit_s = self._deployment.settings.model_loading_timeout
-        self._start_ends_s = time.monotonic() + (limit_s or _STALLED_S) - self._deployment.download_s
+        if limit_s is not None:
+            self._start_ends_s = time.monotonic() + limit_s - self._deployment.download_s
         try:
             for router in self._deployment.routers():
                 await self._spawn(router)
@@ -212,27 +217,34 @@ class Supervisor:
         """The next event. Raises MeshFailed or ConfigurationError if it means that the start has failed. A service that
         starts again is added to `waiting_for`.
         """
-        try:
-            event = await asyncio.wait_for(self._next(), self._start_ends_s - time.monotonic())
-        except TimeoutError:
-            raise MeshFailed(self._describe_timeout(waiting_for)) from None
-        if self._deployment.settings.model_loading_timeout is None:
-            self._start_ends_s = time.monotonic() + _STALLED_S
+        if (event := await self._next_in_time()) is None:
+            raise MeshFailed(self._describe_timeout(waiting_for))
         if isinstance(event, _RestartDue):
             await self._respawn(event.service)
         if isinstance(event, ServiceEvent) and event.kind == "exited":
             child, status = event.child, event.fields["status"]
             if status == _CONFIGURATION_STATUS and child.tail:
                 raise ConfigurationError(child.tail[-1])
-            name, exit_text = child.service.name, f"{_describe_exit(status)} while starting"
+            name, exit_text = child.service.name, f"{describe_exit(status)} while starting"
             self._num_kills[name] += 1
             is_final = self._num_kills[name] > _MAX_KILLS or self._deployment.settings.no_restart
             if -status not in _KILLS or is_final:
-                raise MeshFailed(f"{name} {exit_text}{_end_of_log(child)}")
+                raise MeshFailed(f"{name} {exit_text}{end_of_log(child)}")
             waiting_for.add(name)
             self._schedule_restart(self._replacement(child), exit_text)
             self._registries.pop(name, None)  # until the router listens again
         return event
+
+    async def _next_in_time(self) -> _Event | None:
+        """The next event of the start; None if the start has no time left, or the services are silent.
+
+        Times of listening are counted: if all were stopped, as on a laptop that sleeps, reports may still be unread.
+        """
+        ends_s, num_silent = self._start_ends_s, round(_SILENT_S / _LISTEN_S)
+        for listen_s in [_LISTEN_S] * num_silent if ends_s is None else [ends_s - time.monotonic()]:
+            with contextlib.suppress(TimeoutError):
+                return await asyncio.wait_for(self._next(), listen_s)
+        return None
 
     async def _watch(self) -> None:
         """Restart services that exit until a signal arrives. Raises MeshFailed if no router is left."""
@@ -290,11 +302,11 @@ class Supervisor:
         if event.kind != "exited":
             return
         child.kill()  # also kills processes that it has started
-        exit_text = _describe_exit(event.fields["status"])
+        exit_text = describe_exit(event.fields["status"])
         self._down.add(name)
         if self._deployment.settings.no_restart:
             if self._down.issuperset(self._registries):
-                raise MeshFailed(f"the {name} {exit_text}{_end_of_log(child)}")
+                raise MeshFailed(f"the {name} {exit_text}{end_of_log(child)}")
             self._display.warning(name, f"{exit_text}; it is not restarted")
             return
         self._schedule_restart(self._replacement(child), exit_text)
@@ -374,9 +386,9 @@ class Supervisor:
     def _describe_timeout(self, waiting_for: set[str]) -> str:
         late = [child for name, child in self._children.items() if name in waiting_for]
         names = ", ".join(sorted(waiting_for))
-        logs = "".join(map(_end_of_log, late))
+        logs = "".join(map(end_of_log, late))
         if (limit_s := self._deployment.settings.model_loading_timeout) is None:
-            return f"no progress for {_STALLED_S:g} s, and not ready: {names}{logs}"
+            return f"no sign of life for {_SILENT_S:g} s, and not ready: {names}{logs}"
         return f"not ready after {limit_s:g} s: {names}; --model-loading-timeout gives them longer{logs}"
 
 
@@ -384,15 +396,3 @@ def _row(child: RunningService) -> tuple[str, ...]:
     service = child.service
     cores = format_cores(service.cores) or "all"
     return (service.role, service.name, str(child.pid), child.address, cores, str(child.log_path))
-
-
-def _describe_exit(status: int) -> str:
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-status).name}"
-    return f"exited with status {status}"
-
-
-def _end_of_log(child: RunningService) -> str:
-    lines = "".join(f"\n    {line[:400]}" for line in child.tail if not line.startswith("info: settings "))
-    return f"; {child.service.name}'s log {child.log_path} ends with:{lines}" if lines else f"; log: {child.log_path}"

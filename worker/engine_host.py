@@ -180,7 +180,8 @@ def load_engine_host(
 
 
 def _scheduler(config: SchedulerConfig, cache: AnyKVCache, disk: DiskCache | None) -> Scheduler:
-    pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, PagesAhead(cache).use)
+    on_first_use = PagesAhead(cache).use if cache.tensor.is_cpu else None
+    pool = BlockPool(cache.num_blocks, None if disk is None else disk.evicted, on_first_use)
     return Scheduler(config, pool, disk)
 
 
@@ -238,7 +239,7 @@ def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load:
     waiting_s = settings.rank_timeout_s if settings.rank_listen else 0.0
     listeners: list[RankListener] = []
     if settings.rank_listen or _have_own_memory(settings):
-        load = partial(_load_runner_with_remote_ranks, settings, listeners, load)
+        load = partial(_load_runner_with_remote_ranks, settings, listeners, progress, load)
     with limited(settings.model_loading_timeout, progress, waiting_s=waiting_s), measured_load() as phases:
         host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
@@ -268,6 +269,7 @@ def _have_own_memory(settings: WorkerSettings) -> bool:
 def _load_runner_with_remote_ranks(
     settings: WorkerSettings,
     listeners: list[RankListener],
+    progress: LoadProgress,
     load: LoadRunner,
     runner_settings: RunnerSettings,
     on_progress: Progress | None = None,
@@ -292,6 +294,7 @@ def _load_runner_with_remote_ranks(
         degrees,
         timeout_s=timeout_s,
         on_leaving=lambda: os.kill(os.getpid(), signal.SIGTERM),
+        on_progress=progress.note_rank,
         local=local,
     )
     listeners.append(ranks)

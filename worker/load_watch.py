@@ -5,8 +5,10 @@ import resource
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
 
+import psutil
 import structlog
 import torch
 
@@ -16,10 +18,13 @@ from mesh.process import announce
 log = structlog.get_logger(__name__)
 
 STALLED_S = 240.0
-"""A load gets on if in so much time the process has read some weights, or has computed for _CPU_S: compiling, and
-hashing a file, have no other progress.
+"""A load gets on if in so much time some weights were loaded, or the process and its ranks have read a mebibyte from
+disk or computed for _CPU_S: a large tensor on a slow disk, compiling, and hashing a file have no other progress.
 """
 _CPU_S = 1.0
+_READ_PAGES = 256
+_COMPUTING_S = 3600.0
+"""A load that does nothing but compute for so long goes in circles."""
 _LOOK_EVERY_S = 5.0
 
 
@@ -27,10 +32,20 @@ class LoadProgress:
     """Reports the loaded fraction of the weights to the parent process, and keeps it for the log."""
 
     fraction = 0.0
+    num_signs = 0
+    """How often ranks on other machines have said that they get on."""
 
     def __call__(self, fraction: float) -> None:
         self.fraction = fraction
         announce("loading", fraction=fraction)
+
+    def note_rank(self) -> None:
+        """A rank on another machine gets on. Any thread calls it."""
+        self.num_signs += 1
+
+    def looked(self, *, gets_on: bool) -> None:
+        """Tell the parent process that nobody has given up the load."""
+        announce("loading", fraction=self.fraction)
 
 
 @contextmanager
@@ -61,22 +76,48 @@ def limited(limit_s: float | None, progress: LoadProgress, *, waiting_s: float =
 
 
 def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> bool:
-    """Wait until loading has stalled, or has ended; tell the parent process of progress that weights do not show.
+    """Wait until loading has stalled, or has ended.
 
     Looks are counted, not time, in which the process may have been stopped.
     """
-    seen, num_idle = (progress.fraction, time.process_time()), 0
-    while num_idle * _LOOK_EVERY_S < after_s:
+    loaded, before, num_idle, num_computing = _loaded(progress), work_done(), 0, 0
+    while num_idle * _LOOK_EVERY_S < after_s and num_computing * _LOOK_EVERY_S < _COMPUTING_S:
         if ended.wait(_LOOK_EVERY_S):
             return False
-        fraction, cpu_s = progress.fraction, time.process_time()
-        if fraction == seen[0] and cpu_s - seen[1] < _CPU_S:
-            num_idle += 1
-            continue
-        if fraction == seen[0]:
-            announce("loading", fraction=fraction)
-        seen, num_idle = (fraction, cpu_s), 0
+        now, num_idle, num_computing = work_done(), num_idle + 1, num_computing + 1
+        before = Work(min(before.cpu_s, now.cpu_s), min(before.pages, now.pages))  # less if a rank has ended
+        has_read = _loaded(progress) != loaded or now.pages - before.pages >= _READ_PAGES
+        if has_read:
+            num_computing = 0
+        if has_read or now.cpu_s - before.cpu_s >= _CPU_S:
+            loaded, before, num_idle = _loaded(progress), now, 0
+        progress.looked(gets_on=num_idle == 0)
     return True
+
+
+def _loaded(progress: LoadProgress) -> tuple[float, int]:
+    return progress.fraction, progress.num_signs
+
+
+class Work(NamedTuple):
+    """What a process and its ranks have done so far: seconds of CPU time, and pages read from disk."""
+
+    cpu_s: float
+    pages: int
+
+
+def work_done() -> Work:
+    """Called by the thread that watches, whose own time does not count."""
+    cpu_s, pages = time.process_time() - time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt
+    own = psutil.Process()
+    for process in (own, *own.children()):
+        with suppress(psutil.Error, OSError):  # it has ended
+            if process is not own:
+                times = process.cpu_times()
+                cpu_s += times.user + times.system
+            if psutil.LINUX:  # others do not say how much a process has read
+                pages += process.io_counters().read_bytes // resource.getpagesize()
+    return Work(cpu_s, pages)
 
 
 def peak_memory(device: torch.device) -> dict[str, int]:

@@ -25,6 +25,7 @@ ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 FORK_ADVICE = "gRPC does not survive a fork, so start processes with spawn, or fork before the first call of any client"
 _SCHEMES = ("http://", "https://")
+_PEM_END = b"-----END "
 _LOOPBACK = ("127.", "localhost:", "[::1]:")
 _OPTIONS = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -82,7 +83,7 @@ class SecureChannels(Channels):
     def __init__(self, tls: Tls) -> None:
         super().__init__(self._secure_channel)
         self._tls = tls
-        self._version: tuple[int, int] | None = None
+        self._version: tuple[int, int, int] | None = None
         self._newest: bytes | None = None
         self._roots: bytes | None = None
         if tls.ca is not None:
@@ -104,9 +105,12 @@ class SecureChannels(Channels):
 
     def _read(self, ca: str | PathLike[str]) -> None:
         status = os.stat(ca)
-        version = (status.st_mtime_ns, status.st_ino)
+        version = (status.st_mtime_ns, status.st_size, status.st_ino)
         if version != self._version:
-            self._version, content = version, Path(ca).read_bytes()
+            content = Path(ca).read_bytes()
+            if self._newest is not None and _PEM_END not in content:
+                return  # it is being written
+            self._version = version
             if content != self._newest:
                 self._roots = content + b"\n" + (self._newest or b"")
                 self._newest = content

@@ -9,20 +9,22 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "checked", "loaded", "ready", "leaving", "failed")
+    __slots__ = ("hello", "checked", "loaded", "ready", "leaving", "failed", "loading")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     LOADED_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
+    LOADING_FIELD_NUMBER: _ClassVar[int]
     hello: RankHello
     checked: RankChecked
     loaded: RankLoaded
     ready: RankReady
     leaving: RankLeaving
     failed: RankFailed
-    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., checked: _Optional[_Union[RankChecked, _Mapping]] = ..., loaded: _Optional[_Union[RankLoaded, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., leaving: _Optional[_Union[RankLeaving, _Mapping]] = ..., failed: _Optional[_Union[RankFailed, _Mapping]] = ...) -> None: ...
+    loading: RankLoading
+    def __init__(self, hello: _Optional[_Union[RankHello, _Mapping]] = ..., checked: _Optional[_Union[RankChecked, _Mapping]] = ..., loaded: _Optional[_Union[RankLoaded, _Mapping]] = ..., ready: _Optional[_Union[RankReady, _Mapping]] = ..., leaving: _Optional[_Union[RankLeaving, _Mapping]] = ..., failed: _Optional[_Union[RankFailed, _Mapping]] = ..., loading: _Optional[_Union[RankLoading, _Mapping]] = ...) -> None: ...
 
 class RankHello(_message.Message):
     __slots__ = ("rank", "group_size", "versions")
@@ -39,6 +41,10 @@ class RankChecked(_message.Message):
     MODEL_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model_fingerprint: str
     def __init__(self, model_fingerprint: _Optional[str] = ...) -> None: ...
+
+class RankLoading(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class RankLoaded(_message.Message):
     __slots__ = ("num_blocks",)

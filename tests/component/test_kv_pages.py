@@ -2,8 +2,10 @@
 
 import ctypes
 import mmap
+import subprocess
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -54,3 +56,39 @@ def test_blocks_are_used_where_no_thread_can_be_started(monkeypatch: pytest.Monk
     monkeypatch.setattr(threading.Thread, "start", refuse)
     pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))).use)
     assert pool.allocate(NUM_BLOCKS) == list(range(NUM_BLOCKS))
+
+
+def test_pages_that_are_not_committed_yet_keep_no_process() -> None:
+    script = """
+import threading, torch
+from engine.kv_cache import KVCache
+from engine.kv_pages import PagesAhead
+from tests.component.test_kv_pages import LAYOUT, NUM_BLOCKS
+
+begun = threading.Event()
+
+class Hanging(KVCache):
+    def commit_blocks(self, first, end):
+        begun.set()
+        threading.Event().wait()
+
+ahead = PagesAhead(Hanging(LAYOUT, NUM_BLOCKS, torch.device("cpu")))
+ahead.use(NUM_BLOCKS - 1)
+begun.wait()
+"""
+    done = subprocess.run([sys.executable, "-c", script], timeout=240, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+async def test_the_thread_and_the_cache_end_with_the_engine() -> None:
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "kv-pages"}
+
+    before = threads()
+    cache = KVCache(LAYOUT, NUM_BLOCKS, torch.device("cpu"))
+    pool = BlockPool(NUM_BLOCKS, on_first_use=PagesAhead(cache).use)
+    pool.allocate(NUM_BLOCKS)
+    assert len(threads() - before) == 1
+    memory = weakref.ref(cache)
+    del cache, pool
+    await until(lambda: threads() == before and memory() is None)

@@ -62,6 +62,7 @@ from tests.fakes.kv_store import FakeKVStore
 from tests.fakes.requests import make_request
 from tests.fakes.transfers import FIRST_TOKEN, GRPC_ONLY, INCARNATION, Outcomes
 from tests.waiting import LIMIT_S, until
+from worker import load_watch
 from worker.ranks.link import RankLink, own_address
 from worker.ranks.listener import RankListener
 
@@ -434,6 +435,30 @@ async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
         assert await joined._fail(taken.value, asyncio.create_task(joined._read())) == 1
         assert isinstance(ranks._lost, WorkerLost)
         assert str(ranks._lost).startswith("rank 1 (127.0.0.1): others have taken memory")
+
+
+async def test_a_rank_that_loads_tells_the_leader_that_it_gets_on(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_watch, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(load_watch, "_CPU_S", 0.01)
+    signs: list[None] = []
+
+    def load_slowly(*_: object) -> None:
+        while len(signs) < 3:
+            pass
+        raise ConfigurationError("enough")
+
+    monkeypatch.setattr(joining, "OwnMemoryRank", load_slowly)
+    async with gathering(checkpoint("llama")) as (ranks, gathered):
+        ranks._on_progress = lambda: signs.append(None)
+        rank = rank_settings(ranks.port, checkpoint("llama"))
+        joined = joining.JoinedRank(await joining._dial(rank), rank)
+        await gathered
+        stopped = asyncio.create_task(asyncio.Event().wait())
+        assert await asyncio.wait_for(joined.serve(stopped), LIMIT_S) == 2
+        stopped.cancel()
+        assert str(ranks._lost) == "rank 1 (127.0.0.1): enough"
 
 
 async def test_a_rank_of_an_earlier_run_disturbs_nothing(checkpoint: Checkpoint) -> None:

@@ -43,7 +43,8 @@ _GREETING_S = 60.0  # within which a rank must say what it is; it reads headers 
 class RankListener(rank_pb2_grpc.RanksServicer):
     """The ranks of `degrees` but the first. Implements engine.ranks.remote_messages.RemoteRanks.
 
-    The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop. `local`: the
+    The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop, `on_progress`
+    when the loading of one gets on. `local`: the
     processes of ranks on this machine, which are started here once it listens; others start by themselves.
     """
 
@@ -54,6 +55,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         *,
         timeout_s: float,
         on_leaving: Callable[[], None],
+        on_progress: Callable[[], None] = lambda: None,
         local: LocalRanks | None = None,
     ) -> None:
         self._listen = listen
@@ -62,6 +64,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
         self._local = local
         self._timeout_s = timeout_s
         self._on_leaving = on_leaving
+        self._on_progress = on_progress
         self._on_lost: OnLost | None = None
         self._changed = threading.Condition()
         self._links: dict[int, RankLink] = {}
@@ -259,6 +262,8 @@ class RankListener(rank_pb2_grpc.RanksServicer):
                 if kind == "leaving":
                     log.warning("a rank is asked to stop, draining", rank=link.rank, host=link.host)
                     self._on_leaving()
+                elif kind == "loading":
+                    self._on_progress()
                 else:
                     with self._changed:
                         link.reports[kind or ""] = request

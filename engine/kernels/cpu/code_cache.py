@@ -1,41 +1,45 @@
 """Keeps numba's machine code in one folder, wherever the sources lie.
 
-numba's own locators tell functions apart by the path of their file, so that another checkout or environment with the
-same files would compile everything again.
+numba's own cache tells functions apart by the path of their file, so that another checkout or environment with the same
+files would compile everything again. It also has an index of each function's files, which only one process may change
+at a time. Here the code of a function for one combination of types is one file, under a name that follows from all that
+the code depends on. It is renamed into place when it is complete, so any number of processes may read and write at any
+time. A lock only saves work.
 """
 
 import fcntl
 import os
 import platform
 import shutil
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
+from uuid import uuid4
 
 import structlog
-from numba.core import caching
-from numba.core.registry import CPUDispatcher
+from numba.core import caching, compiler, compiler_lock, serialize
+from numba.core.registry import CPUDispatcher, cpu_target
 
 log = structlog.get_logger(__name__)
 
 UNUSED_S = 30 * 24 * 3600.0
-SIGN_S, PATIENCE_S = 1.0, 20.0
-"""The system frees the lock of a process that has died, but not that of one that is stopped, or whose machine swaps. So
-the holder of a lock touches its file every SIGN_S, and others wait only until it has not done so for PATIENCE_S.
-"""
-_MAX_SIGNS = 900  # a compilation that hangs while its process runs
+PATIENCE_S = 120.0
+"""A process waits for another one that compiles what it needs, but no longer than this: the other may be stopped."""
 _TOLD_AFTER_S = 2.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+_DIGEST_BYTES = 16
 
-_caching: Any = caching  # numba does not annotate it
+# numba does not annotate these.
+_Cache: Any = caching.Cache
+_CompileResult: Any = compiler.CompileResult
 _CPUDispatcher: Any = CPUDispatcher
-_DAMAGED = (EOFError, _caching.pickle.UnpicklingError)
-"""What numba raises for files that end too early, as after a power failure."""
+_compiler_lock: Any = compiler_lock.global_compiler_lock
+_serialize: Any = serialize
+_target: Any = cpu_target
 
 
 def open_folder(base: str, version: str) -> str | None:
@@ -62,98 +66,78 @@ def _delete_unused(base: str) -> None:
                 shutil.rmtree(folder)
 
 
-class _Locator(_caching._CacheLocator):
-    """Tells numba where the code of a function is kept."""
-
-    def __init__(self, folder: str, function: Any, file: str) -> None:
-        self._folder = folder
-        self._py_file = file  # numba names it in warnings
-        self._line = function.__code__.co_firstlineno
-
-    def get_cache_path(self) -> str:
-        return self._folder
-
-    def get_source_stamp(self) -> bytes:
-        return blake2b(Path(self._py_file).read_bytes(), digest_size=8).digest()
-
-    def get_disambiguator(self) -> str:
-        return str(self._line)
-
-
-class _FunctionCode(_caching.CompileResultCacheImpl):
-    def __init__(self, folder: str, function: Any) -> None:
-        self._folder = folder
-        self._locator_classes = (self,)
-        super().__init__(function)
-
-    def from_function(self, function: Any, file: str) -> _Locator:
-        """numba asks its classes of locators this."""
-        return _Locator(self._folder, function, file)
-
-
-class CodeCache(_caching.FunctionCache):
+class CodeCache(_Cache):
     """The kept code of one function, for all types of its arguments. Code that cannot be read is compiled again, and
-    code that cannot be written is not kept. Of several processes that need the same code, as the workers of a first
-    start do, one compiles it and the others wait, as long as it gives signs of life.
+    code that cannot be written is not kept.
     """
 
     def __init__(self, folder: str, function: Any) -> None:
-        self._impl_class = partial(_FunctionCode, folder)
+        self._folder = Path(folder)
+        self._py_func = function  # whose code and closure are part of numba's `_index_key`
+        code = function.__code__
+        source = blake2b(Path(code.co_filename).read_bytes(), digest_size=_DIGEST_BYTES).hexdigest()
+        self._source = (source, function.__qualname__, code.co_firstlineno)
         self.failure = ""
         """The reason why code was not kept; empty if all was."""
-        self._compiling: dict[Any, ExitStack] = {}
-        super().__init__(function)
+
+    @property
+    def cache_path(self) -> str:
+        return str(self._folder)
+
+    def path(self, signature: Any) -> Path:
+        """The file with the code for these types."""
+        key = (*self._source, *self._index_key(signature, _target.target_context.codegen()))
+        return self._folder / f"{self._py_func.__name__}-{_digest(str(key).encode()).hex()}.code"
 
     def load_overload(self, signature: Any, target_context: Any) -> Any:
-        found = self._load(signature, target_context)
-        if found is None and signature not in self._compiling:
-            self._compiling[signature] = ExitStack()
-            with suppress(OSError):  # a folder that may only be read, or a holder that is stopped
-                self._compiling[signature].enter_context(self._locked(f"{self._digest(signature)}.lock"))
-                found = self._load(signature, target_context)
-        return found
-
-    def _load(self, signature: Any, target_context: Any) -> Any:
+        target_context.refresh()
         try:
-            return super().load_overload(signature, target_context)
-        except _DAMAGED:
-            with suppress(OSError), self._locked():
-                self.flush()
+            content = self.path(signature).read_bytes()
+        except FileNotFoundError:
+            return None
         except OSError as error:
-            _warn("compiled code cannot be read", self._cache_path, str(error))
-        return None
+            _warn("compiled code cannot be read", self.cache_path, str(error))
+            return None
+        digest, code = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if _digest(code) != digest:  # it ends too early, as after a power failure, or has changed
+            return None
+        return _CompileResult._rebuild(target_context, *_serialize.loads(code))
 
-    def save_overload(self, signature: Any, data: Any) -> None:
+    def save_overload(self, signature: Any, result: Any) -> None:
+        path = self.path(signature)
+        new = path.with_suffix(f".{uuid4().hex}")
+        code = _serialize.dumps(result._reduce())
         try:
-            with self._locked():
-                super().save_overload(signature, data)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_bytes(_digest(code) + code)
+            new.replace(path)
         except OSError as error:
+            with suppress(OSError):
+                new.unlink()
             self.failure = error.strerror or str(error)
-            _warn("compiled code cannot be kept", self._cache_path, self.failure)
+            _warn("compiled code cannot be kept", self.cache_path, self.failure)
 
-    def let_others(self, signature: Any) -> None:
-        """The code is loaded, compiled, or cannot be compiled."""
-        self._compiling.pop(signature, ExitStack()).close()
-
-    def _digest(self, signature: Any) -> str:
-        return blake2b(f"{self._impl.filename_base} {signature}".encode(), digest_size=8).hexdigest()
-
-    def _locked(self, name: str = "lock") -> AbstractContextManager[None]:
-        """Without `name`: numba numbers a function's files, so that two processes that save code for different types at
-        the same moment would write the same file.
+    @contextmanager
+    def turn(self, signature: Any) -> Iterator[None]:
+        """Of several processes that need code which is not kept yet, as the workers of a first start do, let one into
+        the block, which compiles it, and the others when it is there. All enter where files cannot be locked.
         """
-        os.makedirs(self._cache_path, exist_ok=True)
-        return locked(os.path.join(self._cache_path, name), f"machine code of {self._py_func.__qualname__}")
+        path = self.path(signature)
+        with ExitStack() as lock:
+            if not path.exists():
+                with suppress(OSError):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    subject = f"machine code of {self._py_func.__qualname__}"
+                    lock.enter_context(_locked(path.with_suffix(".lock"), subject))
+            yield
 
 
 class KeptDispatcher(_CPUDispatcher):
     """A compiled function whose code a CodeCache keeps."""
 
     def compile(self, signature: Any) -> Any:
-        try:
+        with _compiler_lock, self._cache.turn(signature):
             return super().compile(signature)
-        finally:
-            self._cache.let_others(signature)
 
 
 def keep(dispatcher: Any, function: Any, folder: str) -> None:
@@ -162,52 +146,40 @@ def keep(dispatcher: Any, function: Any, folder: str) -> None:
     dispatcher._cache = CodeCache(folder, function)
 
 
+def _digest(content: bytes) -> bytes:
+    return blake2b(content, digest_size=_DIGEST_BYTES).digest()
+
+
 @contextmanager
-def locked(path: str, subject: str) -> Iterator[None]:
-    """Hold the lock of the file at `path` in the block. `subject` is what the log says it is for. Raises OSError if the
-    file cannot be written, and TimeoutError, which is one, if the holder of the lock gives no sign.
+def _locked(path: Path, subject: str) -> Iterator[None]:
+    """Hold the lock of the file at `path` in the block, unless another process does not let go of it for PATIENCE_S.
+    `subject` is what the log says it is for. Raises OSError if the file cannot be written or locked.
     """
-    with open(path, "a+") as file:
-        _wait(file, subject)
-        is_over = threading.Event()
-        signs = threading.Thread(target=_give_signs, args=(file.fileno(), is_over), name="code-lock", daemon=True)
-        try:
+    with path.open("a+") as file:
+        if _wait(file, subject):
             with suppress(OSError):  # a full disk
                 os.ftruncate(file.fileno(), 0)
                 os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
-            with suppress(RuntimeError):  # the system has no thread for it
-                signs.start()
+        try:
             yield
         finally:
-            is_over.set()
-            if signs.ident is not None:
-                signs.join()
             fcntl.flock(file, fcntl.LOCK_UN)  # a forked process has the file, too
 
 
-def _give_signs(fd: int, is_over: threading.Event) -> None:
-    for _ in range(_MAX_SIGNS):
-        if is_over.wait(SIGN_S):
-            return
-        with suppress(OSError):
-            os.utime(fd)
-
-
-def _wait(file: TextIO, subject: str) -> None:
-    begun_s = seen_s = time.monotonic()
-    sign, pause_s, is_told = None, _FIRST_PAUSE_S, False
+def _wait(file: TextIO, subject: str) -> bool:
+    """Take the lock; False if the patience for its holder has ended."""
+    begun_s, pause_s, is_told = time.monotonic(), _FIRST_PAUSE_S, False
     while not _take(file):
-        now_s, last_sign = time.monotonic(), os.fstat(file.fileno()).st_mtime_ns
-        if last_sign != sign:
-            sign, seen_s = last_sign, now_s
-        if now_s - seen_s >= PATIENCE_S:
-            log.warning("a lock is passed over", subject=subject, holder=_holder(file), silent_s=round(now_s - seen_s))
-            raise TimeoutError(f"{_holder(file)} holds the lock {file.name} and gives no sign of life")
-        if now_s - begun_s >= _TOLD_AFTER_S and not is_told:
+        waited_s = time.monotonic() - begun_s
+        if waited_s >= PATIENCE_S:
+            log.warning("a lock is passed over", subject=subject, holder=_holder(file), waited_s=round(waited_s))
+            return False
+        if waited_s >= _TOLD_AFTER_S and not is_told:
             is_told = True
             log.info("waiting for another process", subject=subject, holder=_holder(file), lock=file.name)
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+    return True
 
 
 def _take(file: TextIO) -> bool:

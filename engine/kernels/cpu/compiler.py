@@ -78,10 +78,10 @@ def code_version() -> str:
 @lru_cache(maxsize=1)
 def code_folder() -> str | None:
     """The folder of this version's machine code, or None if it is not there and cannot be made."""
-    base = _config.CACHE_DIR or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "tandem"
-    )
-    return open_folder(base, code_version())
+    cache_home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    base = _config.CACHE_DIR or os.path.join(cache_home, "tandem")
+    # A user without a home, as in containers that run as any user id, has no ~ either.
+    return None if base.startswith("~") else open_folder(base, code_version())
 
 
 def jit(function: Callable[P, R]) -> Callable[P, R]:

@@ -118,8 +118,6 @@ async def worker(info: WorkerInfo = INFO, **changes: Any) -> AsyncIterator[tuple
         worker.may_drain.set()
         worker.told_to_stop.set()
         await serving
-        # A thread that was left in its step tells the event loop of the step's end, which is to be open then.
-        await asyncio.to_thread(worker.engine._thread.join, WAIT_S)
         await registry.stop(0)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from checkpoint.source import ModelSource
+from checkpoint.source import ModelSource, _by_percent
 from mesh.domain.errors import ConfigurationError
 from tests.fakes.file_servers import COMMIT, HubServer, S3Server
 
@@ -63,6 +63,16 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[HubServer]:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         yield server
+
+
+def test_progress_is_told_by_percent_and_now_and_then() -> None:
+    told: list[float] = []
+    now_s = 0.0
+    report = _by_percent(told.append, lambda: now_s)
+    for seconds, fraction in ((1, 0.001), (2, 0.002), (3, 0.011), (32, 0.012), (33, 0.013), (34, 0.014), (64, 0.015)):
+        now_s = float(seconds)
+        report(fraction)
+    assert told == [0.001, 0.011, 0.013, 0.015]
 
 
 def test_a_folder_is_itself(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import httpx2
 import pytest
 from structlog.testing import capture_logs
 
-from gateway.connections import Connection, Connections
+from gateway.connections import Connection, Connections, _TlsLayer
 from gateway.settings import GatewaySettings
 from mesh import public_tls
 from mesh.domain.errors import ConfigurationError
@@ -21,6 +21,7 @@ from tests.fakes.sdk_router import STORY, Script
 from tests.service.gateway.http import RunningGateway, running_gateway
 from tests.service.gateway.raw_http import address_of, request
 from tests.service.gateway.test_connections import connections, ended
+from tests.service.gateway.test_hostile import most_allocated
 from tests.service.gateway.test_life import CHAT, MUCH, request_to
 from tests.waiting import until
 
@@ -125,6 +126,27 @@ async def test_connections_without_a_handshake_lock_nobody_out(pair: dict[str, s
             await ended(silent)
 
 
+async def test_clients_that_only_begin_a_handshake_take_little_memory(pair: dict[str, str]) -> None:
+    num_clients = 200
+    async with running_gateway(header_timeout_s=60.0, **pair) as gateway:
+        with most_allocated() as most_bytes, pytest.MonkeyPatch.context() as patch:
+            begun: list[object] = []
+            begin = _TlsLayer.feed
+            patch.setattr(_TlsLayer, "feed", lambda layer, data: (begin(layer, data), begun.append(layer)))
+            async with connections(gateway.url, num_clients) as clients:
+                for _, writer in clients:
+                    writer.write(b"\x16")
+                await until(lambda: len(begun) == num_clients)
+    assert most_bytes() < num_clients * 128 << 10, "with the clients' own ends"
+
+
+async def test_a_long_first_message_of_a_handshake_is_read_whole(pair: dict[str, str], trust: ssl.SSLContext) -> None:
+    trust.set_alpn_protocols([*(f"{number:0250}" for number in range(200)), "http/1.1"])
+    async with running_gateway(**pair) as gateway, secured(gateway, trust) as (reader, writer):
+        writer.write(request("/ping", b""))
+        assert (await asyncio.wait_for(reader.readline(), SOON_S)).startswith(b"HTTP/1.1 ")
+
+
 async def test_a_client_that_leaves_cancels_its_request(pair: dict[str, str], trust: ssl.SSLContext) -> None:
     trust.maximum_version = ssl.TLSVersion.TLSv1_2
     script = Script(hold_after_messages=0)
@@ -172,6 +194,30 @@ async def shown_by(gateway: RunningGateway, trust: ssl.SSLContext) -> str:
     async with secured(gateway, trust) as (_, writer):
         ((_, name),) = writer.get_extra_info("peercert")["subject"][0]
         return name
+
+
+async def test_files_that_vanish_while_they_are_read_end_nothing(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(public_tls, "_CHECK_INTERVAL_S", 0.01)
+    live = LivePair(tmp_path, authority.issue("vanishing-before"))
+
+    def load(cert: str, key: str) -> str:
+        certificate = Path(cert).read_text()
+        if live.key.resolve().name == "gone.key":
+            ssl.create_default_context().load_cert_chain(cert, key)
+        return certificate
+
+    used = public_tls.Renewed((str(live.cert), str(live.key)), load)
+    following = asyncio.create_task(used.follow())
+    with capture_logs() as logs:
+        live.replace(key=tmp_path / "gone.key")
+        await until(lambda: "No such file" in str(logs))
+    after = authority.issue("vanishing-after")
+    live.replace(after.cert, after.key)
+    await until(lambda: used.latest == after.cert.read_text() or following.done())
+    assert not following.done()
+    following.cancel()
 
 
 def test_wrong_files_are_refused_in_words(authority: Authority, pair: dict[str, str]) -> None:

@@ -10,6 +10,7 @@ from structlog.testing import capture_logs
 
 import tandem
 from mesh import public_tls
+from tandem._routers import SecureChannels
 from tandem_cli.main import main
 from tests.fakes.certificates import Authority, LivePair
 from tests.waiting import until
@@ -84,6 +85,18 @@ async def test_a_renewed_certificate_is_trusted_by_those_who_know_its_file(
         async with tandem.AsyncClient(address, tls=tls, timeout=20, max_retries=0) as client:
             with nullcontext() if is_welcome else pytest.raises(tandem.ConnectionFailed):
                 await client.models()
+
+
+def test_a_ca_file_that_is_written_in_place_keeps_what_is_shown(tmp_path: Path, authority: Authority) -> None:
+    """The router may show its former certificate for seconds, whatever is read meanwhile."""
+    before, after = (authority.issue(f"in-place-{name}").cert.read_bytes() for name in ("before", "after"))
+    file = tmp_path / "ca.pem"
+    file.write_bytes(before)
+    channels = SecureChannels(tandem.Tls(file))
+    for written in (b"", after[: len(after) // 2], after):
+        file.write_bytes(written)
+        assert before in (channels.roots() or b"")
+    assert after in (channels.roots() or b"")
 
 
 def test_a_ca_that_cannot_be_read(tmp_path: Path) -> None:

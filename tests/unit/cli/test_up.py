@@ -21,6 +21,7 @@ from mesh.rpc.probe import ProbeSettings
 from mesh.settings import near_name
 from rank_worker.settings import RankSettings
 from switchable_worker.settings import SwitchableSettings
+from tandem_cli import supervisor as supervisor_module
 from tandem_cli.deployment import Deployment
 from tandem_cli.display import Display
 from tandem_cli.launcher import LocalLauncher
@@ -636,26 +637,46 @@ def test_the_trial_request_goes_through_no_proxy(
 
 
 @pytest.mark.parametrize(
-    ("flags", "gets_on", "said"),
+    ("flags", "said"),
     [
-        ((), True, "no progress for 300 s, and not ready: decode-0"),
-        (("--model-loading-timeout=100",), False, "not ready after 100 s: decode-0"),
+        ((), "no sign of life for 0.3 s, and not ready: decode-0"),
+        (("--model-loading-timeout=100",), "not ready after 100 s: decode-0"),
     ],
 )
-def test_a_start_gets_on_with_its_services_unless_it_has_a_limit(
-    flags: tuple[str, ...], gets_on: bool, said: str, prepared: Prepared
+def test_a_start_ends_when_its_services_are_silent_or_its_time_is_up(
+    flags: tuple[str, ...], said: str, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(supervisor_module, "_LISTEN_S", 0.001)
+    monkeypatch.setattr(supervisor_module, "_SILENT_S", 0.3)
     deployment, launcher = prepared(*flags)
 
     async def run() -> None:
         supervisor = Supervisor(deployment, launcher, Display(Console()), Trial())
-        supervisor._start_ends_s = before_s = time.monotonic() + 100
-        supervisor._queue.put_nowait(_TrialEnded())
-        await supervisor._next_while_starting(set())
-        assert (supervisor._start_ends_s > before_s) is gets_on
-        supervisor._start_ends_s = 0.0
-        with pytest.raises(MeshFailed, match=said):
-            await supervisor._next_while_starting({"decode-0"})
+        if flags:
+            supervisor._start_ends_s = time.monotonic()
+        await supervisor._next_while_starting({"decode-0"})
+
+    with pytest.raises(MeshFailed, match=said):
+        asyncio.run(run())
+
+
+def test_a_start_that_was_stopped_hears_what_services_said_meanwhile(
+    prepared: Prepared, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervisor_module, "_LISTEN_S", 0.05)
+    monkeypatch.setattr(supervisor_module, "_SILENT_S", 0.5)
+    deployment, launcher = prepared()
+
+    async def run() -> None:
+        supervisor = Supervisor(deployment, launcher, Display(Console()), Trial())
+        loop = asyncio.get_running_loop()
+
+        def stand_still() -> None:
+            time.sleep(1.0)  # as if the machine slept
+            loop.call_later(0.01, supervisor._queue.put_nowait, _TrialEnded())
+
+        loop.call_soon(stand_still)
+        assert isinstance(await supervisor._next_while_starting({"decode-0"}), _TrialEnded)
 
     asyncio.run(run())
 

@@ -244,3 +244,23 @@ async def test_stop_does_not_wait_for_ever_for_a_step(rig: Rig) -> None:
         await rig.loop.stop(within_s=0.1)
     assert [entry["event"] for entry in logs] == ["engine left in its step"]
     rig.runner.gate.set()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_thread_that_was_left_in_its_step_ends_after_its_event_loop(fails: bool) -> None:
+    async def leave() -> Rig:
+        rig = Rig()
+        rig.loop.start()
+        rig.runner.gate.clear()
+        await rig.loop.call(lambda scheduler: scheduler.add(SequenceState(make_request("a", [1]))))
+        await asyncio.to_thread(rig.runner.in_step.wait, 60)
+        await rig.loop.stop(within_s=0.1)
+        return rig
+
+    with capture_logs() as logs:
+        rig = asyncio.run(leave())
+        rig.runner.fail_with = RuntimeError("boom") if fails else None
+        rig.runner.gate.set()
+        rig.loop._thread.join(60)
+    assert not rig.loop._thread.is_alive()
+    assert [entry["event"] for entry in logs] == ["engine left in its step", *["engine died"] * fails]

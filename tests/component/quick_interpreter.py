@@ -16,6 +16,7 @@ _replace, _replaced = interpreter._patch_lang, set[str]()
 _find_dtype, _dtypes = interpreter._get_np_dtype, dict[str, Any]()
 _init_type, _init_tensor = core.block_type.__init__, core.tensor.__init__
 _are_same_dtype, _broadcast = core.dtype.__eq__, interpreter.TritonSemantic.broadcast_impl_value
+_find_common, _common_types = interpreter.TritonSemantic.computation_type_impl, dict[Any, Any]()
 _WHOLE_NUMBERS = frozenset(core.dtype.SINT_TYPES + core.dtype.UINT_TYPES)
 _types: dict[Any, dict[str, Any]] = {}
 
@@ -58,7 +59,17 @@ def _with_element_type(self: Any, scalar: Any) -> Any:
 
 
 def _is_same_dtype(self: Any, other: Any) -> bool:
-    return self is other or _are_same_dtype(self, other)
+    if isinstance(other, core.dtype):
+        return self is other or bool(self.name == other.name)
+    return bool(_are_same_dtype(self, other))
+
+
+def _find_common_type(self: Any, *of_operands: Any) -> Any:
+    """Of a type, whether it is that of a number in Python, the same for the other operand, and for a division."""
+    key = tuple(getattr(each, "name", each) for each in of_operands)
+    if key not in _common_types:
+        _common_types[key] = _find_common(self, *of_operands)
+    return _common_types[key]
 
 
 def _broadcast_value(self: Any, lhs: Any, rhs: Any) -> Any:
@@ -86,6 +97,7 @@ _builder.options = replace(_builder.options, sanitize_overflow=False)
 interpreter._patch_attr = _patch_attr
 core.dtype.__eq__, core.dtype.is_int = _is_same_dtype, _is_int
 interpreter.TritonSemantic.broadcast_impl_value = _broadcast_value
+interpreter.TritonSemantic.computation_type_impl = _find_common_type
 interpreter._patch_lang = _patch_lang
 interpreter._get_np_dtype = _get_np_dtype
 core.block_type.__init__, core.tensor.__init__ = _init_block_type, _init_shaped

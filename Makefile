@@ -18,6 +18,12 @@ TESTS_AT_ONCE ?= 3
 	$(BIN)/pip install -q --disable-pip-version-check --no-compile -c constraints.txt -e ./client -e '.[dev]'
 	touch $@
 
+# Once for an environment, modules that tests import are compiled here: the processes of the tests begin together, and
+# each would compile all of them.
+.venv/.imported: .venv/.installed
+	$(BIN)/pytest -qq -m $(FAST) --collect-only | tail -n 3
+	touch $@
+
 demo: .venv/.installed  ## Start a mesh, show confidence, kill a decode worker in the middle of an answer, stop.
 	$(BIN)/python examples/demo.py
 
@@ -26,7 +32,7 @@ up: .venv/.installed  ## Serve the bundled model until Ctrl-C.
 
 # Kernels first: they take longest where nothing is compiled yet.
 test: .venv/.installed  ## Everything CI asks for: lint, types, import rules, protocol, documentation, tests.
-	$(MAKE) --no-print-directory -j2 kernels lint docs
+	$(MAKE) --no-print-directory -j2 kernels lint docs .venv/.imported
 	@echo 'Tests in $(TESTS_AT_ONCE) processes; then the slowest ones. What fails runs once more, alone (make retest).'
 	$(BIN)/pytest -q -m $(FAST) -n $(TESTS_AT_ONCE) --durations 15 --durations-min 5 || $(MAKE) --no-print-directory retest
 

@@ -24,6 +24,7 @@ import rank_worker.serving  # noqa: F401
 import router.model_router  # noqa: F401
 import tandem_cli.main
 import tandem_cli.up  # noqa: F401
+import tests.warm_workers  # noqa: F401
 from mesh.fork_server import __main__ as fork_server
 from mesh.fork_server import client
 from tests.warm import FD_NAME, FD_NUMBERS, fork_by

@@ -1,25 +1,16 @@
-"""Imported by the fork server of tests (warm_fork.py), so that workers start with less than half of the CPU time.
-
-It reads the machine code that most of them need, which forks then have. They commit fewer pages of KV ahead: clearing
-those of a usual worker takes 0.15 s on a virtual machine. Programs that are executed do all this themselves.
+"""Imported by the fork server of tests (warm_fork.py): reads the machine code that most workers need, which its forks
+then have. Programs that are executed read it themselves.
 """
-
-from functools import partial
-from typing import Any
 
 import torch
 
 from engine.compiled_code import compile_code
-from engine.kv_pages import PagesAhead
 from engine.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from tandem_cli.model_folders import BUNDLED
-from worker import engine_host
 
 _DTYPES = ("float16", "float32")
 """That of the bundled model, and that of random checkpoints."""
-_AHEAD_BYTES = 1 << 20
-_host: Any = engine_host
 
 
 def _read_kernels() -> None:
@@ -32,4 +23,3 @@ def _read_kernels() -> None:
 
 
 _read_kernels()
-_host.PagesAhead = partial(PagesAhead, ahead_bytes=_AHEAD_BYTES)

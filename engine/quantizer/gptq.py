@@ -26,7 +26,7 @@ def round_by_errors(weight: Tensor, gram: Tensor, scales: Tensor) -> QuantizedMa
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
     by_input = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)[:, order]
-    remaining, factor = weight[:, order], _inverse_factor(gram[order][:, order])
+    remaining, factor = weight[:, order], inverse_factor(gram[order][:, order])
     values = torch.empty_like(remaining)
     for first in range(0, remaining.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
@@ -54,7 +54,7 @@ def _round_columns(remaining: Tensor, scales: Tensor, factor: Tensor) -> tuple[T
     return values, errors
 
 
-def _inverse_factor(gram: Tensor) -> Tensor:
+def inverse_factor(gram: Tensor) -> Tensor:
     """The upper Cholesky factor of the inverse of the Gram matrix. Inputs that were always 0 stand for themselves.
 
     With inputs in reverse order, that is the inverse of the lower factor of the Gram matrix itself.

@@ -23,14 +23,12 @@ from engine.load_runner import load_model_runner
 from engine.models.blocks import BLOCKS
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import ropes_of
-from engine.quantizer import awq
 from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.gptq import round_by_errors
 from engine.quantizer.layer import FloatLayer, pack_prompts
 from engine.quantizer.make import _Maker
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
-from engine.quantizer.statistics import InputStatistics
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
@@ -442,31 +440,6 @@ def test_a_checkpoint_that_changes_meanwhile_is_named(
     assert f"{weights} has changed since the run began, so nothing is written: run it again" in capsys.readouterr().err
     assert made == [0]
     assert not list((tmp_path / "to").iterdir())
-
-
-def test_factors_are_judged_as_if_by_all_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judging the best few only by all outputs finds what judging each by all of them finds."""
-    generator = torch.Generator().manual_seed(4)
-    weight, x = (torch.randn(count, 128, generator=generator) for count in (256, 600))
-    statistics = InputStatistics(128, needs_gram=True)
-    statistics.add(x * torch.rand(128, generator=generator).mul(3).exp())
-    found = awq.search_factors([weight], [statistics], lambda factors: factors, 32, torch.bfloat16)
-    assert found.max() > 1.5 * found.min(), "factors help here"
-    monkeypatch.setattr(awq, "_NUM_FINALISTS", 20)
-    assert torch.equal(found, awq.search_factors([weight], [statistics], lambda factors: factors, 32, torch.bfloat16))
-
-
-@pytest.mark.parametrize("num_channels", [100, 1000])
-def test_products_of_channels_are_those_of_both_orders(num_channels: int) -> None:
-    x = torch.randn(50, num_channels, generator=torch.Generator().manual_seed(6))
-    statistics = InputStatistics(num_channels, needs_gram=True)
-    for tokens in x.split(20):
-        statistics.add(tokens)
-    expected = x.double().t() @ x.double()
-    assert torch.allclose(statistics.gram.double(), expected, atol=1e-3)
-    error = torch.randn(30, num_channels, generator=torch.Generator().manual_seed(7))
-    cost = float(((error.double() @ expected) * error).sum())
-    assert awq.cost_of(error, statistics.gram) == pytest.approx(cost, rel=1e-5)
 
 
 def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import open_checkpoint
@@ -310,6 +311,25 @@ def test_large_checkpoints_are_sharded(tmp_path: Path) -> None:
     }
     assert all(torch.equal(load_file(stored[name].path)[name], tensor) for name, tensor in tensors.items())
     assert writer.num_bytes == 2000
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "I/O error: No space left on device (os error 28)"
+
+    def fail(*_: object) -> None:
+        raise SafetensorError(reason)
+
+    monkeypatch.setattr("engine.quantizer.shards.save_file", fail)
+    for free, advice in ((1000, ": make room there, or write elsewhere"), (10_000, "")):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
+        writer = ShardWriter(tmp_path / "out")
+        writer.add("weight", torch.zeros(1000))
+        with pytest.raises(ConfigurationError) as failed:
+            writer.finish()
+        assert (
+            str(failed.value) == f"cannot write to {tmp_path}: I/O error: No space left on device (os error 28){advice}"
+        )
 
 
 def test_a_table_is_printed(

@@ -121,8 +121,16 @@ async def started(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
 @asynccontextmanager
 async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
     model = model_for(PEERS[arm.name], setup.shape, setup.precision, setup.envs)
-    limits = {"threads": len(setup.cores), "kv_tokens": setup.kv_tokens, "budget": arm.budget}
-    async with running_peer(arm.name, model.absolute(), setup.precision, setup.envs, **limits) as process:
+    starting = running_peer(
+        arm.name,
+        model.absolute(),
+        setup.precision,
+        setup.envs,
+        threads=len(setup.cores),
+        kv_tokens=setup.kv_tokens,
+        budget=arm.budget,
+    )
+    async with starting as process:
         yield process.stream
 
 

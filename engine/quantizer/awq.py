@@ -18,7 +18,10 @@ from engine.quantizer.statistics import InputStatistics, blocks_of_channels
 _NUM_RATIOS = 20
 _NUM_FINALISTS = 5
 _FINALIST_STRIDE = 8
-"""Ratios are first judged by every eighth of the outputs, then the best few by all: most are far from the best."""
+_MIN_JUDGES = 128
+"""Ratios are first judged by every eighth of the outputs, or by more if that is few, then the best few by all: most are
+far from the best.
+"""
 _MAX_SEARCHED = 2048
 """Outputs, evenly spaced, by which factors are judged: products with the Gram matrix are most of the work."""
 _SHARES = tuple(1 - step / 40 for step in range(20))
@@ -51,7 +54,8 @@ def search_factors(
         factors = candidates[number]
         return sum(_cost(rows[::stride].contiguous(), gram, factors, group_size, dtype) for rows, gram in pairs)
 
-    by_few = sorted(range(_NUM_RATIOS), key=lambda number: cost(number, _FINALIST_STRIDE))
+    stride = max(1, min(_FINALIST_STRIDE, sum(len(rows) for rows, _ in pairs) // _MIN_JUDGES))
+    by_few = sorted(range(_NUM_RATIOS), key=lambda number: cost(number, stride))
     return candidates[min(sorted(by_few[:_NUM_FINALISTS]), key=lambda number: cost(number, 1))]
 
 

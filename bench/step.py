@@ -3,6 +3,7 @@
     python -m bench.step [--dtype float32 bfloat16 float16] [--quantize none int8] [--kv-dtype auto] [--threads 1 2]
                          [--ranks 2] [--batch 1 8 32] [--context 256] [--parts] [--decoder compiled eager]
                          [--shape 135m|lfm2-350m|qwen3.5-0.8b|granite4-h-350m|deepseek-v2-lite-6]
+                         [--checkpoints FOLDER ...]
 
 Weights are random. Variants take turns, and medians are printed. With one thread, times are CPU times of the engine's
 thread, which other load on the machine disturbs less than wall-clock time. A step of one sequence reads all weights, so
@@ -11,7 +12,8 @@ thread beside as many threads of one process, and prints the ratio of their time
 phases of a step, the speed of products as a share of the machine's limits, and the speed of attention. The prompt has
 `--context` tokens, and so has each sequence before its decode steps; more than 2,000 need a long shape:
 `--shape 135m-long --context 8192 --batch 1 4 --repeats 1 --parts`. `--decoder` compares the compiled decoder with the
-eager one. All shapes are in `bench/shapes.py`.
+eager one. All shapes are in `bench/shapes.py`. `--checkpoints` measures model folders besides, such as those that
+`tandem quantize` writes, each in the arithmetic in which `tandem up` serves it, and calls them by their names.
 """
 
 import argparse
@@ -30,11 +32,16 @@ from rich.table import Table
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
 from engine.kernels.cpu.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
+from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
+from engine.resolve import resolve
+from engine.runner_settings import RunnerSettings
 from engine.settings import DTYPES, QUANTIZATIONS
+from engine.stored_parameters import stored_in_int4
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.model_size import ModelSize, model_size
+from tandem_cli.capacity.ranks import precision_of
 from tandem_cli.capacity.roofline import Precision
 
 _SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -50,7 +57,7 @@ _ARITHMETIC = {"bfloat16": "bfloat16", "int8": "int8", "int4": "int8"}
 class Variant:
     """One configuration of the engine: types of weights and KV, and numbers of threads and ranks."""
 
-    weights: str  # a dtype, or a quantization
+    weights: str | Path  # a dtype, a quantization, or the folder of a checkpoint that is measured in place of the shape
     kv_dtype: str
     num_threads: int
     num_ranks: int = 1
@@ -60,18 +67,40 @@ class Variant:
         kv = "" if self.kv_dtype == "auto" else f", KV {self.kv_dtype}"
         threads = "" if self.num_threads == 1 else f", {self.num_threads} threads"
         threads = threads if self.num_ranks == 1 else f", {self.num_ranks} ranks"
-        return f"{_SHORT.get(self.weights, self.weights)}{kv}{threads}{', eager' if self.is_eager else ''}"
+        name = self.weights.resolve().name if isinstance(self.weights, Path) else self.weights
+        return f"{_SHORT.get(name, name)}{kv}{threads}{', eager' if self.is_eager else ''}"
+
+    @property
+    def checkpoint(self) -> Path | None:
+        return self.weights if isinstance(self.weights, Path) else None
 
     @property
     def quantize(self) -> str:
-        return "none" if self.weights in DTYPES else self.weights
+        return "none" if isinstance(self.weights, Path) or self.weights in DTYPES else self.weights
 
     @property
     def dtype(self) -> str:
-        return self.weights if self.weights in DTYPES else "auto"
+        return self.weights if isinstance(self.weights, str) and self.weights in DTYPES else "auto"
 
 
 Times = Mapping[tuple[Variant, int], Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """The model of a variant, and the types in which its matrices are multiplied."""
+
+    size: ModelSize
+    precision: Precision
+
+    @property
+    def step_bytes(self) -> float:
+        """The size of the weights that a step reads."""
+        precision = self.precision
+        # Beside matrices in fp8 the output matrix has the checkpoint's own type, as the embedding has.
+        keeps_output = precision.is_packed and precision.weights == "fp8"
+        output_bytes = precision.embedding_bytes if keeps_output else precision.output_bytes
+        return self.size.linear_params * precision.weight_bytes + self.size.vocabulary_params * output_bytes
 
 
 @dataclass(slots=True)
@@ -110,14 +139,30 @@ def main() -> None:
     rounds = Rounds()
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_shape(options.shape, Path(folder))
-        size = model_size(load_decoder_config(model_dir))
         engines = {variant: EngineSteps(_workload(model_dir, variant, options)) for variant in variants}
-        with showing(rounds.times, lambda: _show(rounds, engines, size, options)):
+        subjects = {variant: _subject(model_dir, variant) for variant in variants}
+        with showing(rounds.times, lambda: _show(rounds, engines, subjects, options)):
             for _ in range(options.repeats):
                 rounds.add_round(engines, options.batch)
 
 
-def _show(rounds: Rounds, engines: Mapping[Variant, EngineSteps], size: ModelSize, options: argparse.Namespace) -> None:
+def _subject(model_dir: Path, variant: Variant) -> Subject:
+    if isinstance(variant.weights, str):
+        precision = Precision(variant.weights, "float32", is_packed=not variant.is_eager)
+        return Subject(model_size(load_decoder_config(model_dir)), precision)
+    config = load_decoder_config(variant.weights)
+    precision = precision_of(*resolve(RunnerSettings(variant.weights, enforce_eager=variant.is_eager)))
+    if precision.weights == "int4" and (stored := stored_in_int4(variant.weights, parameter_specs(config))):
+        precision = replace(precision, group=stored.group)
+    return Subject(model_size(config), precision)
+
+
+def _show(
+    rounds: Rounds,
+    engines: Mapping[Variant, EngineSteps],
+    subjects: Mapping[Variant, Subject],
+    options: argparse.Namespace,
+) -> None:
     console, times = Console(width=140), rounds.times
     console.print(_times_table(list(engines), options, times))
     for variant in engines:
@@ -125,15 +170,16 @@ def _show(rounds: Rounds, engines: Mapping[Variant, EngineSteps], size: ModelSiz
             console.print(_ratios(variant, options, times))
     for variant in engines if _ONE in options.batch else ():
         bytes_per_s = statistics.median(rounds.bytes_per_s[variant])
-        console.print(_speed_of_one(variant, size, statistics.median(times[variant, _ONE]), bytes_per_s))
+        console.print(_speed_of_one(variant, subjects[variant], statistics.median(times[variant, _ONE]), bytes_per_s))
     if options.json:
         options.json.write_text(json.dumps(_medians(times, options.context)))
     if options.parts:
         for variant, steps in engines.items():
             console.print(_phases_table(variant, options.batch, rounds.phases_ms))
             bytes_per_s = statistics.median(rounds.bytes_per_s[variant])
-            for line in _product_speeds(variant, options, size, bytes_per_s, rounds.phases_ms):
+            for line in _product_speeds(variant, options, subjects[variant], bytes_per_s, rounds.phases_ms):
                 console.print(line)
+            size = subjects[variant].size
             for line in _attention_speeds(variant, options, size, steps.kv_bytes_per_token, rounds.phases_ms):
                 console.print(line)
 
@@ -151,14 +197,26 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--context", type=int, default=256, metavar="TOKENS")
     parser.add_argument("--repeats", type=int, default=3)
+    about = "model folders that are measured besides"
+    parser.add_argument("--checkpoints", type=Path, nargs="+", default=[], metavar="FOLDER", help=about)
     parser.add_argument("--parts", action="store_true", help="also print the phases of a step")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the medians there")
-    return parser.parse_args()
+    options = parser.parse_args()
+    for folder in options.checkpoints:
+        if not (folder / "config.json").is_file():
+            parser.error(f"--checkpoints {folder}: it is no model folder, it has no config.json")
+    names = [folder.resolve().name for folder in options.checkpoints]
+    if len(set(names)) < len(names):
+        parser.error(f"--checkpoints: two folders have one name ({', '.join(names)}), which stands for them in tables")
+    return options
 
 
 def _variants(options: argparse.Namespace) -> list[Variant]:
     """Every combination. Beside so many ranks stand as many threads."""
-    weights = [name for quantize in options.quantize for name in (options.dtype if quantize == "none" else [quantize])]
+    weights: list[str | Path] = []
+    for quantize in options.quantize:
+        weights += options.dtype if quantize == "none" else [quantize]
+    weights += options.checkpoints
     arms = [(threads, 1) for threads in (*options.threads, *options.ranks)]
     arms += [(ranks, ranks) for ranks in options.ranks]
     return [
@@ -171,7 +229,7 @@ def _variants(options: argparse.Namespace) -> list[Variant]:
 
 def _workload(model_dir: Path, variant: Variant, options: argparse.Namespace) -> StepWorkload:
     return StepWorkload(
-        model_dir,
+        variant.checkpoint or model_dir,
         variant.quantize,
         max(options.batch),
         prompt_tokens=options.context,
@@ -211,14 +269,8 @@ def _ratios(variant: Variant, options: argparse.Namespace, times: Times) -> str:
     )
 
 
-def _step_bytes(variant: Variant, size: ModelSize) -> float:
-    """The size of the weights that a step reads."""
-    precision = Precision(variant.weights, "float32", is_packed=not variant.is_eager)
-    return size.linear_params * precision.weight_bytes + size.vocabulary_params * precision.output_bytes
-
-
-def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s: float) -> str:
-    num_bytes = _step_bytes(variant, size)
+def _speed_of_one(variant: Variant, subject: Subject, step_ms: float, bytes_per_s: float) -> str:
+    num_bytes = subject.step_bytes
     reached = 1000 * num_bytes / step_ms
     read = f"{num_bytes / 1e6:.0f} MB of weights at {reached / 1e9:.1f} GB/s"
     return f"{variant}: a step of 1 reads {read}, {reached / bytes_per_s:.0%} of the {bytes_per_s / 1e9:.1f} of memory"
@@ -227,15 +279,15 @@ def _speed_of_one(variant: Variant, size: ModelSize, step_ms: float, bytes_per_s
 def _product_speeds(
     variant: Variant,
     options: argparse.Namespace,
-    size: ModelSize,
+    subject: Subject,
     bytes_per_s: float,
     phases_ms: Mapping[tuple[Variant, int], Mapping[str, float]],
 ) -> Iterator[str]:
     """Arithmetic of the products, and their share of the roofline: the limit of arithmetic or of memory, whichever is
     lower. bytes_per_s: of memory.
     """
-    limit = operations_per_s(_ARITHMETIC.get(variant.weights, "float32"), variant.num_threads)
-    num_bytes = _step_bytes(variant, size)
+    limit = operations_per_s(_ARITHMETIC.get(subject.precision.weights, "float32"), variant.num_threads)
+    size, num_bytes = subject.size, subject.step_bytes
     yield f"{variant}: the cores compute at most {limit / 1e9:.0f} GOP/s, memory gives {bytes_per_s / 1e9:.1f} GB/s"
     for column in (_PROMPT, *options.batch):
         ms = sum(phases_ms[variant, column].get(phase, 0.0) for phase in _PRODUCTS)

@@ -16,7 +16,8 @@ from checkpoint.new_folder import require_absent
 from checkpoint.source import ModelSource
 from engine.models.model_config import ModelConfig
 from engine.quantizer import IN_GROUPS
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
+from engine.quantizer.float_checkpoint import FloatCheckpoint, open_float_checkpoint
+from engine.quantizer.make import quantize_checkpoint, require_fit
 from engine.quantizer.quality import Quality
 from engine.quantizer.rare_experts import MIN_TOKENS
 from engine.quantizer.schemes import Scheme, make_scheme

@@ -22,7 +22,7 @@ import psutil
 import tandem
 from bench.closed_loop import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
-from bench.peers.process import PeerFailed, running
+from bench.peers.process import PeerFailed, PeerProcess, running
 from bench.processes import cpu_s
 from mesh.settings import as_flags
 from tandem_cli.load_test.endpoints import own_mesh
@@ -120,16 +120,43 @@ async def started(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
 
 @asynccontextmanager
 async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
-    peer = PEERS[arm.name]
-    python = interpreter(setup.envs, peer.engine)
+    model = model_for(PEERS[arm.name], setup.shape, setup.precision, setup.envs)
+    starting = running_peer(
+        arm.name,
+        model.absolute(),
+        setup.precision,
+        setup.envs,
+        threads=len(setup.cores),
+        kv_tokens=setup.kv_tokens,
+        budget=arm.budget,
+    )
+    async with starting as process:
+        yield process.stream
+
+
+@asynccontextmanager
+async def running_peer(
+    name: str,
+    model: Path,
+    precision: str,
+    envs: Path,
+    *,
+    threads: int,
+    kv_tokens: int,
+    budget: int = 0,
+    eager: bool = False,
+) -> AsyncIterator[PeerProcess]:
+    """Start a peer with a model folder that it can read, given by its absolute path, and stop it at the end."""
+    peer = PEERS[name]
+    python = interpreter(envs, peer.engine)
     if not python.exists():
         raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
-    model = model_for(peer, setup.shape, setup.precision, setup.envs)
-    options = {"model": model.absolute(), "precision": setup.precision, "threads": len(setup.cores)}
-    options |= {"budget": arm.budget, "max_seqs": _MAX_SEQS, "kv_tokens": setup.kv_tokens}
-    command = (str(python), "-m", f"bench.peers.{peer.engine}_runner", *as_flags(**options))
-    async with running(arm.label, command) as process:
-        yield process.stream
+    options = {"model": model, "precision": precision, "threads": threads}
+    options |= {"budget": budget, "max_seqs": _MAX_SEQS, "kv_tokens": kv_tokens}
+    flags = [*as_flags(**options), *(["--eager"] if eager else [])]
+    label = f"{name}:{budget}" if budget else name
+    async with running(label, (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)) as process:
+        yield process
 
 
 @asynccontextmanager

@@ -58,6 +58,7 @@ def engine(options: Options) -> Any:
         block_size=128,
         enable_prefix_caching=False,
         kv_cache_memory_bytes=4 << 30,
+        enforce_eager=options.eager,
         **own_budget,
     )
     return LLMEngine.from_engine_args(arguments)

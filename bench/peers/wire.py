@@ -80,7 +80,9 @@ class Wire:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Options of every runner. `precision` is none (fp32), bf16, int8 or int4; `budget` 0 means the peer's default."""
+    """Options of every runner. `precision` is none (fp32), bf16, int8 or int4; `budget` 0 means the peer's default.
+    `eager`: without the compilation of a peer that compiles models.
+    """
 
     model: Path
     precision: str
@@ -88,6 +90,7 @@ class Options:
     budget: int
     max_seqs: int
     kv_tokens: int
+    eager: bool = False
 
 
 def parse_options() -> Options:
@@ -97,6 +100,7 @@ def parse_options() -> Options:
     parser.add_argument("--precision", required=True)
     for name in ("threads", "budget", "max-seqs", "kv-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--eager", action="store_true")
     return Options(**vars(parser.parse_args()))
 
 

@@ -7,12 +7,14 @@ of the file, set before ("static groups"), so the file needs no order of inputs.
 import torch
 from torch import Tensor
 
+from engine.finite import is_finite
 from engine.models.rounding import one_thread
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.grids import INT4_MAX, INT4_MIN
 from mesh.domain.errors import ConfigurationError
 
 _COLUMNS_AT_ONCE = 128
+_INVERTED_AT_ONCE = 256
 _DAMPINGS = (0.01, 0.1, 1.0)
 """Shares of the mean diagonal that are added to it, until the Gram matrix can be inverted."""
 
@@ -24,7 +26,7 @@ def round_by_errors(weight: Tensor, gram: Tensor, scales: Tensor) -> QuantizedMa
     """
     order = gram.diagonal().argsort(descending=True, stable=True)
     by_input = scales.repeat_interleave(weight.shape[1] // scales.shape[1], 1)[:, order]
-    remaining, factor = weight[:, order], _inverse_factor(gram[order][:, order])
+    remaining, factor = weight[:, order], inverse_factor(gram[order][:, order])
     values = torch.empty_like(remaining)
     for first in range(0, remaining.shape[1], _COLUMNS_AT_ONCE):
         columns = slice(first, first + _COLUMNS_AT_ONCE)
@@ -52,18 +54,34 @@ def _round_columns(remaining: Tensor, scales: Tensor, factor: Tensor) -> tuple[T
     return values, errors
 
 
-def _inverse_factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the inverse of the Gram matrix. Inputs that were always 0 stand for themselves."""
+def inverse_factor(gram: Tensor) -> Tensor:
+    """The upper Cholesky factor of the inverse of the Gram matrix. Inputs that were always 0 stand for themselves.
+
+    With inputs in reverse order, that is the inverse of the lower factor of the Gram matrix itself.
+    """
     diagonal = gram.diagonal()
     mean = float(diagonal.mean())
     for damping in _DAMPINGS:
-        factor = gram.clone()
-        factor.diagonal().add_(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)))
+        factor = gram.flip(0, 1)
+        factor.diagonal().add_(torch.where(diagonal == 0, 1.0, torch.tensor(damping * mean)).flip(0))
         factor, failed = torch.linalg.cholesky_ex(factor)
         if failed:
             continue
-        factor = torch.cholesky_inverse(factor)
-        factor, failed = torch.linalg.cholesky_ex(factor, upper=True)
-        if not failed:
-            return factor
+        _invert(factor)
+        if is_finite(factor.diagonal()) and bool((factor.diagonal() > 0).all()):
+            return factor.flip(0, 1)
     raise ConfigurationError("its inputs on the calibration prompts are NaN, infinite or too large: use other prompts")
+
+
+def _invert(lower: Tensor) -> None:
+    """Invert a lower triangular matrix in place, mostly by products of halves, in half of the time of LAPACK's way over
+    the whole inverse of the Gram matrix.
+    """
+    if len(lower) <= _INVERTED_AT_ONCE:
+        lower.copy_(torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False))
+        return
+    half = len(lower) // 2
+    first, second, between = lower[:half, :half], lower[half:, half:], lower[half:, :half]
+    _invert(first)
+    _invert(second)
+    between.copy_(second @ between @ first).neg_()

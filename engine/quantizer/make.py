@@ -9,7 +9,7 @@ file of the result.
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from math import gcd, prod
 from pathlib import Path
@@ -19,21 +19,17 @@ from torch import Tensor
 
 from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
-from checkpoint.partition_manifest import read_partition
-from checkpoint.tensors import StoredTensor
 from checkpoint.text_part import other_part
 from engine.finite import is_finite
 from engine.mapped_files import read_stored
 from engine.models.decoder import Embedding, Output
 from engine.models.mixed import LayerInputs
-from engine.models.model_config import ModelConfig
-from engine.models.parameters import ParameterSpec, Source, parameter_specs, tied_names
-from engine.models.read_config import load_config
+from engine.models.parameters import ParameterSpec, Source, tied_names
 from engine.models.recurrent.parameters import UNQUANTIZED
 from engine.models.rope import ropes_of
-from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.compressed import describe, stored_tensors
+from engine.quantizer.float_checkpoint import STORED_DTYPES, FloatCheckpoint, names_of
 from engine.quantizer.grids import RoundRows
 from engine.quantizer.layer import FloatLayer, KeptKV, Observe, PackedPrompts, pack_prompts
 from engine.quantizer.quality import Quality, QualityMeter
@@ -42,12 +38,9 @@ from engine.quantizer.schemes import Factors, Scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, require_norms, tie
 from engine.quantizer.statistics import InputStatistics
-from engine.stored_parameters import open_stored, stored_name
 from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
-_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_BEFORE_LAYERS = ("embed", "positions", "embed_norm", "embed_norm_bias", "project_in")
 _GROUP_SIZES = (128, 64, 32, 16)
 _PLACES_AT_ONCE = 128
 """Places whose logits are in memory."""
@@ -55,66 +48,6 @@ _PLACES_AT_ONCE = 128
 Progress = Callable[[int], None]
 """Receives the number of finished layers."""
 TokenIds = Sequence[int]
-
-
-@dataclass(frozen=True, slots=True)
-class FloatCheckpoint:
-    """A checkpoint that can be quantised. `specs` are in the order in which they are read, without the factors of
-    matrices, so that these are those of the file; `product_factors` has them by name. `dtype` is that of the matrices.
-    """
-
-    folder: Path
-    config: ModelConfig
-    specs: list[ParameterSpec]
-    stored: dict[str, StoredTensor]
-    dtype: torch.dtype
-    product_factors: Mapping[str, float]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.num_bytes for tensor in self.stored.values())
-
-    def layer_specs(self, index: int) -> list[ParameterSpec]:
-        return [spec for spec in self.specs if spec.name.startswith(f"layers.{index}.")]
-
-    def dtype_of(self, spec: ParameterSpec) -> torch.dtype:
-        return _DTYPES[self.stored[stored_name(spec.sources[0].name, self.stored)].dtype]
-
-
-def open_float_checkpoint(folder: Path) -> FloatCheckpoint:
-    """Read config.json and the headers of tensors. Raises ConfigurationError if the checkpoint cannot be quantised."""
-    if read_partition(folder) is not None:
-        raise ConfigurationError(f"{folder} is partitioned: quantise the checkpoint that it was made from")
-    if (quantization := read_quantization(folder)) is not None and not quantization.is_mxfp4:
-        raise ConfigurationError(
-            f"{folder} is quantised already ({quantization}): quantise the checkpoint that it was made from"
-        )
-    config = load_config(folder)
-    if not isinstance(config, ModelConfig):
-        raise ConfigurationError(
-            f"{config.architecture} cannot be quantised, only decoder-only models can: `tandem up --quantize int8` "
-            "serves it in int8"
-        )
-    in_order = sorted(parameter_specs(config), key=_when_needed)
-    stored = open_stored(folder, in_order)
-    product_factors = {spec.name: spec.factor for spec in in_order}
-    specs = [replace(spec, factor=1.0) for spec in in_order]
-    dtypes = {stored[name].dtype for spec in specs for name in _names(spec, stored) if name in stored}
-    if not dtypes <= set(_DTYPES):
-        raise ConfigurationError(f"{folder}: weights must be fp32, bf16 or fp16 to be quantised, got {sorted(dtypes)}")
-    first = next(spec for spec in specs if spec.is_matrix)
-    dtype = _DTYPES[stored[name].dtype] if (name := _names(first, stored)[0]) in stored else torch.float32
-    return FloatCheckpoint(folder, config, specs, stored, dtype, product_factors)
-
-
-def _when_needed(spec: ParameterSpec) -> int:
-    if spec.name.startswith("layers."):
-        return 1
-    return 0 if spec.name in _BEFORE_LAYERS else 2
-
-
-def _names(spec: ParameterSpec, stored: dict[str, StoredTensor]) -> list[str]:
-    return [stored_name(source.name, stored) for source in spec.sources]
 
 
 def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
@@ -127,7 +60,7 @@ def require_fit(checkpoint: FloatCheckpoint, scheme: Scheme) -> None:
     group_size, divisor = scheme.weights.block_inputs, gcd(*(spec.shape[1] for spec in quantized))
     for spec in quantized:
         if group_size and spec.shape[1] % group_size:
-            name = _names(spec, checkpoint.stored)[0].removesuffix(".weight")
+            name = names_of(spec, checkpoint.stored)[0].removesuffix(".weight")
             fitting = " or ".join(str(size) for size in _GROUP_SIZES if divisor % size == 0)
             raise ConfigurationError(
                 f"groups of {group_size} do not divide the {spec.shape[1]} inputs of {name}: choose another "
@@ -168,18 +101,20 @@ def quantize_checkpoint(
         writer = ShardWriter(unfinished)
         maker = _Maker(checkpoint, scheme, writer, calibration, held_out)
         for index in range(checkpoint.config.num_layers):
+            checkpoint.require_unchanged()
             maker.make_layer(index)
             on_progress(index + 1)
         quality = maker.quality()
         _copy_rest(checkpoint, writer, maker.replaced)
         writer.finish()
+        checkpoint.require_unchanged()
     return Quantized(quality, writer.num_bytes, maker.num_rare_experts)
 
 
 def expected_bytes(checkpoint: FloatCheckpoint, scheme: Scheme) -> int:
     """The size of the result's weights, without scales of outputs."""
     quantized = [spec for spec in checkpoint.specs if _is_quantized(spec)]
-    names = {name for spec in quantized for name in _names(spec, checkpoint.stored)}
+    names = {name for spec in quantized for name in names_of(spec, checkpoint.stored)}
     names |= {f"{name}_{part}" for name in names for part in ("blocks", "scales")}
     others = sum(tensor.num_bytes for name, tensor in checkpoint.stored.items() if name not in names)
     group_size = scheme.weights.block_inputs
@@ -206,7 +141,7 @@ def _kept_modules(checkpoint: FloatCheckpoint) -> list[str]:
     for spec in checkpoint.specs:
         is_kept = spec.name.endswith((".router", ".shared_gate", ".key_up", ".value_up"))
         is_kept = is_kept or (spec.is_matrix and not _is_quantized(spec))
-        names = zip(spec.sources, _names(spec, checkpoint.stored), strict=True)
+        names = zip(spec.sources, names_of(spec, checkpoint.stored), strict=True)
         kept += [name.removesuffix(".weight") for source, name in names if is_kept or source.name.endswith(UNQUANTIZED)]
     kept += [f"re:.*{part}.*" for name in sorted(checkpoint.stored) if (part := other_part(name)) is not None]
     return list(dict.fromkeys(kept))
@@ -350,12 +285,12 @@ class _Maker:
                 continue
             numbers = layer.linears[name].weight if spec.is_matrix else layer.changed[name]
             as_read = matrices[name].dequantized() if spec.is_matrix else numbers
-            for source, tensor in zip(spec.sources, _names(spec, stored), strict=True):
+            for source, tensor in zip(spec.sources, names_of(spec, stored), strict=True):
                 rows = first + _file_order(source)
                 first += source.num_rows
                 self.replaced |= {tensor, f"{tensor}_blocks", f"{tensor}_scales"} & stored.keys()
                 if not spec.is_matrix or source.name.endswith(UNQUANTIZED):
-                    values = numbers[rows].to(_DTYPES[stored[tensor].dtype])
+                    values = numbers[rows].to(STORED_DTYPES[stored[tensor].dtype])
                     self._writer.add(tensor, values)
                     as_read[rows] = values.float()
                     continue

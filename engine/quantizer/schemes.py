@@ -9,7 +9,7 @@ from torch import Tensor
 
 from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
-from engine.quantizer.awq import clipped_scales, group_blocks, search_factors
+from engine.quantizer.awq import clipped_scales, search_factors
 from engine.quantizer.compressed import Activations
 from engine.quantizer.gptq import round_by_errors
 from engine.quantizer.grids import RoundRows, fp8_rows, int4_scales, int8_rows, round_fp8, round_int4, round_int8
@@ -73,10 +73,10 @@ def _int4_scheme(name: str, group_size: int, dtype: torch.dtype) -> Scheme:
         return round_int4(weight, int4_scales(weight, group_size, dtype))
 
     def clipped(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
-        return round_int4(weight, clipped_scales(weight, group_blocks(statistics.gram, group_size), dtype))
+        return round_int4(weight, clipped_scales(weight, statistics.gram, group_size, dtype))
 
     def by_errors(weight: Tensor, statistics: InputStatistics) -> QuantizedMatrix:
-        scales = clipped_scales(weight, group_blocks(statistics.gram, group_size), dtype)
+        scales = clipped_scales(weight, statistics.gram, group_size, dtype)
         return round_by_errors(weight, statistics.gram, scales)
 
     def factors(weights: Sequence[Tensor], statistics: Sequence[InputStatistics], tie: Tie) -> Tensor:

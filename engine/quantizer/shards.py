@@ -1,6 +1,7 @@
 """Writes safetensors while the tensors are made: a file is written when it is full, so memory holds one."""
 
 import json
+import shutil
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -56,7 +57,9 @@ class ShardWriter:
             save_file(self._pending, path, {"format": "pt"})
             path.chmod(_READABLE)  # safetensors keeps it from other users
         except (SafetensorError, OSError) as error:
-            raise ConfigurationError(f"cannot write to {self._folder.parent}: {error}") from error
+            is_full = shutil.disk_usage(self._folder).free < sum(tensor.nbytes for tensor in self._pending.values())
+            advice = ": make room there, or write elsewhere" if is_full else ""
+            raise ConfigurationError(f"cannot write to {self._folder.parent}: {error}{advice}") from error
         self._shards.append(list(self._pending))
         self.num_bytes += sum(tensor.nbytes for tensor in self._pending.values())
         self._pending = {}

@@ -25,7 +25,7 @@ WEIGHT_BYTES = {"float32": 4.0, "bfloat16": 2.0, "float16": 2.0, "fp8": 1.0, "in
 """Bytes per weight of a linear layer, without scales."""
 _PACKED_OUTPUT = {"int4": "int8"}
 _PACKED_GROUP, _PACKED_SCALE_BYTES = 32, 3
-"""In int4 groups of so many weights have a scale and a zero."""
+"""In int4 groups of so many weights have a scale and a zero, unless a checkpoint has others."""
 QUANTIZED = (*(name for name in QUANTIZATIONS if name != "none"), "fp8")
 """Types that only the weights of linear layers can have: those of this engine, and those of others."""
 _MAX_ITERATIONS = 50  # of a fixed-point iteration with shrinking steps
@@ -43,7 +43,7 @@ _HALF_OF_SPARSE = "half of its figures with sparsity"
 class Precision:
     """`weights` is the type of the linear layers; `other` is the type of vectors, and of KV and embedding unless `kv`
     and `embedding` are others. `is_packed`: as the compiled decoder of this engine has them. It holds a tied output
-    matrix beside the embedding, in int8 if weights are int4, and these have scales for small groups.
+    matrix beside the embedding, in int8 if weights are int4, and these have scales for groups of `group` inputs.
     """
 
     weights: str
@@ -51,6 +51,7 @@ class Precision:
     kv: str = ""
     embedding: str = ""
     is_packed: bool = False
+    group: int = _PACKED_GROUP
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv", self.kv or self.other)
@@ -60,7 +61,7 @@ class Precision:
     def weight_bytes(self) -> float:
         """Bytes per weight of a linear layer."""
         has_groups = self.is_packed and self.weights == "int4"
-        return WEIGHT_BYTES[self.weights] + (_PACKED_SCALE_BYTES / _PACKED_GROUP if has_groups else 0)
+        return WEIGHT_BYTES[self.weights] + (_PACKED_SCALE_BYTES / self.group if has_groups else 0)
 
     @property
     def output_bytes(self) -> float:

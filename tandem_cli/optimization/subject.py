@@ -18,7 +18,8 @@ from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
 from engine.quantized_formats.config import read_quantization
-from engine.quantizer.make import FloatCheckpoint, open_float_checkpoint, quantize_checkpoint, require_fit
+from engine.quantizer.float_checkpoint import FloatCheckpoint, open_float_checkpoint
+from engine.quantizer.make import quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
 from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings

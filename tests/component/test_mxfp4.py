@@ -17,7 +17,8 @@ from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
 from engine.load_runner import load_model_runner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.quantizer.make import open_float_checkpoint, quantize_checkpoint
+from engine.quantizer.float_checkpoint import open_float_checkpoint
+from engine.quantizer.make import quantize_checkpoint
 from engine.quantizer.schemes import make_scheme
 from engine.resolve import resolve
 from engine.weights import WeightsTarget, load_weights

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import open_checkpoint
@@ -23,9 +24,10 @@ from engine.load_runner import load_model_runner
 from engine.models.blocks import BLOCKS
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import ropes_of
+from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.gptq import round_by_errors
 from engine.quantizer.layer import FloatLayer, pack_prompts
-from engine.quantizer.make import open_float_checkpoint
+from engine.quantizer.make import _Maker
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
 from engine.weights import WeightsTarget, load_weights
@@ -311,6 +313,25 @@ def test_large_checkpoints_are_sharded(tmp_path: Path) -> None:
     assert writer.num_bytes == 2000
 
 
+def test_a_disk_that_fills_up_meanwhile_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reason = "I/O error: No space left on device (os error 28)"
+
+    def fail(*_: object) -> None:
+        raise SafetensorError(reason)
+
+    monkeypatch.setattr("engine.quantizer.shards.save_file", fail)
+    for free, advice in ((1000, ": make room there, or write elsewhere"), (10_000, "")):
+        usage = shutil.disk_usage(tmp_path)._replace(free=free)
+        monkeypatch.setattr("shutil.disk_usage", lambda _, usage=usage: usage)
+        writer = ShardWriter(tmp_path / "out")
+        writer.add("weight", torch.zeros(1000))
+        with pytest.raises(ConfigurationError) as failed:
+            writer.finish()
+        assert (
+            str(failed.value) == f"cannot write to {tmp_path}: I/O error: No space left on device (os error 28){advice}"
+        )
+
+
 def test_a_table_is_printed(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,6 +427,39 @@ def test_a_disk_without_room_is_named_before_the_work(
     assert main(words) == 2
     assert re.search(rf"{out} takes about 0\.\d MB, and 0\.0 MB are free there: make room", capsys.readouterr().err)
     assert not list(out.parent.iterdir())
+
+
+@pytest.mark.parametrize("change", ["other weights", "cut off", "gone"])
+def test_a_checkpoint_that_changes_meanwhile_is_named(
+    checkpoint: Callable[[str], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    change: str,
+) -> None:
+    """After the first layer: pages that were cut off are not read, which would end the process."""
+    model_dir = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    weights, data = model_dir / "model.safetensors", tmp_path / "prompts.jsonl"
+    data.write_text('{"token_ids": [1, 2]}\n{"token_ids": [3, 4]}\n')
+    make_layer, made = _Maker.make_layer, list[int]()
+
+    def make_and_change(maker: _Maker, index: int) -> None:
+        make_layer(maker, index)
+        made.append(index)
+        if change == "cut off":
+            os.truncate(weights, 1000)
+            return
+        weights.rename(tmp_path / "before")
+        if change == "other weights":
+            shutil.copyfile(tmp_path / "before", weights)
+
+    monkeypatch.setattr(_Maker, "make_layer", make_and_change)
+    (tmp_path / "to").mkdir()
+    words = ["quantize", str(model_dir), str(tmp_path / "to" / "out"), "--scheme=fp8", f"--data={data}"]
+    assert main(words) == 2
+    assert f"{weights} has changed since the run began, so nothing is written: run it again" in capsys.readouterr().err
+    assert made == [0]
+    assert not list((tmp_path / "to").iterdir())
 
 
 def test_experts_in_one_tensor_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ from torch import Tensor
 from engine.load_runner import load_model_runner
 from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
-from engine.quantizer.make import expected_bytes, open_float_checkpoint, quantize_checkpoint
+from engine.quantizer.float_checkpoint import open_float_checkpoint
+from engine.quantizer.make import expected_bytes, quantize_checkpoint
 from engine.quantizer.quality import Quality
 from engine.quantizer.rare_experts import MIN_TOKENS, find_rare, settle_rare
 from engine.quantizer.schemes import make_scheme

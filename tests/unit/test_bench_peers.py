@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import queue
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -16,6 +17,7 @@ from bench.peers import goodput
 from bench.peers.arms import Arm, in_turn, parse_arm, send_through
 from bench.peers.burst import gaps_ending_in
 from bench.peers.burst import summarise as summarise_burst
+from bench.peers.checkpoints import Place, places_of, row_of
 from bench.peers.compare import Row, best_ratios, count_agreement
 from bench.peers.goodput import run_rate
 from bench.peers.install import select_requirements
@@ -180,3 +182,25 @@ def test_rates_at_which_nothing_would_ever_come(
     with pytest.raises(SystemExit):
         goodput.main()
     assert "must be more than 0" in capsys.readouterr().err
+
+
+async def test_each_place_of_a_peers_answer_is_compared_after_the_same_tokens() -> None:
+    """Tandem would say the length of what it has got, and finds other tokens the less probable the larger they are."""
+    asked: list[tuple[int, int]] = []
+
+    async def ask(prompt: Sequence[int], max_new_tokens: int) -> list[tandem.Token]:
+        asked.append((len(prompt), max_new_tokens))
+        lengths = range(len(prompt), len(prompt) + max_new_tokens)
+        top = [[tandem.TopToken(n + i, "", -1.0 - i / 8) for i in range(3)] for n in lengths]
+        return [tandem.Token(n, "", -1.0, top=tuple(at)) for n, at in zip(lengths, top, strict=True)]
+
+    places = await places_of([7, 7], [2, 3, 6, 5, 99], ask)
+    assert [place.to_peers for place in places] == [0.0, 0.0, 0.25, 0.0, math.inf]
+    assert {place.to_second for place in places} == {0.125}
+    assert asked == [(2, 5), (5, 2)], "asked again behind each other token only"
+
+
+def test_a_row_says_how_far_other_tokens_are_from_tandems() -> None:
+    places = [Place(0.5, 0.0), Place(0.3, 0.0), Place(0.02, 0.01), Place(0.4, 0.0)]
+    assert row_of("awq", places) == ("awq", "4", "75.00%", "0.0100", "0.3500")
+    assert row_of("awq", places[:2])[2:4] == ("100.00%", "")

@@ -38,13 +38,19 @@ async def wait_answering(redis: Redis) -> None:
 
 
 async def num_leased(redis: Redis, model: str = "") -> int:
-    """The permits that Redis counts: those of routers whose leases have not expired."""
+    """The permits that Redis counts: those of routers whose leases have not expired.
+
+    All is read at one moment: a lease that ends between two reads would be one without permits.
+    """
     of_model = f"@{model}" if model else ""
-    seconds, micros = await redis.time()
-    leases = await redis.zrange(name_in(redis, f"{PREFIX}routers{of_model}"), 0, -1, withscores=True)
-    held = dict(await redis.zrange(name_in(redis, f"{PREFIX}held{of_model}"), 0, -1, withscores=True))
-    now_ms = seconds * 1000 + micros // 1000
-    return int(sum(held[router] for router, expiry_ms in leases if expiry_ms > now_ms))
+    routers, held = (name_in(redis, f"{PREFIX}{name}{of_model}") for name in ("routers", "held"))
+    async with redis.pipeline(transaction=True) as reads:
+        reads.time()
+        reads.zrange(routers, 0, -1, withscores=True)
+        reads.zrange(held, 0, -1, withscores=True)
+        (seconds, micros), leases, counts = await reads.execute()
+    now_ms, by_name = seconds * 1000 + micros // 1000, dict(counts)
+    return int(sum(by_name[router] for router, expiry_ms in leases if expiry_ms > now_ms))
 
 
 class RedisServer:

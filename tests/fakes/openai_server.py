@@ -4,7 +4,7 @@ import asyncio
 import json
 from collections import deque
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,6 @@ class _Connection:
             self._answer(body, fault, is_chat="chat" in path)
         if fault != BROKEN_OFF:
             self._writer.write(b"0\r\n\r\n")
-        self._writer.close()
-        await self._writer.wait_closed()
 
     def _answer(self, body: dict[str, Any], fault: str | None, *, is_chat: bool) -> None:
         if is_chat:
@@ -87,7 +85,12 @@ async def running_openai_server(script: OpenAIScript) -> AsyncIterator[str]:
     """A server until the block ends; gives its URL."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await _Connection(script, reader, writer).serve()
+        with suppress(EOFError, ConnectionError):  # the client has left in the middle of its request
+            try:
+                await _Connection(script, reader, writer).serve()
+            finally:
+                writer.close()
+                await writer.wait_closed()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     async with server:

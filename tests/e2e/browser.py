@@ -23,6 +23,7 @@ FLAGS = [
     "--disable-sync",
 ]
 WAIT_MS = 30_000
+expect.set_options(timeout=WAIT_MS)
 
 
 @asynccontextmanager

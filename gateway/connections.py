@@ -163,7 +163,6 @@ class Connection(H11Protocol):
         self._awaited_s: float | None = None
         self._is_ending = False
         self._unsent_bytes = 0
-        self._unsent_s = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -174,7 +173,7 @@ class Connection(H11Protocol):
     def accepted(self, wire: asyncio.Transport) -> None:
         """The TCP connection is there. From now on the client has `header_timeout_s`, for a handshake, too."""
         self.wire = wire
-        self._awaited_s = self._others.now_s()
+        self._awaited_s = self._unsent_s = self._others.now_s()
         self._others.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -100,7 +100,7 @@ def _loaded(progress: LoadProgress) -> tuple[float, int]:
 
 
 class Work(NamedTuple):
-    """What a process and its ranks have done so far: seconds of CPU time, and pages read from disk."""
+    """Seconds of CPU time that a process and its ranks have used so far, and pages that they have read from disk."""
 
     cpu_s: float
     pages: int

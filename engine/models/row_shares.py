@@ -73,7 +73,6 @@ def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
 
 
 def _least_rows(num_shares: int, *, has_amx: bool) -> int:
-    """Of each share."""
     return _MANY_ROWS_WITH_AMX if has_amx else min(_MANY_ROWS, _ROWS_PER_SHARE * num_shares)
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from bench.shapes import SHAPES, write_shape
 from checkpoint.adapters import CONFIG_FILE, WEIGHTS_FILE, AdapterFiles, read_adapter
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config

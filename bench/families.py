@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.read_config import load_decoder_config
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import DTYPES
 from mesh.domain.errors import ConfigurationError

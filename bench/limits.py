@@ -23,8 +23,8 @@ from rich.table import Table
 
 from bench.arithmetic import ARITHMETICS, operations_per_s
 from bench.shapes import SHAPES, write_shape
+from engine.loading.resolve import resolve
 from engine.models.read_config import load_decoder_config
-from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from mesh.interrupts import run_program
 from tandem_cli.capacity.measurement import read_bytes_per_s

@@ -30,10 +30,10 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.shapes import SHAPES, write_shape, write_weights
-from engine.load_times import PHASES, measured_load
+from engine.loading.resolve import kv_layout, resolve
+from engine.loading.times import PHASES, measured_load
 from engine.model_runner import ModelRunner
 from engine.ranks.launch import load_ranked_runner
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.settings import QUANTIZATIONS

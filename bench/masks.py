@@ -21,7 +21,7 @@ from tokenizers.models import BPE
 
 from checkpoint.grammar import GrammarCompiler
 from engine.device_copies import NoCopies
-from engine.masks import TokenMasks
+from engine.sampling.masks import TokenMasks
 from engine.sequence import SequenceState
 from mesh.domain.request import SamplingParams, SequenceSpec, Structure, StructureKind
 from mesh.interrupts import run_program

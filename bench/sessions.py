@@ -30,7 +30,7 @@ from rich.table import Table
 
 import tandem
 from bench.shapes import SHAPES, write_shape
-from engine.resolve import kv_layout, resolve
+from engine.loading.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.interrupts import run_async, run_program, showing

@@ -32,12 +32,12 @@ from rich.table import Table
 from bench.arithmetic import operations_per_s
 from bench.shapes import write_shape
 from engine.kernels.cpu.phases import ATTENTION, DOWN, GATE_UP, LOGITS, OUTPUT, PHASES, QKV
+from engine.loading.resolve import resolve
+from engine.loading.stored_parameters import stored_in_int4
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from engine.settings import DTYPES, QUANTIZATIONS
-from engine.stored_parameters import stored_in_int4
 from mesh.interrupts import run_program, showing
 from tandem_cli.capacity.measurement import EngineSteps, StepWorkload, read_bytes_per_s
 from tandem_cli.capacity.model_size import ModelSize, model_size

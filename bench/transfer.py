@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from kvtransfer import (
     SERVICE_NAME,
     ExpectedTransfer,

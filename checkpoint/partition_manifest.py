@@ -1,4 +1,4 @@
-"""The manifest of a model that is partitioned ahead of time; `engine/partition.py` has the weights."""
+"""The manifest of a model that is partitioned ahead of time; `engine/loading/partition.py` has the weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -47,8 +47,8 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.resolve`. Those that
-    are not quantised are of `dtype`. `source` has each file of the checkpoint, by its path.
+    """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.loading.resolve`. Those
+    that are not quantised are of `dtype`. `source` has each file of the checkpoint, by its path.
     """
 
     folder: Path

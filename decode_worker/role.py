@@ -6,9 +6,9 @@ from functools import partial
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
 from decode_worker.settings import DecodeSettings
+from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
 from engine.settings import graph_sizes
-from engine.sharded_kv_cache import AnyKVCache
 from kvtransfer import KVReceiver, KvTransferServicer, RankedReceiver, ReceiverCallbacks, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import decode_pb2_grpc

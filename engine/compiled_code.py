@@ -19,9 +19,9 @@ from numba.core import event
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kernels.cpu.code_cache import CodeCache
 from engine.kernels.cpu.compiler import code_folder, code_version, dispatchers
+from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
-from engine.kv_cache import KVCache
-from engine.kv_scales import NO_SCALES, KVScale
+from engine.kv.cache import KVCache
+from engine.kv.scales import NO_SCALES, KVScale
 from engine.models.encoder_decoder.config import AnyConfig
 from mesh.domain.host import Cores
 from mesh.domain.kv import Span

@@ -18,16 +18,16 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.decode_graphs import DecodeGraphs
 from engine.device_copies import DeviceCopies, copies_for
 from engine.finite import items_not_finite, scores_are_finite, sum_of
-from engine.masks import TokenMasks
+from engine.kv.sharded_cache import AnyKVCache
 from engine.model import Finish, LayerGroups, Model
 from engine.models.encoder_decoder.config import AnyConfig
 from engine.models.kv_groups import num_final_kv_layers
 from engine.models.model_config import ModelConfig
-from engine.row_math import rows_for
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
-from engine.sampler import Sampler
+from engine.sampling.masks import TokenMasks
+from engine.sampling.row_math import rows_for
+from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
-from engine.sharded_kv_cache import AnyKVCache
 from engine.step_input import StepInput, StepInputBuilder
 from mesh.domain.errors import InvalidRequest, ModelFailed
 from mesh.domain.host import Cores

@@ -2,8 +2,8 @@
 block pool has a clock, for the time to live of cached KV.
 
 A step is built, computed and sampled elsewhere: `schedule()` here -> `StepInputBuilder.build` (step_input.py) ->
-`ModelRunner` forward and sample (model_runner.py, sampler.py) -> `update()` here. Which blocks a sequence holds is said
-in block_tables.py.
+`ModelRunner` forward and sample (model_runner.py, sampling/) -> `update()` here. Which blocks a sequence holds is said
+in kv/block_tables.py.
 
 Life of a sequence here:
 
@@ -36,8 +36,8 @@ Prompts that an encoder reads (`whole_prompts`) are never cut: such a prompt may
 from dataclasses import asdict, dataclass
 
 from engine.batch import BatchesInFlight, ScheduledBatch, ScheduledSequence, batch_order
-from engine.block_pool import BlockPool
-from engine.block_tables import BlockTables, EvictedBlocks
+from engine.kv.block_pool import BlockPool
+from engine.kv.block_tables import BlockTables, EvictedBlocks
 from engine.runner import RunnerOutput
 from engine.sequence import SequenceKey, SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig

@@ -46,7 +46,7 @@ class SequenceState:
     the prompt that memory lacked, until the sequence is admitted. `is_transferred`: another worker computed its prompt.
     With a recurrent state, the first blocks of `block_table` hold that, see KVLayout. `snapshot_ends` are the positions
     in the prompt at which a snapshot of it is still to be taken, `last_snapshot` is that of the last one taken or begun
-    from, and `saving` are blocks that the step in flight fills with one (snapshots.py).
+    from, and `saving` are blocks that the step in flight fills with one (kv/snapshots.py).
     """
 
     request: SequenceSpec

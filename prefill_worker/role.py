@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from functools import partial
 
+from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop
-from engine.sharded_kv_cache import AnyKVCache
 from kvtransfer import KVSender, RankedSender, TransferSettings
 from mesh.domain.worker import WorkerRole
 from mesh.v1 import prefill_pb2_grpc

@@ -21,12 +21,12 @@ import grpc
 import structlog
 import torch
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.loading.resolve import kv_layout, resolve
 from engine.ranks.collectives import NoteStore
 from engine.ranks.messages import read_settings
 from engine.ranks.remote import OwnMemoryRank, require_remote
 from engine.ranks.remote_messages import BlockCopy, StepMessage
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import (
     ConfigurationError,

@@ -7,7 +7,7 @@ from typing import Any
 
 import structlog
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from kvtransfer import (
     SERVICE_NAME,
     ExpectedTransfer,

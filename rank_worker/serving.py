@@ -8,14 +8,14 @@ from functools import partial
 import structlog
 import torch
 
-from engine.load_times import load_phase, measured_load, rounded
+from engine.loading.resolve import freed_windows, resolve
+from engine.loading.times import load_phase, measured_load, rounded
 from engine.models.model_config import ModelConfig
 from engine.ranks.collectives import shared_store
 from engine.ranks.commands import Command, Report, decode_command, encode_command, encode_report
 from engine.ranks.messages import MAX_MESSAGE_BYTES, RankSetup, receive_message, send_message
 from engine.ranks.rank import Execute, Rank, map_kv
 from engine.ranks.shared import SharedGroup, step_memory
-from engine.resolve import freed_windows, resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import configure_logging, flush_outputs
 

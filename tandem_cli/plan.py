@@ -221,7 +221,7 @@ def _capacity(
 def _precision(args: argparse.Namespace, model_dir: Path, config: ModelConfig, *, has_ranks: bool) -> Precision:
     is_cpu = not _has_gpus(args) and (has_ranks or args.bandwidth is None)
     if is_cpu and (args.quantize == "none" or (_is_here(args) and read_partition(model_dir) is None)):
-        from engine.resolve import resolve
+        from engine.loading.resolve import resolve
         from tandem_cli.capacity.ranks import precision_of
 
         return precision_of(*resolve(replace(_worker_settings(args, model_dir), quantize=args.quantize)))
@@ -237,7 +237,7 @@ def _own_quantize(args: argparse.Namespace, model_dir: Path, partition: Partitio
         return partition.quantize
     if not _is_here(args) or read_quantization(model_dir) is None:
         return "none"
-    from engine.resolve import resolve
+    from engine.loading.resolve import resolve
 
     return resolve(_worker_settings(args, model_dir))[0].quantize
 

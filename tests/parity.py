@@ -53,11 +53,11 @@ import decode_worker.__main__
 import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.model_config import ModelConfig
 from engine.models.read_config import load_config, load_decoder_config
 from engine.ranks.launch import load_ranked_runner
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SampledToken

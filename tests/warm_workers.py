@@ -5,7 +5,7 @@ then have. Programs that are executed read it themselves.
 import torch
 
 from engine.compiled_code import compile_code
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from tandem_cli.model_folders import BUNDLED
 

@@ -6,7 +6,7 @@ A model is loaded by these functions, from the outside in:
       load_engine_host           engine_settings.py; then the runner, the drafter, the scheduler           -> EngineHost
         load_runner_with_ranks   ends the process when a rank ends; load tests pass another `LoadRunner` instead
           load_ranked_runner     engine/ranks/launch.py: starts ranks that share memory; goes straight on without
-            load_model_runner    engine/load_runner.py: weights, KV cache, attention of one rank          -> ModelRunner
+            load_model_runner    engine/loading/load_runner.py: weights, KV cache, attention of one rank  -> ModelRunner
         _load_runner_with_remote_ranks   in place of the former on GPUs and with rank_listen: starts or awaits the ranks
           load_remote_runner             engine/ranks/remote.py: rank 0 of these                          -> ModelRunner
 """
@@ -26,12 +26,14 @@ import torch
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
 from checkpoint.partition_manifest import WeightFiles
-from engine.block_pool import BlockPool
 from engine.devices import find_device, first_device, rank_devices
-from engine.kv_disk import BlockFiles, DiskCache, private_folder
-from engine.kv_pages import PagesAhead
-from engine.load_runner import load_model_runner, load_speculator
-from engine.load_times import measured_load, rounded
+from engine.kv.block_pool import BlockPool
+from engine.kv.disk import BlockFiles, DiskCache, private_folder
+from engine.kv.pages import PagesAhead
+from engine.kv.sharded_cache import AnyKVCache
+from engine.loading.load_runner import load_model_runner, load_speculator
+from engine.loading.times import measured_load, rounded
+from engine.loading.weights import Progress
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_config
@@ -41,9 +43,7 @@ from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.settings import KVMemorySettings, SchedulerConfig
-from engine.sharded_kv_cache import AnyKVCache
 from engine.speculation.speculator import Speculator
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.request import mint_id
@@ -95,7 +95,7 @@ class EngineHost:
     kv_disk: DiskCache | None
     adapters: tuple[AdapterFiles, ...]
     load_seconds: Mapping[str, float] = field(default_factory=dict)
-    """By phase, see engine.load_times; "other" is what no phase counts."""
+    """By phase, see engine.loading.times; "other" is what no phase counts."""
     rank_links: tuple[RankLink, ...] = ()
     """To ranks that share no memory with the leader, and move their KV themselves."""
 

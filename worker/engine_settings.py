@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.devices import first_device, rank_devices
-from engine.load_runner import draft_block_bytes, draft_bytes
+from engine.loading.load_runner import draft_block_bytes, draft_bytes
+from engine.loading.resolve import fitting_ranks, kv_layout
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.resolve import fitting_ranks, kv_layout
 from engine.runner_settings import RunnerSettings
 from engine.settings import NO_GRAPHS, NO_SPECULATION, GraphSettings, Speculation
 from mesh.domain.errors import ConfigurationError

@@ -7,7 +7,7 @@ from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from engine.kv_disk import DiskCounts
+from engine.kv.disk import DiskCounts
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.metrics import GAP_SECONDS, SECONDS, TOKENS, new_registry
@@ -51,7 +51,7 @@ class WorkerMetrics:
         self.registry.register(_Load(info, load, state))
 
     def loaded(self, seconds: Mapping[str, float]) -> None:
-        """Record how long each phase of loading the model took; see engine.load_times."""
+        """Record how long each phase of loading the model took; see engine.loading.times."""
         for phase, value in seconds.items():
             self._load_s.labels(self._role, phase).set(value)
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 
+from engine.kv.sharded_cache import AnyKVCache
 from engine.loop import EngineLoop, StepResult
 from engine.runner import LayerHook
-from engine.sharded_kv_cache import AnyKVCache
 from mesh.domain.worker import WorkerRole
 from worker.engine_settings import EngineLimits
 from worker.metrics import WorkerMetrics

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from engine.kv_types import as_bytes, as_stored
+from engine.kv.dtypes import as_bytes, as_stored
 from engine.models.model_config import ModelConfig
 from mesh.domain.kv import Span
 

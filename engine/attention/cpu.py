@@ -30,7 +30,7 @@ from engine.kernels.cpu.buffers import Buffers, has_prompt
 from engine.kernels.cpu.cache_rows import write_tokens
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
-from engine.kv_cache import elements
+from engine.kv.cache import elements
 from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from engine.attention.backend import AttentionBackend, AttentionShape, Chunk, ForwardMetadata
-from engine.kv_types import as_bytes, as_stored
+from engine.kv.dtypes import as_bytes, as_stored
 
 # Limit on the elements of a mask; longer chunks are split into tiles of queries.
 MAX_MASK_ELEMENTS = 2**24

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, ForwardMetadata, chunks_of
-from engine.kv_types import as_bytes
+from engine.kv.dtypes import as_bytes
 
 MAX_HEAD_DIM = 256
 MIN_CAPABILITY = (8, 0)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import AttentionShape, Chunk, ForwardMetadata
-from engine.kv_cache import BlockParts
+from engine.kv.cache import BlockParts
 from engine.models.kv_groups import kv_place, num_kv_layers
 from engine.models.model_config import ModelConfig
 

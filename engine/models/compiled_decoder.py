@@ -29,7 +29,7 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.step import output_rows, run_layers
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.loop_constants import head_shapes, model_constants, parts_of_blocks

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from engine.load_times import load_phase
+from engine.loading.times import load_phase
 from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, round_to_int8_groups
 
 

@@ -26,7 +26,7 @@ from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.panels import panel_product
 from engine.kernels.cpu.recurrence import mix_address
 from engine.kernels.cpu.step_arguments import Family, ModelConstants
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
 from engine.models.experts_config import NO_EXPERTS

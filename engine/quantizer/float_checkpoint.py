@@ -10,11 +10,11 @@ import torch
 
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import StoredTensor
+from engine.loading.stored_parameters import open_stored, stored_name
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.quantized_formats.config import read_quantization
-from engine.stored_parameters import open_stored, stored_name
 from mesh.domain.errors import ConfigurationError
 
 STORED_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}

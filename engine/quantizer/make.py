@@ -21,7 +21,8 @@ from checkpoint.config_json import read_json
 from checkpoint.new_folder import copy_other_files, new_folder
 from checkpoint.text_part import other_part
 from engine.finite import is_finite
-from engine.mapped_files import read_stored
+from engine.loading.mapped_files import read_stored
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.decoder import Embedding, Output
 from engine.models.mixed import LayerInputs
 from engine.models.parameters import ParameterSpec, Source, tied_names
@@ -38,7 +39,6 @@ from engine.quantizer.schemes import Factors, Scheme
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, require_norms, tie
 from engine.quantizer.statistics import InputStatistics
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
 _GROUP_SIZES = (128, 64, 32, 16)

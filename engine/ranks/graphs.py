@@ -17,8 +17,8 @@ import structlog
 import torch
 
 from engine.decode_graphs import Capture, Captured, DecodeGraphs, Run, StepShape
-from engine.kv_cache import KVCache
-from engine.load_graphs import capture_for, capture_graphs, graph_shapes, why_not_captured
+from engine.kv.cache import KVCache
+from engine.loading.graphs import capture_for, capture_graphs, graph_shapes, why_not_captured
 from engine.ranks.commands import RunGraph
 from engine.ranks.shared import read_step
 from engine.runner_settings import RunnerSettings

@@ -22,9 +22,12 @@ from typing import Any
 import structlog
 
 from engine.compiled_code import reported_code
-from engine.load import reserve_blocks, reserve_memory
-from engine.load_runner import load_model_runner
-from engine.load_times import load_phase
+from engine.kv.sharded_cache import ShardedKVCache
+from engine.loading.load_runner import load_model_runner
+from engine.loading.parts import reserve_blocks, reserve_memory
+from engine.loading.resolve import kv_layout, resolve, why_eager
+from engine.loading.times import load_phase
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
@@ -35,10 +38,7 @@ from engine.ranks.divided_cores import DividedCores
 from engine.ranks.messages import MAX_MESSAGE_BYTES, OnLost, RankSetup, ending, receive_message
 from engine.ranks.rank import Rank, kv_bytes, map_kv
 from engine.ranks.shared import SharedGroup, max_sequence_blocks, step_memory
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
-from engine.sharded_kv_cache import ShardedKVCache
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, MeshError, WorkerLost
 from mesh.domain.kv import Degrees
 

@@ -13,9 +13,12 @@ from engine.adapter_slots import AdapterSlots
 from engine.decode_graphs import DecodeGraphs
 from engine.kernels.cpu.arguments import Bytes
 from engine.kernels.cpu.buffers import round_up
-from engine.kv_cache import KVCache
-from engine.load import assemble_runner, decoder_memory, load_packed, load_parameters
-from engine.load_graphs import can_capture
+from engine.kv.cache import KVCache
+from engine.kv.sharded_cache import AnyKVCache
+from engine.loading.graphs import can_capture
+from engine.loading.parts import assemble_runner, decoder_memory, load_packed, load_parameters
+from engine.loading.resolve import kv_layout, why_eager
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
@@ -28,10 +31,7 @@ from engine.ranks.collectives import LOOPBACK, CollectiveGroup, Hops, Place, sum
 from engine.ranks.commands import CaptureSteps, Command, Forward, Logits, PutAdapter, RunGraph
 from engine.ranks.graphs import RankGraphs
 from engine.ranks.shared import SharedGroup
-from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
-from engine.sharded_kv_cache import AnyKVCache
-from engine.weights import Progress
 from mesh.domain.kv import KVSpan, kv_spans
 
 if TYPE_CHECKING:
@@ -49,8 +49,8 @@ class Rank:
     """One rank of a group. The constructor loads its weights. `connect`, then `follow` or `lead`, are called once the
     number of KV blocks is known.
 
-    The settings are resolved (`engine.resolve.resolve`). The ranks of the eager decoder meet through the store. Raises
-    ConfigurationError.
+    The settings are resolved (`engine.loading.resolve.resolve`). The ranks of the eager decoder meet through the store.
+    Raises ConfigurationError.
     """
 
     def __init__(

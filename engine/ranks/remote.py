@@ -16,10 +16,13 @@ import structlog
 import torch
 from numpy.typing import NDArray
 
-from engine.kv_cache import KVCache
-from engine.kv_memory import KVReservation
-from engine.load import weights_bytes
-from engine.load_graphs import graph_bytes
+from engine.kv.budget import KVReservation
+from engine.kv.cache import KVCache
+from engine.loading.graphs import graph_bytes
+from engine.loading.parts import weights_bytes
+from engine.loading.resolve import kv_layout, resolve
+from engine.loading.step_memory import step_bytes
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.encodings import CUT_BY_INPUTS
 from engine.models.model_config import ModelConfig
@@ -31,10 +34,7 @@ from engine.ranks.messages import OnLost
 from engine.ranks.rank import Execute, Rank
 from engine.ranks.remote_messages import BlockCopy, RemoteRanks, StepMessage
 from engine.ranks.shared import SharedGroup, StepMemory, max_sequence_blocks
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
-from engine.step_memory import step_bytes
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError, WorkerBusy
 from mesh.domain.kv import KVLayout, KVSpan, Span
 

@@ -24,7 +24,7 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 """Bytes of one weight, by dtype."""
 KV_DTYPE_BYTES = {**DTYPE_BYTES, "int8": 1, "fp8": 1}
 """Bytes of one KV element, by dtype. int8 KV has one fp32 scale per row (one head of one token). fp8 is e4m3, whose
-scales belong to the model (`engine/kv_scales.py`)."""
+scales belong to the model (`engine/kv/scales.py`)."""
 SCALE_BYTES = 4
 INT8_UNIT_TOKENS = 16
 """int8 KV stores this many tokens of a head contiguously, which suits the CPU's multiply instructions."""

@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.encodings import OUTPUT
@@ -20,7 +21,6 @@ from engine.models.parameters import ParameterSpec, parameter_specs
 from engine.models.read_config import load_config
 from engine.models.share import Cut, RankShare, rank_share, require_own_heads, share_specs
 from engine.quantized_formats.config import read_quantization
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import MATRIX_ENCODINGS
 from mesh.domain.errors import ConfigurationError
@@ -70,7 +70,7 @@ def rank_memory(
 
 
 def precision_of(settings: RunnerSettings, config: AnyConfig) -> Precision:
-    """The precision of a runner whose settings are resolved (`engine.resolve.resolve`)."""
+    """The precision of a runner whose settings are resolved (`engine.loading.resolve.resolve`)."""
     layout = kv_layout(config, settings)
     is_compiled = isinstance(config, ModelConfig) and why_eager(settings, config, layout) is None
     if settings.quantize == "none":

@@ -17,13 +17,13 @@ from functools import partial
 import torch
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
+from engine.loading.resolve import kv_layout
+from engine.loading.weights import Progress
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
-from engine.weights import Progress
 from mesh.domain.tokens import SampledToken
 from mesh.process import ServiceProgram
 from tandem_cli.load_test.endpoints import PACE_ENV

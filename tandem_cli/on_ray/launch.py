@@ -17,11 +17,11 @@ from typing import Any
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from decode_worker.settings import DecodeSettings
-from engine.load import specs_of
-from engine.load_runner import draft_block_bytes
+from engine.loading.load_runner import draft_block_bytes
+from engine.loading.parts import specs_of
+from engine.loading.resolve import kv_layout, resolve
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.settings import NO_SPECULATION
 from mesh.domain.errors import ConfigurationError

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from engine.compiled_code import compile_code
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.quantizer.quality import Quality, QualityMeter
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from mesh.domain.errors import ConfigurationError

@@ -14,7 +14,7 @@ from typing import Any
 from rich.table import Table
 
 from checkpoint.source import ModelSource
-from engine.resolve import fingerprint
+from engine.loading.resolve import fingerprint
 from mesh.domain.errors import ConfigurationError
 from mesh.logs import quiet_logs
 from tandem_cli.load_test.figures import RunFailed

@@ -13,7 +13,8 @@ from checkpoint.new_folder import checkpoint_files, is_of_weights
 from checkpoint.partition_manifest import checksum
 from checkpoint.source import ModelSource
 from engine.cores import num_numa_nodes
-from engine.load_runner import why_no_drafts
+from engine.loading.load_runner import why_no_drafts
+from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.memory import device_memory
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
@@ -21,7 +22,6 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantizer.float_checkpoint import FloatCheckpoint, open_float_checkpoint
 from engine.quantizer.make import quantize_checkpoint, require_fit
 from engine.quantizer.schemes import Scheme, make_scheme
-from engine.resolve import kv_layout, resolve, why_eager
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.calibration import PromptEncoder

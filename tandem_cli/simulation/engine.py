@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.prompt_pace import PromptPace
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler

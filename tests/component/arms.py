@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout
 from engine.model_runner import ModelRunner
 from engine.models.cpu_support import why_not_compiled
 from engine.models.decoder import Decoder
 from engine.models.read_config import load_decoder_config
-from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 
 ARMS: dict[str, dict[str, object]] = {

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton.runtime.errors import InterpreterError
 
-from engine import load_graphs
 from engine.attention import triton_paged
-from engine.load_runner import load_model_runner
+from engine.loading import graphs
+from engine.loading.load_runner import load_model_runner
 from engine.models import expert_kernels, expert_products
 from engine.models.expert_products import ExpertProducts, ListedChoices
 from engine.settings import GraphSettings
@@ -213,7 +213,7 @@ def test_ranks_replay_the_same_steps(checkpoint: Callable[[str], Path], monkeypa
     captures = {True: TapeCapture(), False: TapeCapture()}
     for (module, name), stand_in in stand_ins(lambda device: captures[threading.current_thread() is main]).items():
         monkeypatch.setattr(module, name, stand_in)
-    monkeypatch.setattr(load_graphs, "_CAPTURED_ATTENTION", ("triton",))
+    monkeypatch.setattr(graphs, "_CAPTURED_ATTENTION", ("triton",))
     for module in (triton_paged, expert_products):
         monkeypatch.setattr(module, "import_module", lambda name: TapedKernels(InTurn(import_module(name), lock)))
     plain = load(checkpoint("mixtral"), None)

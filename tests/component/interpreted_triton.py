@@ -14,8 +14,8 @@ from engine.attention import triton_kernels, triton_paged
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import FEW_QUERIES, SPLIT_TOKENS, TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kv_types import FP8, as_bytes, as_stored
-from engine.load_runner import load_model_runner
+from engine.kv.dtypes import FP8, as_bytes, as_stored
+from engine.loading.load_runner import load_model_runner
 from engine.sequence import SequenceState
 from engine.settings import GraphSettings
 from engine.speculation.drafters import NgramDrafter

@@ -1,6 +1,6 @@
 """Moving a sequence's KV from one runner to another; shared by the CPU and the GPU tests."""
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVSpan, Span

@@ -21,7 +21,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.fakes.streams import SimulatedStreams
 
@@ -179,7 +179,7 @@ class Schedule:
 
 def simulated_cache(gpu: SimulatedStreams, layout: KVLayout = LAYOUT, num_blocks: int = _NUM_BLOCKS) -> KVCache:
     """A cache in the memory of a simulated GPU, full of what earlier sequences have left."""
-    with patch("engine.kv_cache.streams_for", lambda device: gpu):
+    with patch("engine.kv.cache.streams_for", lambda device: gpu):
         cache = KVCache(layout, num_blocks, torch.device("cpu"))
     cache.tensor.fill_(-1.0)
     gpu.adopt(cache.tensor)

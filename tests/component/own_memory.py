@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from engine.model_runner import ModelRunner
 from engine.ranks.messages import OnLost
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner

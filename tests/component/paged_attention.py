@@ -12,7 +12,7 @@ from engine.attention.torch_sdpa import TorchAttention
 from engine.attention.triton_paged import TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import copies_for
-from engine.kv_types import as_stored
+from engine.kv.dtypes import as_stored
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from tests.fakes.requests import make_request

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import BambaForCausalLM
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import VOCAB_SIZE

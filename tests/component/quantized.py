@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
-from engine.mapped_files import open_mapped, read_part
+from engine.loading.mapped_files import open_mapped, read_part
+from engine.loading.stored_parameters import open_stored, stored_name
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.stored_parameters import open_stored, stored_name
 from mesh.domain.errors import ConfigurationError
 from tests.component.remote_families import REFERENCE, REMOTE_FAMILIES
 from tests.made_once import made_once

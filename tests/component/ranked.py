@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import distributed
 
-from engine.kv_memory import KVReservation
+from engine.kv.budget import KVReservation
+from engine.kv.sharded_cache import ShardedKVCache
+from engine.loading.resolve import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks.commands import Command, Report
 from engine.ranks.launch import load_ranked_runner
 from engine.ranks.rank import Rank, kv_bytes
 from engine.ranks.shared import SharedGroup, StepMemory
-from engine.resolve import kv_layout, resolve
 from engine.settings import KVMemorySettings
-from engine.sharded_kv_cache import ShardedKVCache
 from mesh.domain.kv import Degrees
 from mesh.logs import configure_logging
 from tests.component.adapters import read_adapters, run_together

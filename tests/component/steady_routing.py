@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from checkpoint.tensors import StoredTensor
+from engine.loading.stored_parameters import open_stored, stored_name
 from engine.models.experts_config import ExpertsConfig
 from engine.models.parameters import Source, parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.stored_parameters import open_stored, stored_name
 from tests.component.quantized import numbers_of
 
 _HIGH = 1.0

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from engine.load import reserve_memory
-from engine.resolve import resolve
+from engine.loading.parts import reserve_memory
+from engine.loading.resolve import resolve
 from tandem_cli.main import main
 from tests.component.adapters import read_adapters, write_adapter
 from tests.component.arms import load_arm, settings

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from checkpoint.adapters import find_adapters, read_adapter
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.models.adapters import load_adapter
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config

@@ -10,7 +10,7 @@ from structlog.testing import capture_logs
 from engine.attention import flash, triton_paged
 from engine.attention.backend import AttentionShape
 from engine.attention.select import AttentionTarget, available_backends, select_backend
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout

@@ -31,11 +31,11 @@ from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import PANEL
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout, resolve
 from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, xielu
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, why_not_compiled
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout, resolve
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import OTHER_FAMILIES

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from checkpoint.adapters import read_adapter
 from checkpoint.tensors import open_checkpoint
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.convert_folder import convert_folder
 from tandem_cli.main import main

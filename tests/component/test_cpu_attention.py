@@ -28,7 +28,7 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.buffers import Buffers, has_prompt
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
-from engine.kv_cache import KVCache, elements
+from engine.kv.cache import KVCache, elements
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
 from mesh.domain.kv import KVLayout

@@ -10,8 +10,11 @@ import torch
 from engine.attention.backend import AttentionShape, attention_shape
 from engine.attention.torch_sdpa import TorchAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.kv_cache import KVCache
-from engine.load import assemble_runner, dummy_weights
+from engine.kv.cache import KVCache
+from engine.loading.parts import assemble_runner, dummy_weights
+from engine.loading.resolve import kv_layout
+from engine.loading.step_memory import activation_bytes
+from engine.loading.weights import WeightsTarget
 from engine.model import DecoderMemory
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
@@ -23,10 +26,7 @@ from engine.models.expert_products import FEW_ROWS
 from engine.models.layer import Layer, run_layer
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
-from engine.resolve import kv_layout
 from engine.sequence import SequenceState
-from engine.step_memory import activation_bytes
-from engine.weights import WeightsTarget
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES
 from tests.component.encoder_decoders import FORMS, build_encoder_decoder

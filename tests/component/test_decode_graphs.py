@@ -14,16 +14,16 @@ from torch import Tensor
 from engine.attention.triton_paged import TritonAttention
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.decode_graphs import DecodeGraphs
-from engine.kv_cache import KVCache
-from engine.load import assemble_runner, decoder_memory, load_parameters
-from engine.load_graphs import capture_graphs
-from engine.load_runner import draft_bytes, load_speculator
+from engine.kv.cache import KVCache
+from engine.loading.graphs import capture_graphs
+from engine.loading.load_runner import draft_bytes, load_speculator
+from engine.loading.parts import assemble_runner, decoder_memory, load_parameters
+from engine.loading.resolve import kv_layout, resolve
 from engine.model_runner import ModelRunner
 from engine.models.decoder import Decoder
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
-from engine.resolve import kv_layout, resolve
 from engine.runner import RunnerOutput
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import PackedCopies
-from engine.row_math import DeviceRows
-from engine.sampler import Sampler
+from engine.sampling.row_math import DeviceRows
+from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken
 from tests.component.plain_sampling import sample

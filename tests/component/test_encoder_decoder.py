@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.model_files import read_model_facts
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import draft_block_bytes, load_model_runner
+from engine.loading.load_runner import draft_block_bytes, load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_config, load_decoder_config
 from engine.settings import Speculation

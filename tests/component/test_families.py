@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from engine.loading.resolve import facts_of
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
 from engine.models.rope import ropes_of
-from engine.resolve import facts_of
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 
 SIZES: dict[str, Any] = {

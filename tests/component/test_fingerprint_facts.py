@@ -4,11 +4,11 @@ from dataclasses import dataclass, field, fields, make_dataclass
 
 import pytest
 
+from engine.loading.resolve import facts_of
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
 from engine.models.experts_config import ExpertsConfig
 from engine.models.model_config import ModelConfig, RopeConfig
 from engine.models.tensor_names import TensorNames
-from engine.resolve import facts_of
 
 FIRST_FACTS = {
     ModelConfig: "architecture vocab_size hidden_size intermediate_size num_layers num_heads num_kv_heads head_dim "

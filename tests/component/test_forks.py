@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import IN_BF16
 from engine.kernels.cpu.step_arguments import ModelConstants
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import resolve
 from engine.model_runner import ModelRunner
 from engine.models.compiled_decoder import CompiledDecoder
-from engine.resolve import resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main

@@ -8,11 +8,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from engine.kv_types import FP8, as_stored
-from engine.load_runner import load_model_runner
+from engine.kv.dtypes import FP8, as_stored
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout
 from engine.memory import DeviceMemory
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from engine.settings import KVMemorySettings
 from kvtransfer import ExpectedTransfer, KVReceiver, KVSender, KvTransferServicer, TransferSettings, TransferSpec
@@ -144,7 +144,7 @@ def test_twice_as_many_blocks_fit_as_in_fp16(
     checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = DeviceMemory("cpu", total_bytes=64 << 20, free_bytes=64 << 20, is_lazy=True)
-    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: machine)
+    monkeypatch.setattr("engine.kv.budget.device_memory", lambda _: machine)
     caches = {}
     for name in ("float16", "fp8"):
         memory = KVMemorySettings(fraction=0.5, ledger=str(tmp_path / name))

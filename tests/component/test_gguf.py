@@ -23,7 +23,7 @@ from checkpoint.model_files import read_model_facts
 from checkpoint.partition_manifest import MANIFEST
 from checkpoint.source import ModelSource
 from checkpoint.tokenizer_files import load_tokenizer
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.models.read_config import load_config
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.convert_folder import convert_folder

@@ -10,11 +10,11 @@ import torch
 
 from decode_worker.settings import DecodeSettings
 from engine.decode_graphs import step_shapes
-from engine.load_graphs import graph_bytes, why_no_graphs, why_not_captured
+from engine.loading.graphs import graph_bytes, why_no_graphs, why_not_captured
+from engine.loading.resolve import kv_layout
 from engine.models.decoder import Decoder
 from engine.models.expert_products import why_not_on_device
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout
 from engine.settings import NO_GRAPHS, GraphSettings, graph_sizes
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import settings
@@ -87,7 +87,7 @@ def test_experts_are_captured_unless_the_host_selects_them(
     assert isinstance(model, Decoder)
     wanted = settings(checkpoint("mixtral"), device="cuda", graphs=GraphSettings((1, 2, 4), 512))
     assert why_not_captured(wanted, model) == "attention backend torch reads lengths on the host"
-    monkeypatch.setattr("engine.load_graphs._CAPTURED_ATTENTION", ("torch",))
+    monkeypatch.setattr("engine.loading.graphs._CAPTURED_ATTENTION", ("torch",))
     assert why_not_captured(wanted, model) == (
         "experts are selected on the host: attention backend torch does without Triton"
     )

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
 from engine.kernels.cpu.machine import knows_bf16
-from engine.resolve import kv_layout, resolve
+from engine.loading.resolve import kv_layout, resolve
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main

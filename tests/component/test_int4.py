@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.partition_manifest import read_partition
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import resolve
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.models.rounding import round_to_int4
-from engine.resolve import resolve
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from tandem_cli.main import main

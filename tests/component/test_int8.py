@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import fingerprint
 from engine.models.encodings import ENCODINGS
 from engine.models.linear import FloatOps, Int8Ops, QuantisedRows, make_linear
 from engine.models.norms import Norm
-from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm

@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from engine.kernels.cpu.buffers import aligned
-from engine.kv_cache import KVCache, read_slots
+from engine.kv.cache import KVCache, read_slots
 from engine.runner_settings import RunnerSettings
 from mesh.domain.kv import KVLayout, KVSpan, Span
 from tests.component.kv_moves import check_round_trip

@@ -9,16 +9,16 @@ from typing import Any
 import pytest
 
 from decode_worker.settings import DecodeSettings
-from engine.block_pool import BlockPool
-from engine.kv_disk import BlockFiles, DiskCache
-from engine.load_runner import load_model_runner
+from engine.kv.block_pool import BlockPool
+from engine.kv.disk import BlockFiles, DiskCache
+from engine.loading.load_runner import load_model_runner
+from engine.loading.weights import Progress
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SampledToken
 from tandem_cli.main import main

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from engine.kernels.cpu.machine import knows_bf16
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout
 from engine.models.read_config import load_config
-from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.settings import load_settings

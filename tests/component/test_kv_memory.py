@@ -15,14 +15,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.kv_cache import KVCache
-from engine.kv_memory import Budget, KVReservation
-from engine.load_runner import load_model_runner
+from engine.kv.budget import Budget, KVReservation
+from engine.kv.cache import KVCache
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout
 from engine.memory import DeviceMemory, anonymous_bytes, device_memory
 from engine.memory_ledger import Entry, open_ledger
 from engine.models.read_config import load_config
 from engine.ranks.launch import load_ranked_runner
-from engine.resolve import kv_layout
 from engine.runner_settings import RunnerSettings
 from engine.settings import KVMemorySettings
 from mesh.domain.errors import ConfigurationError
@@ -42,7 +42,7 @@ NUM_WORKERS = 6
 @pytest.fixture
 def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """A ledger of its own on a machine of 64,000 bytes."""
-    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: MACHINE)
+    monkeypatch.setattr("engine.kv.budget.device_memory", lambda _: MACHINE)
     return str(tmp_path / "ledger")
 
 
@@ -97,9 +97,9 @@ def test_six_real_workers(checkpoint: Checkpoint, ledger: str, repaired: Repaire
     patched = pytest.MonkeyPatch()
     with patched.context() as patch:
         memory = DeviceMemory("cpu", 2 * free_bytes, free_bytes, is_lazy=True)
-        patch.setattr("engine.kv_memory.device_memory", lambda _: memory)
+        patch.setattr("engine.kv.budget.device_memory", lambda _: memory)
         # Their weights, which are not in this made-up memory.
-        patch.setattr("engine.load.weights_bytes", lambda *_: 0)
+        patch.setattr("engine.loading.parts.weights_bytes", lambda *_: 0)
         with ThreadPoolExecutor(NUM_WORKERS) as threads:
             runners = list(threads.map(lambda _: load_model_runner(wanted), range(NUM_WORKERS)))
     blocks = [runner.kv_cache.num_blocks for runner in runners]
@@ -224,7 +224,7 @@ def test_a_worker_beside_one_of_several_ranks_gets_what_it_had(checkpoint: Check
 
 def test_other_devices_have_other_memory(ledger: str, monkeypatch: pytest.MonkeyPatch) -> None:
     first = reserve(KVMemorySettings(ledger=ledger, shares=1))
-    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: replace(MACHINE, key="cuda 1", is_lazy=False))
+    monkeypatch.setattr("engine.kv.budget.device_memory", lambda _: replace(MACHINE, key="cuda 1", is_lazy=False))
     assert reserve(KVMemorySettings(ledger=ledger, shares=1))[1] == first[1] == 24_000
 
 

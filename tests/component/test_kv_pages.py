@@ -10,9 +10,9 @@ import weakref
 import pytest
 import torch
 
-from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache
-from engine.kv_pages import PagesAhead
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache
+from engine.kv.pages import PagesAhead
 from engine.memory import commit_pages
 from mesh.domain.kv import KVLayout
 from tests.waiting import until
@@ -61,8 +61,8 @@ def test_blocks_are_used_where_no_thread_can_be_started(monkeypatch: pytest.Monk
 def test_pages_that_are_not_committed_yet_keep_no_process() -> None:
     script = """
 import threading, torch
-from engine.kv_cache import KVCache
-from engine.kv_pages import PagesAhead
+from engine.kv.cache import KVCache
+from engine.kv.pages import PagesAhead
 from tests.component.test_kv_pages import LAYOUT, NUM_BLOCKS
 
 begun = threading.Event()

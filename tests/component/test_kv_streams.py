@@ -116,7 +116,7 @@ def test_other_threads_run_while_a_payload_is_copied(monkeypatch: pytest.MonkeyP
         has_run.set()
 
     monkeypatch.setattr(cache._copies, "landing", landing)
-    monkeypatch.setattr("engine.kv_cache.xxhash.xxh3_64_intdigest", checksum)
+    monkeypatch.setattr("engine.kv.cache.xxhash.xxh3_64_intdigest", checksum)
     interval_s = sys.getswitchinterval()
     sys.setswitchinterval(1000)
     try:

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from engine.attention.backend import AttentionShape
+from engine.loading.resolve import why_eager
 from engine.models.encodings import ENCODINGS, Parameters
 from engine.models.linear import make_linear
 from engine.models.packed_decoder import pack_decoder
-from engine.resolve import why_eager
 from engine.runner_settings import RunnerSettings
 from engine.settings import QUANTIZATIONS
 from mesh.domain.kv import Span
@@ -64,7 +64,7 @@ def test_a_rank_has_the_query_heads_that_read_its_kv_heads_and_their_slopes() ->
 
 
 def test_an_encoding_that_cannot_be_packed_is_computed_by_the_eager_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.resolve.PACKED", frozenset({"float"}))
+    monkeypatch.setattr("engine.loading.resolve.PACKED", frozenset({"float"}))
     settings = RunnerSettings(Path(), device="cpu", dtype="float32", quantize="int8")
     assert why_eager(settings, None, None) == "encoding int8"  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="cannot pack encoding 'int3'"):

@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import open_checkpoint, read_header
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import fingerprint
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config
-from engine.resolve import fingerprint
 from engine.runner_settings import RunnerSettings
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tests.component.checkpoints import WINDOW, build_checkpoint
 from tests.component.driving import Driver

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from mesh.domain.host import Cores
 from tests.component.arms import ARMS, load_arm, settings
 from tests.component.checkpoints import (

@@ -11,7 +11,7 @@ from structlog.testing import capture_logs
 from transformers import AutoConfig
 
 from checkpoint.text_part import TEXT_MODELS
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.models.adapters import load_adapter
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config

@@ -14,14 +14,14 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from engine.kernels.cpu.nibbles import E2M1_LEVELS, E2M1_ZERO
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import resolve
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.quantizer.float_checkpoint import open_float_checkpoint
 from engine.quantizer.make import quantize_checkpoint
 from engine.quantizer.schemes import make_scheme
-from engine.resolve import resolve
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tests.component.arms import load_arm, settings
 from tests.component.parity import logprob_differences, run_mixed

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner import RunnerOutput
 from mesh.domain.errors import InvalidRequest, ModelFailed

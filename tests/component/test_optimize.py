@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.quantizer.quality import Quality
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState

@@ -19,7 +19,7 @@ _SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.parity import check_parity, logprob_differences, run_mixed
 torch.set_num_threads(1)

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share

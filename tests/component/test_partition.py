@@ -14,7 +14,7 @@ import pytest
 
 from checkpoint.new_folder import _locked
 from checkpoint.partition_manifest import MANIFEST, read_partition
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.models.share import ALONE
 from mesh.domain.errors import ConfigurationError
@@ -126,7 +126,7 @@ def test_gpus_load_the_checkpoint_itself(
     load_arm(checkpoint("llama"), "compiled")
     out = partitioned(checkpoint("llama"), tmp_path / "out")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("engine.load_runner.reserve_memory", lambda *_: None)  # which asks the GPU
+    monkeypatch.setattr("engine.loading.load_runner.reserve_memory", lambda *_: None)  # which asks the GPU
     said = refusal(out, device="cuda", dtype="float16")
     assert "which cannot run here (float16 on cuda): serve the original checkpoint" in said
 
@@ -279,7 +279,7 @@ def test_a_signal_in_the_middle_leaves_nothing(
         (tmp_path / f".out.{number}.partial").mkdir()
     (tmp_path / ".out.old").mkdir()
     monkeypatch.setattr("sys.argv", ["tandem", "partition", str(checkpoint("llama")), str(tmp_path / "out")])
-    monkeypatch.setattr("engine.partition.write_packed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr("engine.loading.partition.write_packed", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with _locked(tmp_path / ".out.2.partial"):
         assert exit_status_of(main) == 128 + signal.SIGTERM
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.2.partial", ".out.old"]

@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from checkpoint.tensors import open_checkpoint
 from demo_model.questions import conversation
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.blocks import BLOCKS
 from engine.models.read_config import load_decoder_config
 from engine.models.rope import ropes_of
@@ -30,7 +31,6 @@ from engine.quantizer.layer import FloatLayer, pack_prompts
 from engine.quantizer.make import _Maker
 from engine.quantizer.shards import ShardWriter
 from engine.quantizer.smoothing import fold, folding_order, tie
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.main import main
 from tandem_cli.model_folders import BUNDLED_MODELS

@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import resolve
 from engine.quantized_formats.config import MatrixStorage
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantizer.float_checkpoint import open_float_checkpoint
@@ -24,7 +25,6 @@ from engine.quantizer.quality import Quality
 from engine.quantizer.rare_experts import MIN_TOKENS, find_rare, settle_rare
 from engine.quantizer.schemes import make_scheme
 from engine.quantizer.statistics import InputStatistics
-from engine.resolve import resolve
 from tandem_cli.main import main
 from tests.component.arms import load_arm, settings
 from tests.component.checkpoints import VOCAB_SIZE

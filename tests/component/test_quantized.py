@@ -18,17 +18,17 @@ from structlog.testing import capture_logs
 
 from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import fingerprint, resolve
+from engine.loading.stored_parameters import stored_name
+from engine.loading.weights import WeightsTarget, load_weights
 from engine.models.encodings import Parameters
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_decoder_config
 from engine.models.rounding import round_to_int8
 from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.modules import find_module
-from engine.resolve import fingerprint, resolve
 from engine.runner_settings import RunnerSettings
-from engine.stored_parameters import stored_name
-from engine.weights import WeightsTarget, load_weights
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Span
 from tandem_cli.capacity.roofline import Device

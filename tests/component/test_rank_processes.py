@@ -21,14 +21,14 @@ import torch
 from structlog.testing import capture_logs
 
 from engine.kernels.cpu.machine import why_no_loops
-from engine.load_times import measured_load
+from engine.loading.resolve import resolve
+from engine.loading.times import measured_load
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
 from engine.ranks import launch
 from engine.ranks.commands import Command, Forward, Logits, PutAdapter, decode_command, encode_command
 from engine.ranks.launch import RankProcesses, load_ranked_runner
 from engine.ranks.shared import StepMemory, max_sequence_blocks
-from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.speculation.drafters import NgramDrafter

@@ -9,10 +9,10 @@ import pytest
 
 from checkpoint.partition_manifest import MANIFEST, VERSION
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
-from engine.resolve import fitting_ranks
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import fitting_ranks
+from engine.loading.weights import Progress
 from engine.runner_settings import RunnerSettings
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees
 from mesh.domain.worker import WorkerRole

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.loading.resolve import resolve
 from engine.models.adapters import adapter_shapes
 from engine.models.packed_adapters import PackedAdapters
 from engine.models.parameters import parameter_specs
@@ -15,7 +16,6 @@ from engine.models.read_config import load_decoder_config
 from engine.models.share import adapter_specs, rank_share
 from engine.ranks.messages import MAX_MESSAGE_BYTES, plain_settings, read_settings
 from engine.ranks.remote import require_remote
-from engine.resolve import resolve
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from engine.batch import ScheduledBatch
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.runner import FinishBatch
 from mesh.domain.kv import Degrees, KVSpan, Span

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
 from engine.ranks.launch import load_ranked_runner
 from mesh.domain.errors import ConfigurationError

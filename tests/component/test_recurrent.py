@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.compiled_code import compile_code
-from engine.load_runner import draft_block_bytes, load_model_runner
+from engine.loading.load_runner import draft_block_bytes, load_model_runner
 from engine.models.read_config import load_decoder_config
 from engine.models.share import rank_share
 from engine.sequence import SequenceState

@@ -22,7 +22,8 @@ import pytest
 import torch
 
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout, resolve
 from engine.memory import device_memory
 from engine.model_runner import ModelRunner
 from engine.models.model_config import ModelConfig
@@ -32,7 +33,6 @@ from engine.ranks.commands import Forward, encode_command
 from engine.ranks.remote import OwnMemoryRank, load_remote_runner
 from engine.ranks.remote_messages import StepMessage
 from engine.ranks.shared import StepMemory
-from engine.resolve import kv_layout, resolve
 from engine.sequence import SequenceState
 from engine.settings import KVMemorySettings
 from kvtransfer import (
@@ -425,7 +425,7 @@ async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
     own = OwnMemoryRank(wanted, 1, NoteStore(lambda *_: None, lambda _: b""))
     num_blocks = own.fitting_blocks()
     none_left = replace(device_memory(torch.device("cpu")), free_bytes=0)
-    monkeypatch.setattr("engine.kv_memory.device_memory", lambda _: none_left)
+    monkeypatch.setattr("engine.kv.budget.device_memory", lambda _: none_left)
     with pytest.raises(WorkerBusy, match=r"others have taken memory since it was counted: .* are left") as taken:
         own.allocate(num_blocks)
     async with gathering(checkpoint("llama")) as (ranks, gathered):

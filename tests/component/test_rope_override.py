@@ -11,11 +11,11 @@ import torch
 
 from checkpoint.model_files import NO_ROPE_OVERRIDE, RopeOverride, read_model_facts
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.resolve import kv_layout
 from engine.models.model_config import RopeConfig
 from engine.models.read_config import load_config
 from engine.models.rope import RotaryEmbedding
-from engine.resolve import kv_layout
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
 from mesh.domain.worker import WorkerRole
 from tests.component.arms import ARMS, load_arm, settings

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import Arrays, NoCopies
-from engine.penalties import Penalties
-from engine.row_math import HostRows
-from engine.sampler import Sampler, inverse_cdf, uniform
+from engine.sampling.penalties import Penalties
+from engine.sampling.row_math import HostRows
+from engine.sampling.sampler import Sampler, inverse_cdf, uniform
+from engine.sampling.truncation import Truncation
 from engine.sequence import SequenceState
-from engine.truncation import Truncation
 from tests.component.plain_sampling import adjusted, distribution, sample
 from tests.fakes.requests import make_request
 
@@ -134,7 +134,7 @@ def test_a_sequence_is_not_counted_again_for_each_draft(monkeypatch: pytest.Monk
     anew = [counted(Penalties().arrays([row], VOCAB_SIZE)) for row in rows]
     penalties = Penalties()
     penalties.arrays([seq], VOCAB_SIZE)
-    monkeypatch.setattr("engine.penalties.TokenCounts", None)
+    monkeypatch.setattr("engine.sampling.penalties.TokenCounts", None)
     assert [counted(penalties.arrays([row], VOCAB_SIZE)) for row in rows] == anew
     assert counted(penalties.arrays([seq], VOCAB_SIZE)) == anew[0], "drafts leave nothing behind"
 

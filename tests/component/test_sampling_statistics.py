@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.sampler import Sampler
+from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from tests.component.plain_sampling import distribution, sample
 from tests.fakes.requests import make_request

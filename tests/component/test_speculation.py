@@ -13,7 +13,7 @@ import torch
 from llguidance import LLMatcher
 
 from decode_worker.settings import DecodeSettings
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
 from engine.model_runner import ModelRunner
 from engine.scheduler import Scheduler

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 
 from bench.masks import measure, write_vocabulary
 from checkpoint.grammar import GrammarCompiler
-from engine.load_runner import load_model_runner
-from engine.masks import TokenMasks
+from engine.loading.load_runner import load_model_runner
 from engine.model_runner import ModelRunner
-from engine.sampler import Sampler
+from engine.sampling.masks import TokenMasks
+from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.request import SequenceSpec, Structure, StructureKind
 from tests.component.arms import settings

@@ -10,7 +10,7 @@ import torch
 
 from engine.attention.backend import AttentionShape
 from engine.attention.triton_paged import TritonAttention
-from engine.kv_types import FP8
+from engine.kv.dtypes import FP8
 from tests.component.expert_cases import ExpertCase, random_experts, random_rows
 from tests.component.paged_attention import Case, Inputs, random_inputs, sinks_of
 from tests.fakes.launches import Launches

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tandem
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from tests.component.arms import settings
 from tests.component.driving import Driver
 from tests.component.quantized import quantize_checkpoint, twin_of

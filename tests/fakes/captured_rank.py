@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine import load_graphs
 from engine.decode_graphs import Captured, Run
+from engine.loading import graphs
 from engine.ranks import rank
 from engine.ranks.collectives import summing
 from rank_worker.__main__ import main
@@ -23,8 +23,8 @@ REPLAYS = "TANDEM_TEST_REPLAYS"
 def stand_ins(capture: Callable[[Any], TapeCapture]) -> Mapping[tuple[Any, str], Any]:
     """By module and name: what makes ranks capture on CPU, with torch's attention and gloo."""
     return {
-        (load_graphs, "_CAPTURES"): {"cpu": capture},
-        (load_graphs, "_CAPTURED_ATTENTION"): ("torch",),
+        (graphs, "_CAPTURES"): {"cpu": capture},
+        (graphs, "_CAPTURED_ATTENTION"): ("torch",),
         (rank, "summing"): lambda store, place: TapedSums(summing(store, place)),
     }
 

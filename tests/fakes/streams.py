@@ -76,7 +76,7 @@ class SimulatedStream:
 
 
 class SimulatedStreams:
-    """Implements engine.block_copies.Streams. `num_late` counts operations that were not done when launched."""
+    """Implements engine.kv.block_copies.Streams. `num_late` counts operations that were not done when launched."""
 
     def __init__(self, seed: int, forgets: str = "") -> None:
         self.forgets = forgets

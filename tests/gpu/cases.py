@@ -3,7 +3,7 @@
 import torch
 
 from engine.attention.backend import AttentionShape
-from engine.kv_types import FP8
+from engine.kv.dtypes import FP8
 from tests.component.expert_cases import ExpertCase
 from tests.component.paged_attention import Case, Work
 

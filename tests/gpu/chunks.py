@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
 if TYPE_CHECKING:

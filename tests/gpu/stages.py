@@ -103,7 +103,7 @@ def _experts(device: torch.device, seconds: float, wrong: list[str]) -> Figures:
 
 def parity(device: torch.device, seconds: float) -> Figures:
     """Families against transformers in fp32, with each attention backend that can run."""
-    from engine.load_runner import load_model_runner
+    from engine.loading.load_runner import load_model_runner
     from engine.runner_settings import RunnerSettings
     from tests.component.checkpoints import build_checkpoint
     from tests.component.parity import check_parity

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.attention.flash import PAGE_TOKENS, why_no_flash_attn
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
 from engine.runner_settings import RunnerSettings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, build_checkpoint
 from tests.component.encoder_decoders import FORMS, EncoderDecoderReference, build_encoder_decoder

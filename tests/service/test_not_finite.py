@@ -15,10 +15,10 @@ import decode_worker.__main__
 import prefill_worker.__main__
 import tandem
 from decode_worker.settings import DecodeSettings
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.runner_settings import RunnerSettings
-from engine.weights import Progress
 from prefill_worker.settings import PrefillSettings
 from router.__main__ import RouterProcess
 from router.settings import RouterSettings

@@ -15,11 +15,11 @@ from structlog.testing import capture_logs
 import switchable_worker.__main__
 import tandem
 from engine.batch import ScheduledBatch
-from engine.load_runner import load_model_runner
+from engine.loading.load_runner import load_model_runner
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.runner import FinishBatch, LayerHook
 from engine.runner_settings import RunnerSettings
-from engine.weights import Progress
 from mesh.domain.worker import WorkerRole
 from router import advice, role_switching
 from router.__main__ import RouterProcess

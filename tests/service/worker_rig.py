@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from decode_worker.service import DecodeService
 from decode_worker.servicer import DecodeServicer
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop
 from engine.scheduler import Scheduler
 from engine.settings import SchedulerConfig

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from bench.shapes import write_shape
 from engine.kernels.cpu.machine import why_no_loops
-from engine.load import load_packed, weights_bytes
+from engine.loading.parts import load_packed, weights_bytes
+from engine.loading.resolve import kv_layout, resolve
 from engine.models.packed_weights import write_packed
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import rank_share
-from engine.resolve import kv_layout, resolve
 from engine.runner_settings import RunnerSettings
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import Degrees

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from engine.attention.backend import ForwardMetadata
-from engine.kv_cache import read_slots
+from engine.kv.cache import read_slots
 
 
 @dataclass(frozen=True, slots=True)

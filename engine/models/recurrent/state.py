@@ -10,7 +10,7 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata
 from engine.kernel_threads import KernelThreads
 from engine.kernels.cpu.arguments import NO_STATE_STEPS, Floats, MixPart, Recurrent, StatePlaces, StateSteps
-from engine.kv_cache import KVCache
+from engine.kv.cache import KVCache
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.rows import state_rows
 

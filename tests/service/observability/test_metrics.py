@@ -9,7 +9,7 @@ import grpc
 import pytest
 from prometheus_client import CollectorRegistry
 
-from engine.kv_disk import DiskCounts
+from engine.kv.disk import DiskCounts
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.tokens import SequenceFailure
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState

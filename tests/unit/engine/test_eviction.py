@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.block_pool import BlockPool
-from engine.eviction import EvictionQueue, Worth, combined, worth_of
+from engine.kv.block_pool import BlockPool
+from engine.kv.eviction import EvictionQueue, Worth, combined, worth_of
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from engine.block_pool import BlockPool
-from engine.kv_cache import KVCache
-from engine.kv_disk import BlockFiles, DiskCache
+from engine.kv.block_pool import BlockPool
+from engine.kv.cache import KVCache
+from engine.kv.disk import BlockFiles, DiskCache
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
@@ -248,7 +248,7 @@ def test_each_block_that_is_read_is_marked_once(tmp_path: Path, monkeypatch: pyt
         marked.append(path)
         utime(path, **times)
 
-    monkeypatch.setattr("engine.kv_disk.os.utime", counted)
+    monkeypatch.setattr("engine.kv.disk.os.utime", counted)
     disk = DiskCache(folder, cache_of(4))
     assert len(disk.fetch(HASHES[:4]).result()) == 4
     disk.close()
@@ -274,7 +274,7 @@ def test_a_full_disk_costs_blocks_and_says_so_once(tmp_path: Path, monkeypatch: 
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("engine.kv_disk.os.writev", full)
+    monkeypatch.setattr("engine.kv.disk.os.writev", full)
     disk = DiskCache(files(tmp_path), cache_of(4))
     for number in range(3):
         disk.evicted(0, HASHES[number])
@@ -306,7 +306,7 @@ def test_without_memory_blocks_are_lost_and_the_next_are_kept(
 def test_a_disk_that_hangs_does_not_keep_a_worker_from_ending(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, repaired: Repaired
 ) -> None:
-    monkeypatch.setattr("engine.kv_disk._CLOSE_S", 0.1)
+    monkeypatch.setattr("engine.kv.disk._CLOSE_S", 0.1)
     goes_on = threading.Event()
     monkeypatch.setattr(BlockFiles, "write", lambda *_: goes_on.wait(60))
     monkeypatch.setattr(BlockFiles, "read", lambda *_: goes_on.wait(60) and None)

@@ -11,8 +11,8 @@ from structlog.testing import capture_logs
 
 from engine import loop as loop_module
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
 from engine.cores import ComputeCores
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine, EngineLoop, StepResult
 from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine, StepResult
 from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler

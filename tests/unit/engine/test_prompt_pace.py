@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.prompt_pace import PromptPace
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
 from engine.batch import ScheduledBatch, ScheduledSequence
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
@@ -516,7 +516,7 @@ def test_prompts_that_wait_are_hashed_at_most_once(monkeypatch: pytest.MonkeyPat
         hashed.append(len(token_ids))
         return block_hashes(token_ids, *arguments)
 
-    monkeypatch.setattr("engine.block_sharing.block_hashes", count)
+    monkeypatch.setattr("engine.kv.block_sharing.block_hashes", count)
     scheduler = new_scheduler(max_batch_tokens=40)
     for place in range(MAX_NUM_SEQS):
         scheduler.add(SequenceState(make_request(f"r{place}", [1], max_new_tokens=30)))
@@ -549,7 +549,7 @@ def test_a_prompt_that_is_published_is_not_hashed_again(monkeypatch: pytest.Monk
         hashed.append(token_ids)
         return next_hash(parent, token_ids)
 
-    monkeypatch.setattr("engine.block_sharing.next_hash", count)
+    monkeypatch.setattr("engine.kv.block_sharing.next_hash", count)
     scheduler, prompt = new_scheduler(max_batch_tokens=40), list(range(1, 11))
     sequence = SequenceState(make_request("a", prompt, max_new_tokens=4))
     if is_transferred:
@@ -677,7 +677,7 @@ def test_a_prompt_is_not_hashed_again_for_each_fork(monkeypatch: pytest.MonkeyPa
         hashed.append(token_ids)
         return next_hash(parent, token_ids)
 
-    monkeypatch.setattr("engine.block_sharing.next_hash", count)
+    monkeypatch.setattr("engine.kv.block_sharing.next_hash", count)
     scheduler, sequence, forks = forked(11)
     while scheduler.has_work:
         run_step(scheduler)

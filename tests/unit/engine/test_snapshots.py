@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.loop import Engine
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
 from engine.batch import ScheduledBatch
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
+from engine.kv.windows import Windows
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState, SequenceStatus
-from engine.windows import Windows
 from mesh.domain.kv import BlockHash, block_hashes, group_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 from tests.unit.engine.test_scheduler import BLOCK, EOS, MAX_BATCH_TOKENS, SchedulerLife

@@ -33,7 +33,7 @@ def test_weights_and_kv_are_those_of_the_plan() -> None:
 def block_bytes() -> int:
     from pathlib import Path
 
-    from engine.resolve import kv_layout, resolve
+    from engine.loading.resolve import kv_layout, resolve
     from engine.runner_settings import RunnerSettings
 
     settings, config = resolve(RunnerSettings(Path(BUNDLED), "cpu"))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import structlog
 
 from checkpoint.tensors import open_checkpoint
-from engine.mapped_files import read_stored
+from engine.loading.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -33,8 +33,8 @@ from pathlib import Path
 import structlog
 import xxhash
 
+from engine.kv.sharded_cache import AnyKVCache
 from engine.sequence import BlockPayloads
-from engine.sharded_kv_cache import AnyKVCache
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import BlockHash, state_block_hashes
 

@@ -10,14 +10,14 @@ belong to the prefix cache. A later prompt shares the blocks of tokens up to the
     in an answer        which the next turn repeats, if the prompt was computed here, too; the last one only
 
 A snapshot takes memory for many tokens, so it must save a part of so many. Evicted ones may be kept on disk
-(kv_disk.py), and come back into the prefix cache together with the blocks of tokens before them. (Radix attention over
+(disk.py), and come back into the prefix cache together with the blocks of tokens before them. (Radix attention over
 Mamba's states in SGLang, 2025, takes snapshots at branches; vLLM's "align" mode at the ends of prompts.)
 """
 
 from collections.abc import Callable, Iterable, Sequence
 
 from engine.batch import ScheduledSequence
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.sequence import BlockPayloads, SequenceState
 from mesh.domain.kv import BlockHash, state_block_hashes
 

@@ -9,7 +9,7 @@ import threading
 import weakref
 from queue import SimpleQueue
 
-from engine.sharded_kv_cache import AnyKVCache
+from engine.kv.sharded_cache import AnyKVCache
 
 _AHEAD_BYTES = 32 << 20
 _Blocks = tuple[AnyKVCache, int, int]

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import Tensors
-from engine.row_math import RowMath
+from engine.sampling.row_math import RowMath
 from mesh.domain.request import SamplingParams
 
 

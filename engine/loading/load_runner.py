@@ -12,8 +12,9 @@ from engine.adapter_slots import AdapterSlots
 from engine.attention.views import block_parts
 from engine.compiled_code import reported_code
 from engine.devices import find_device
-from engine.kv_cache import KVCache
-from engine.load import (
+from engine.kv.cache import KVCache
+from engine.loading.graphs import graph_bytes, load_graphs
+from engine.loading.parts import (
     assemble_runner,
     decoder_memory,
     load_packed,
@@ -23,8 +24,10 @@ from engine.load import (
     specs_of,
     weights_bytes,
 )
-from engine.load_graphs import graph_bytes, load_graphs
-from engine.load_times import load_phase
+from engine.loading.resolve import freed_windows, kv_layout, resolve, why_eager
+from engine.loading.step_memory import step_bytes
+from engine.loading.times import load_phase
+from engine.loading.weights import Progress
 from engine.model_runner import ModelRunner
 from engine.models.adapters import adapter_shapes, load_adapter
 from engine.models.compiled_decoder import CompiledDecoder
@@ -35,14 +38,11 @@ from engine.models.model_config import ModelConfig
 from engine.models.parameters import parameter_specs
 from engine.models.read_config import load_config, load_decoder_config
 from engine.models.share import ALONE, rank_share
-from engine.resolve import freed_windows, kv_layout, resolve, why_eager
 from engine.runner import Runner
 from engine.runner_settings import RunnerSettings
 from engine.settings import Speculation
 from engine.speculation.drafters import Drafter, DraftModel, NgramDrafter
 from engine.speculation.speculator import Speculator
-from engine.step_memory import step_bytes
-from engine.weights import Progress
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 

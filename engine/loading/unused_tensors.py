@@ -10,7 +10,7 @@ import torch
 
 from checkpoint.tensors import StoredTensor, are_equal
 from checkpoint.text_part import other_part
-from engine.mapped_files import read_stored
+from engine.loading.mapped_files import read_stored
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

@@ -18,18 +18,18 @@ from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from engine.block_pool import BlockPool
-from engine.block_sharing import CopyOnWrite, PrefixCache
+from engine.kv.block_pool import BlockPool
+from engine.kv.block_sharing import CopyOnWrite, PrefixCache
+from engine.kv.snapshots import Snapshots
+from engine.kv.windows import Windows
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
-from engine.snapshots import Snapshots
-from engine.windows import Windows
 from mesh.domain.kv import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK
 
 
 class EvictedBlocks(Protocol):
-    """Where evicted blocks are kept. Plug point: engine.kv_disk.DiskCache, and fakes in tests."""
+    """Where evicted blocks are kept. Plug point: engine.kv.disk.DiskCache, and fakes in tests."""
 
     def fetch(self, hashes: Sequence[BlockHash]) -> "Future[BlockPayloads]":
         """Start to read blocks that `BlockTables.missing` names: those up to the first one that is not there, and

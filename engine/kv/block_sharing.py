@@ -12,7 +12,7 @@ continues from a snapshot (snapshots.py) copies its state as a fork does.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceState
 from mesh.domain.kv import BlockHash, block_hashes, group_hash, next_hash, root_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups

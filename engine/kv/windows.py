@@ -12,7 +12,7 @@ all of its blocks, and all of this comes to nothing.
 
 from collections.abc import Collection, Iterable, Sequence
 
-from engine.block_pool import BlockPool
+from engine.kv.block_pool import BlockPool
 from engine.sequence import SequenceState, SequenceStatus
 from mesh.domain.kv import BlockHash, group_hash
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups

@@ -23,8 +23,17 @@ from checkpoint.tensors import StoredTensor
 from engine.finite import is_finite
 from engine.kernels.cpu.machine import IN_BF16, IN_FP32
 from engine.kernels.cpu.nibbles import E2M1_ZERO
-from engine.load_times import load_phase
-from engine.mapped_files import open_mapped, read_part
+from engine.loading.mapped_files import open_mapped, read_part
+from engine.loading.stored_parameters import (
+    find_modules,
+    fp8_of,
+    int4_of,
+    open_stored,
+    rounded_beside_int8,
+    stored_name,
+)
+from engine.loading.times import load_phase
+from engine.loading.unused_tensors import report_unused
 from engine.memory import release_pages
 from engine.models.encodings import (
     ALL_FLOAT,
@@ -42,8 +51,6 @@ from engine.quantized_formats.config import read_quantization
 from engine.quantized_formats.matrix import QuantizedMatrix
 from engine.quantized_formats.modules import QuantizedModule
 from engine.quantized_formats.mxfp4 import levels_of
-from engine.stored_parameters import find_modules, fp8_of, int4_of, open_stored, rounded_beside_int8, stored_name
-from engine.unused_tensors import report_unused
 from mesh.domain.errors import ConfigurationError
 
 log = structlog.get_logger(__name__)

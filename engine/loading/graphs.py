@@ -13,13 +13,13 @@ from torch import Tensor
 from engine.attention.backend import ForwardMetadata
 from engine.attention.triton_paged import FEW_QUERIES
 from engine.decode_graphs import Capture, CudaCapture, DecodeBuffers, DecodeGraphs, StepShape, step_shapes
-from engine.kv_cache import KVCache
-from engine.kv_memory import gib
+from engine.kv.budget import gib
+from engine.kv.cache import KVCache
+from engine.loading.step_memory import row_numbers
 from engine.memory import device_memory
 from engine.model import LayerGroups
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.runner_settings import RunnerSettings
-from engine.step_memory import row_numbers
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 

@@ -13,6 +13,7 @@ from checkpoint.partition_manifest import read_partition
 from checkpoint.tensors import open_checkpoint, read_sample
 from engine.devices import find_device, num_devices
 from engine.kernels.cpu.machine import KEYS, MAX_SHORTS, knows_bf16, knows_vnni, why_no_loops
+from engine.loading.stored_parameters import is_exact, stored_in_fp8, stored_in_int4
 from engine.models.adapters import change_experts
 from engine.models.cpu_support import why_not_compiled
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
@@ -24,7 +25,6 @@ from engine.models.read_config import load_config
 from engine.models.recurrent.rows import state_rows
 from engine.quantized_formats.config import read_quantization
 from engine.runner_settings import RunnerSettings
-from engine.stored_parameters import is_exact, stored_in_fp8, stored_in_int4
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout
 

@@ -16,12 +16,15 @@ from engine.attention.select import AttentionTarget, select_backend
 from engine.attention.triton_paged import TritonAttention
 from engine.attention.views import View, parts_of, view_of_layer
 from engine.decode_graphs import DecodeGraphs
-from engine.dummy_weights import dummy_values
-from engine.kv_cache import KVCache
-from engine.kv_memory import KVReservation
-from engine.kv_scales import NO_SCALES, read_kv_scales, scale_names
-from engine.load_times import load_phase
-from engine.masks import TokenMasks
+from engine.kv.budget import KVReservation
+from engine.kv.cache import KVCache
+from engine.kv.scales import NO_SCALES, read_kv_scales, scale_names
+from engine.kv.sharded_cache import AnyKVCache
+from engine.loading.dummy_weights import dummy_values
+from engine.loading.partition import read_rank
+from engine.loading.resolve import kv_layout, why_eager
+from engine.loading.times import load_phase
+from engine.loading.weights import Progress, WeightsTarget, held, load_weights, parameters_of, target_of_table
 from engine.memory import return_freed_memory
 from engine.model import DecoderMemory, Model
 from engine.model_runner import ModelRunner
@@ -34,11 +37,8 @@ from engine.models.packed_weights import PackedDecoder
 from engine.models.parameters import ParameterSpec, parameter_specs, tied_names
 from engine.models.rounding import INT4_GROUP
 from engine.models.share import RankShare, share_specs
-from engine.partition import read_rank
-from engine.resolve import kv_layout, why_eager
 from engine.runner_settings import RunnerSettings
-from engine.sharded_kv_cache import AnyKVCache
-from engine.weights import Progress, WeightsTarget, held, load_weights, parameters_of, target_of_table
+from engine.sampling.masks import TokenMasks
 from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 

@@ -2,7 +2,7 @@
 
 `read_blocks`, `write_blocks`, `copy_out` and `copy_in` may run in another thread than the model, for blocks that this
 thread holds. They copy all heads of a block or some of them, take no lock, release the GIL during the copy, and return
-when it is complete. On CUDA they run beside the model, on streams of their own: see `engine/block_copies.py`.
+when it is complete. On CUDA they run beside the model, on streams of their own: see `engine/kv/block_copies.py`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,12 +15,12 @@ import xxhash
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.block_copies import BlockCopies, streams_for
 from engine.kernels.cpu.buffers import aligned
 from engine.kernels.cpu.checked_copy import Pieces, can_copy, gather, prepare, scatter
 from engine.kernels.cpu.machine import GROUP, KEYS
-from engine.kv_memory import KVReservation
-from engine.kv_types import as_bytes, kv_type
+from engine.kv.block_copies import BlockCopies, streams_for
+from engine.kv.budget import KVReservation
+from engine.kv.dtypes import as_bytes, kv_type
 from engine.memory import commit_pages
 from mesh.domain.kv import SCALE_BYTES, KVLayout, KVSpan, Span
 

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.device_copies import DeviceCopies, NoCopies, Tensors
-from engine.masks import TokenMasks
-from engine.penalties import Penalties, apply_penalties
-from engine.row_math import HostRows, RowMath
+from engine.sampling.masks import TokenMasks
+from engine.sampling.penalties import Penalties, apply_penalties
+from engine.sampling.row_math import HostRows, RowMath
+from engine.sampling.truncation import Truncation, take_rows
 from engine.sequence import SequenceState
-from engine.truncation import Truncation, take_rows
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
 _DRAW_BLOCK = 256

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.eviction import EvictionQueue, Worth, combined, worth_of
+from engine.kv.eviction import EvictionQueue, Worth, combined, worth_of
 from mesh.domain.cache_hints import NO_HINTS, CacheHints, KeepPriority
 from mesh.domain.kv import BlockHash, state_block_hashes, state_hash
 from mesh.domain.worker import CacheEvent

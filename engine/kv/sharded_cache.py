@@ -5,8 +5,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from engine.kv_cache import Buffer, KVCache, hash_and_write, read_and_hash
-from engine.kv_memory import KVReservation
+from engine.kv.budget import KVReservation
+from engine.kv.cache import Buffer, KVCache, hash_and_write, read_and_hash
 from mesh.domain.kv import KVLayout, KVSpan, Span
 
 

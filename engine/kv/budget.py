@@ -2,7 +2,7 @@
 
     enter ledger ──▶ load weights ──▶ reserve a share of the unreserved budget ──▶ allocate
 
-On CPU the system maps pages of the cache when they are first written, or shortly before (engine/kv_pages.py). A cache
+On CPU the system maps pages of the cache when they are first written, or shortly before (engine/kv/pages.py). A cache
 that is too large would only show under load, through the OOM killer. The ledger (engine/memory_ledger.py) therefore
 counts reservations, not pages.
 """

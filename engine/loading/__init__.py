@@ -1,0 +1,10 @@
+"""From a checkpoint and settings to a model that runs, each step on top of the one before.
+
+resolve.py             the settings of a runner against its model's config; reads no weights
+weights.py             memory-mapped tensors (mapped_files.py) become parameters, or random ones (dummy_weights.py);
+                       stored_parameters.py is what a checkpoint has of them, unused_tensors.py what no model reads
+partition.py           weights that were packed ahead of time
+parts.py               what every rank loads; graphs.py captures its decode steps, step_memory.py is what they take
+load_runner.py         one rank, and the drafter; engine/ranks/launch.py: several
+times.py               seconds of each phase
+"""

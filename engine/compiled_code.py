@@ -100,7 +100,9 @@ def code_key(settings: RunnerSettings, config: AnyConfig, layout: KVLayout) -> s
 
 def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) -> str:
     decoder = "compiled" if why_eager(settings, config, layout) is None else "eager"
-    return decoder if config.recurrent is None else f"{decoder}, {config.recurrent.kind}"
+    recurrent = [] if config.recurrent is None else [config.recurrent.kind]
+    special = {"experts": config.experts, "latent": config.latent, "mixed": config.mixed}
+    return ", ".join([decoder, *recurrent, *(name for name, facts in special.items() if facts is not None)])
 
 
 @contextmanager

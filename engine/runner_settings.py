@@ -19,6 +19,7 @@ class RunnerSettings:
     would have to round or cannot run. `layers_per_group`, `group_bytes`: see ModelRunner. `max_batch_tokens` limits the
     steps of several ranks, which share their memory; with `max_sampled_rows` it says how much of a GPU a step takes. At
     most `max_loaded_adapters` are in memory; 0: all. `keep_all_kv`: KV behind sliding windows is not freed.
+    `compile_all`: see CompiledDecoder.
     """
 
     model_dir: Path
@@ -47,6 +48,7 @@ class RunnerSettings:
     max_loaded_adapters: int = 0
     graphs: GraphSettings = NO_GRAPHS
     keep_all_kv: bool = False
+    compile_all: bool = False
 
     def __post_init__(self) -> None:
         require_known(self)

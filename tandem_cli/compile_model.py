@@ -56,7 +56,7 @@ def _all_settings(args: argparse.Namespace, chosen: dict[str, str]) -> Iterator[
     model_dir = find_model(ModelSource(args.model))
     for types in COMBINATIONS:
         name = ", ".join(f"{name} {value}" for name, value in types.items())
-        options = {**types, "load_format": "dummy"}
+        options = {**types, "load_format": "dummy", "compile_all": True}
         yield name, RunnerSettings(model_dir, **options)  # type: ignore[arg-type]
 
 

@@ -111,7 +111,12 @@ def _load_model(
     if reason is None:
         packed = load_packed(settings, config, rank_share(config), on_progress)
         return lambda cache: CompiledDecoder(
-            config, packed, cache, adapter_shapes=shapes, num_adapter_slots=settings.num_adapter_slots
+            config,
+            packed,
+            cache,
+            adapter_shapes=shapes,
+            num_adapter_slots=settings.num_adapter_slots,
+            compile_all=settings.compile_all,
         )
     log.info("decoder not compiled", reason=reason)
     parameters = load_parameters(settings, config, parameter_specs(config), on_progress)

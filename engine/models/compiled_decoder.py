@@ -20,6 +20,7 @@ from engine.kernels.cpu.arguments import (
     Int64s,
     Range,
 )
+from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.logits import summarise
 from engine.kernels.cpu.machine import (
     AMX_DEPTH,
@@ -29,6 +30,7 @@ from engine.kernels.cpu.machine import (
 )
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.step import output_rows, run_layers
+from engine.kernels.cpu.stored import Stored
 from engine.kv.cache import KVCache
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
@@ -52,7 +54,9 @@ from mesh.domain.host import Cores
 
 
 class CompiledDecoder:
-    """A decoder-only transformer on CPU, or the share of it that one rank of `ranks` computes."""
+    """A decoder-only transformer on CPU, or the share of it that one rank of `ranks` computes. `compile_all`: compile
+    kernels of layers that the model has not, too.
+    """
 
     def __init__(
         self,
@@ -62,6 +66,8 @@ class CompiledDecoder:
         ranks: RankGroup | None = None,
         adapter_shapes: Sequence[AdapterWeights] = (),
         num_adapter_slots: int = 0,
+        *,
+        compile_all: bool = False,
     ) -> None:
         self.config = config
         self.attention_backend = "compiled"
@@ -87,6 +93,7 @@ class CompiledDecoder:
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
         self._model = model_constants(config, packed, layers, shapes, cache, places)
+        self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
         facts = config, self._model, self._ranks, sorted(set(shapes)), self._adapters.pieces
         self._memory = LoopMemory(*facts, shrunk_width=self._adapters.shrunk_width, bf16=bf16)
         if self._ranks.rank == 0:
@@ -125,9 +132,16 @@ class CompiledDecoder:
                 shares = self._row_shares(batch)
                 rows = [share.rows for share in shares]
                 arguments = self._memory.of_layers(batch, states, metadata.adapters, rows, num_threads)
+                self._link(arguments[0])
             held = Range(first - self.layers.first, end - self.layers.first)
             needed = tuple(share.first_needed for share in shares)
             self.threads.run(run_layers, arguments, held, needed)
+
+    def _link(self, arguments: Sequence[Stored]) -> None:
+        """Before the first run, give the loop the addresses of the kernels of layers that it calls."""
+        for number in self._unlinked:
+            self._model.layer_code[number] = self.threads.address_for(LAYER_KERNELS[number], arguments)
+        self._unlinked = []
 
     def _row_shares(self, batch: Batch) -> list[RowCut]:
         """The shares in which the rows of a step are computed: one, of which threads share out the columns, or some."""

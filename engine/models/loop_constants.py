@@ -25,7 +25,7 @@ from engine.kernels.cpu.latent import Latent
 from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.panels import panel_product
 from engine.kernels.cpu.recurrence import mix_address
-from engine.kernels.cpu.step_arguments import Family, ModelConstants
+from engine.kernels.cpu.step_arguments import NUM_LAYER_KERNELS, Family, ModelConstants
 from engine.kv.cache import KVCache
 from engine.models.blocks import BLOCKS, has_attention, has_mlp
 from engine.models.cpu_support import KERNEL_ACTIVATIONS, KERNEL_SCORINGS
@@ -84,6 +84,7 @@ def model_constants(
         cache=cache.elements,
         cache_code=cache_code(cache.elements.dtype),
         mix_at=mix_address() if config.recurrent is not None else 0,
+        layer_code=np.zeros(NUM_LAYER_KERNELS, np.int64),
     )
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import structlog
 
 from engine.cores import threads_born_on
-from engine.kernels.cpu.arguments import Int64s, Range
+from engine.kernels.cpu.arguments import Address, Int64s, Range
 from engine.kernels.cpu.barrier import RowShare, Team
 from engine.kernels.cpu.mailbox import follow, lead, mailboxes, post
 from engine.kernels.cpu.phases import PHASES
@@ -74,6 +74,11 @@ class LoopThreads:
     def use(self, lent: Cores) -> None:
         """Set the lent cores of the next runs, but for those on which no thread can be started."""
         self._lent = tuple(filter(self._can_use, lent)) if self.borrows else ()
+
+    def address_for(self, kernel: Kernel, arguments: Sequence[Stored]) -> Address:
+        """The address of the code of a kernel that another one calls with these arguments and a team."""
+        alone = next(self._each_team((0,), np.zeros(1, np.int64)))
+        return kernel.address_for(*arguments, stored(alone))
 
     def run(
         self,

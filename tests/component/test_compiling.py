@@ -30,7 +30,9 @@ from engine.kernels.cpu import activations, code_cache, compiler
 from engine.kernels.cpu.arguments import Range
 from engine.kernels.cpu.code_cache import open_folder
 from engine.kernels.cpu.compiler import entry
+from engine.kernels.cpu.layer_kernels import LAYER_KERNELS
 from engine.kernels.cpu.machine import PANEL
+from engine.kernels.cpu.step_arguments import ALL_INPUTS, EXPERTS, LATENT_ATTENTION, LAYER_INPUT, RECURRENCE
 from engine.loading.load_runner import load_model_runner
 from engine.loading.resolve import kv_layout, resolve
 from engine.models.activations import ACTIVATIONS, CLAMPED_SWIGLU, xielu
@@ -390,6 +392,28 @@ def test_a_start_says_what_it_compiled(checkpoint: Checkpoint) -> None:
     (entry,) = (entry for entry in logs if entry["event"] == "compiled code")
     assert (entry["cache"], entry["compiled"]) == ("hit", 0)
     assert len(entry["key"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("family", "compile_all", "expected"),
+    [
+        ("llama", False, set()),
+        ("mixtral", False, {EXPERTS}),
+        ("deepseek-v2", False, {EXPERTS, LATENT_ATTENTION}),
+        ("lfm2", False, {RECURRENCE}),
+        ("gemma4", False, {ALL_INPUTS, LAYER_INPUT}),
+        ("llama", True, set(LAYER_KERNELS)),
+    ],
+)
+def test_models_compile_the_kernels_of_their_layers(
+    checkpoint: Checkpoint, family: str, compile_all: bool, expected: set[int]
+) -> None:
+    runner = load_model_runner(replace(settings(checkpoint(family)), compile_all=compile_all))
+    try:
+        code = runner._model._model.layer_code  # type: ignore[attr-defined]
+        assert set(np.flatnonzero(code)) == expected
+    finally:
+        runner.close()
 
 
 def test_a_second_start_compiles_nothing(checkpoint: Checkpoint) -> None:

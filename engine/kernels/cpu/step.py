@@ -13,52 +13,25 @@ from engine.kernels.cpu.adapters import (
     GATE_UP_SITE,
     OUTPUT_SITE,
     QKV_SITE,
-    RECURRENT_IN_SITE,
     RECURRENT_OUT_SITE,
     changes_site,
     expand,
-    norm_and_shrink,
     shrink,
 )
 from engine.kernels.cpu.arguments import (
     ATTENTION_OUT_NORM,
-    CONVOLVE,
-    EXPERTS_NORM,
-    EXPERTS_OUT_NORM,
-    GATE_ROWS,
-    INPUT_NORM,
-    MIX,
     MLP_ONLY_NORM,
     MLP_OUT_NORM,
-    POST_NORM,
-    ROUTER_NORM,
-    SCAN,
     SILU,
     Floats,
-    MixPart,
     Part,
     Range,
 )
 from engine.kernels.cpu.attention import attend, has_splits, join
 from engine.kernels.cpu.barrier import Team, publish_rows, share_of, wait, wait_for_earlier_rows
 from engine.kernels.cpu.compiler import jit
-from engine.kernels.cpu.experts import (
-    add_results,
-    copies_of,
-    multiply_down,
-    multiply_up,
-    put_copies,
-    put_inner,
-)
 from engine.kernels.cpu.finish import ADD, GATE, STORE
 from engine.kernels.cpu.head_norms import HeadNorms, clip_rows, sum_squares
-from engine.kernels.cpu.latent import (
-    project_queries,
-    project_results,
-    put_queries,
-    rotate_and_store_latents,
-)
-from engine.kernels.cpu.layer_inputs import add_layer_input, compute_layer_inputs
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.matmul import Target, begin_products, end_products, product
 from engine.kernels.cpu.phases import (
@@ -75,11 +48,15 @@ from engine.kernels.cpu.phases import (
     finish_phase,
     start_phases,
 )
-from engine.kernels.cpu.recurrence import call_mix
+from engine.kernels.cpu.product_inputs import put_inputs
 from engine.kernels.cpu.recurrent_vectors import gate_row
-from engine.kernels.cpu.routing import route_rows
 from engine.kernels.cpu.rows import Norm, add_normed, add_rows, norm_rows, put_normed, put_rows, rotate_and_store
 from engine.kernels.cpu.step_arguments import (
+    ALL_INPUTS,
+    EXPERTS,
+    LATENT_ATTENTION,
+    LAYER_INPUT,
+    RECURRENCE,
     Family,
     ModelConstants,
     StepBatch,
@@ -89,7 +66,7 @@ from engine.kernels.cpu.step_arguments import (
     place_of,
     window_of,
 )
-from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, load
+from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, call_kernel, load
 from engine.kernels.cpu.vectors import address
 
 _ONE = np.float32(1.0)
@@ -98,19 +75,19 @@ _ONE = np.float32(1.0)
 @Kernel
 def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
-    ModelConstants, ThreadMemory, StepBatch and Team.
+    ModelConstants, ThreadMemory, StepBatch and Team. What few models have is in `layer_kernels.py`.
     """
     model, memory, step, team = load(kinds, addresses)
     operand, adapted = memory.operand, memory.adapted
     begin_products(operand)
     start_phases(team.phase_cycles)
     if layers.first == 0 and model.inputs.width:
-        compute_layer_inputs(model, memory, team)
+        call_kernel(model.layer_code[ALL_INPUTS], addresses, 0)
     for layer in range(layers.first, layers.end):
         if model.are_recurrent[layer]:
-            _compute_recurrence(model, memory, step, team, layer)
+            call_kernel(model.layer_code[RECURRENCE], addresses, layer)
         if model.latent.rank:
-            _compute_latent_attention(model, memory, step, team, layer)
+            call_kernel(model.layer_code[LATENT_ATTENTION], addresses, layer)
         elif model.have_attention[layer]:
             _compute_attention(model, memory, step, team, layer)
         if model.family.parallel:
@@ -121,12 +98,12 @@ def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
             _add_attention(model, memory, team, layer)
             if model.have_mlp[layer]:
                 if model.experts.layers[layer]:
-                    _add_experts(model, memory, team, layer)
+                    call_kernel(model.layer_code[EXPERTS], addresses, layer)
                 if model.experts.are_beside or not model.experts.layers[layer]:
                     _compute_inner(model, memory, team, layer)
                     _add_mlp(model, memory, team, layer)
         if model.inputs.width:
-            add_layer_input(model, memory, team, layer, matrices_of(model, layer))
+            call_kernel(model.layer_code[LAYER_INPUT], addresses, layer)
     if layers.end == len(model.norms) and (len(adapted.runs) > 0 or model.family.sandwich):
         finish_phase(team, DOWN)  # threads of other ranks may still add to their rows of the residual
     end_products(operand)
@@ -143,7 +120,7 @@ def _compute_attention(model: ModelConstants, memory: ThreadMemory, step: StepBa
     rows = share_of(len(acts.residual), team.number, team.num_all)
     own_rows = share_of(len(acts.residual), team.thread, team.num_threads)
     qkv, window, family = matrices_of(model, layer).qkv, window_of(model, layer), model.family
-    _put_inputs(model, memory, rows, layer, QKV_SITE, qkv)
+    put_inputs(model, memory, rows, layer, QKV_SITE, qkv)
     finish_phase(team, NORM)
     product(operand, weights, qkv, Target(acts.qkv, STORE), part)
     finish_own_phase(team, QKV)
@@ -167,87 +144,6 @@ def _compute_attention(model: ModelConstants, memory: ThreadMemory, step: StepBa
         finish_own_phase(team, ATTENTION)
         join(attending, place, window, part)
     finish_phase(team, ATTENTION)
-
-
-@jit
-def _compute_recurrence(model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int) -> None:
-    """`_compute_attention` of a recurrence. There is one rank. In a layer with both, attention lets later rows go
-    on.
-    """
-    acts, part, is_scan = memory.acts, Part(team.thread, team.num_threads), model.recurrent.kind == SCAN
-    rows, matrix = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).recurrent_in
-    _put_inputs(model, memory, rows, layer, RECURRENT_IN_SITE, matrix)
-    finish_phase(team, NORM)
-    product(memory.operand, model.weights, matrix, Target(acts.projected, STORE), part)
-    finish_phase(team, QKV)
-    if changes_site(memory.adapted, layer, RECURRENT_IN_SITE):
-        expand(memory.adapted, layer, RECURRENT_IN_SITE, acts.projected, rows)
-        finish_phase(team, QKV)
-    wait_for_earlier_rows(team.share, layer)
-    if is_scan:
-        _mix(model, memory, step, layer, CONVOLVE, part)
-        finish_phase(team, ATTENTION)
-    _mix(model, memory, step, layer, MIX, part)
-    finish_phase(team, ATTENTION)
-    if is_scan:
-        _mix(model, memory, step, layer, GATE_ROWS, part)
-    if not model.have_attention[layer]:
-        publish_rows(team.share, team.thread, layer)
-
-
-@jit
-def _mix(model: ModelConstants, memory: ThreadMemory, step: StepBatch, layer: int, stage: int, part: Part) -> None:
-    acts, number, own = memory.acts, model.state_numbers[layer], MixPart(stage, part.number, part.num_parts)
-    call_mix(model.mix_at, model.recurrent, number, step.states, acts.projected, acts.recurred, own)
-
-
-@jit
-def _compute_latent_attention(
-    model: ModelConstants, memory: ThreadMemory, step: StepBatch, team: Team, layer: int
-) -> None:
-    """`_compute_attention` over latents. There is one rank, which has no adapters."""
-    latent, weights, attending, buffers = (
-        model.latent,
-        model.weights,
-        attending_of(model, memory, step, layer),
-        memory.acts.latent,
-    )
-    operand, qkv, window = memory.operand, matrices_of(model, layer).qkv, window_of(model, layer)
-    part, rows = Part(team.thread, team.num_threads), share_of(len(memory.acts.residual), team.thread, team.num_threads)
-    norm_rows(memory.acts.residual, Norm(model.norms[layer, INPUT_NORM], model.eps), weights, qkv, operand, rows)
-    finish_phase(team, NORM)
-    product(operand, weights, qkv, Target(buffers.projected.reshape(-1, buffers.step), STORE), part)
-    finish_phase(team, QKV)
-    if latent.query_rank:
-        put_queries(latent, layer, buffers, weights, qkv - 1, operand, rows)
-        finish_phase(team, QUANTISE)
-        product(operand, weights, qkv - 1, Target(buffers.queries.reshape(-1, buffers.query_step), STORE), part)
-        finish_phase(team, QKV)
-    rotate_and_store_latents(latent, layer, buffers, attending, model.cache, model.ropes[layer], rows)
-    project_queries(latent, layer, buffers, attending, part)
-    finish_phase(team, STORE_KV)
-    attend(attending, model.cache, place_of(model, layer), window, part)
-    if has_splits(attending.batch, window):
-        finish_phase(team, ATTENTION)
-        join(attending, place_of(model, layer), window, part)
-    finish_phase(team, ATTENTION)
-    project_results(latent, layer, buffers, attending, part)
-    finish_phase(team, ATTENTION)
-
-
-@jit
-def _put_inputs(model: ModelConstants, memory: ThreadMemory, rows: Range, layer: int, site: int, matrix: int) -> None:
-    """Write rows of the residual, normed in most models, to the operand of the product with a matrix at the start of
-    attention, a recurrence or the MLP.
-    """
-    residual, weights, operand, adapted = memory.acts.residual, model.weights, memory.operand, memory.adapted
-    if model.family.norms_inputs:
-        norm = Norm(model.norms[layer, POST_NORM if site == GATE_UP_SITE else INPUT_NORM], model.eps)
-        norm_rows(residual, norm, weights, matrix, operand, rows)
-        norm_and_shrink(adapted, layer, site, residual, norm, rows)
-    else:
-        put_rows(residual, residual.shape[1], weights, matrix, operand, rows)
-        shrink(adapted, layer, site, residual, residual.shape[1], rows)
 
 
 @jit
@@ -289,7 +185,7 @@ def _compute_inner(model: ModelConstants, memory: ThreadMemory, team: Team, laye
     family, weights, part = model.family, model.weights, Part(team.thread, team.num_threads)
     rows, gate_up = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
     is_gated_at_once = _is_gated_at_once(family, memory, layer)
-    _put_inputs(model, memory, rows, layer, GATE_UP_SITE, gate_up)
+    put_inputs(model, memory, rows, layer, GATE_UP_SITE, gate_up)
     finish_phase(team, NORM)
     if is_gated_at_once or not family.gated:
         product(operand, weights, gate_up, Target(acts.own_inner, GATE if is_gated_at_once else STORE), part)
@@ -315,36 +211,6 @@ def _add_mlp(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int
     _add_product(model, memory, team, down)
     finish_phase(team, DOWN)
     _end_branch(model, memory, rows, layer, DOWN_SITE)
-
-
-@jit
-def _add_experts(model: ModelConstants, memory: ThreadMemory, team: Team, layer: int) -> None:
-    """Add the results of the layer's experts to the residual or, beside an MLP, keep their norm in `routed.normed`."""
-    acts, operand, experts, routed = memory.acts, memory.operand, model.experts, memory.acts.routed
-    weights, part = model.weights, Part(team.thread, team.num_threads)
-    rows, first = share_of(len(acts.residual), team.number, team.num_all), matrices_of(model, layer).gate_up
-    norm = Norm(model.norms[layer, ROUTER_NORM if experts.are_beside else POST_NORM], model.eps)
-    route_rows(experts.routing, routed, layer, acts.residual, norm, rows)
-    if experts.are_beside:
-        first += 2
-        put_normed(acts.residual, Norm(model.norms[layer, EXPERTS_NORM], model.eps), routed.normed, rows)
-    finish_phase(team, NORM)
-    copies = copies_of(experts, routed)
-    own_copies = share_of(len(copies.rows), team.number, team.num_all)
-    put_copies(experts, routed, copies, weights, first, operand, own_copies)
-    finish_phase(team, QUANTISE)
-    multiply_up(experts, routed, copies, weights, first, operand, part)
-    finish_phase(team, GATE_UP)
-    put_inner(experts, routed, copies, weights, first, operand, own_copies)
-    finish_phase(team, QUANTISE)
-    multiply_down(experts, routed, copies, weights, first, operand, part)
-    finish_phase(team, DOWN)
-    if experts.are_beside:
-        routed.normed[rows.first : rows.end] = 0
-        add_results(experts, routed, copies, routed.normed, rows)
-        put_normed(routed.normed, Norm(model.norms[layer, EXPERTS_OUT_NORM], model.eps), routed.normed, rows)
-    else:
-        add_results(experts, routed, copies, acts.residual, rows)
 
 
 @jit

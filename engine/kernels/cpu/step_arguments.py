@@ -31,6 +31,10 @@ from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
 
+NUM_LAYER_KERNELS = 5
+RECURRENCE, LATENT_ATTENTION, EXPERTS, ALL_INPUTS, LAYER_INPUT = range(NUM_LAYER_KERNELS)
+"""Numbers of the kernels in `layer_kernels.py`."""
+
 
 class Family(NamedTuple):
     """How the layers of a family differ from those of others."""
@@ -88,6 +92,7 @@ class ModelConstants(NamedTuple):
     cache: Cache
     cache_code: CacheCode
     mix_at: int  # the address of `recurrence.mix`; 0 without recurrent layers
+    layer_code: Int64s  # [NUM_LAYER_KERNELS]: addresses of those in layer_kernels.py; 0 where no layer needs it
 
 
 def in_bytes(model: ModelConstants) -> ModelConstants:

@@ -226,12 +226,29 @@ def call(typing: TypingContext, job: NumbaType) -> Intrinsic:
         emit = Emitter(context, builder)
         at = emit.array(job, args[0])
         function, *numbers = (emit.load(emit.at(at, 8 * i), INT64, 8) for i in range(JOB_NUMBERS))
-        kinds = context.make_tuple(builder, _CALLED[0], [context.get_dummy_value()] * NUM_STORED)
         addresses = context.make_tuple(builder, _CALLED[1], numbers[:NUM_STORED])
-        layers = context.make_tuple(builder, _CALLED[2], numbers[NUM_STORED:])
-        return call_at(emit, function, _CALLED, types.none, [kinds, addresses, layers])
+        return _call(emit, function, addresses, numbers[NUM_STORED:])
 
     return types.void(job), generate
+
+
+@emitted
+def call_kernel(typing: TypingContext, at: NumbaType, addresses: NumbaType, layer: NumbaType) -> Intrinsic:
+    """Call a kernel by its address, for one layer, with the arguments that the calling kernel has at `addresses`. So it
+    is compiled by itself, and only where it is needed.
+    """
+
+    def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
+        at, addresses, layer = args
+        return _call(Emitter(context, builder), at, addresses, [layer, builder.add(layer, INT64(1))])
+
+    return types.void(types.int64, addresses, types.int64), generate
+
+
+def _call(emit: Emitter, function: Value, addresses: Value, layers: Values) -> Value:
+    kinds = emit.context.make_tuple(emit.builder, _CALLED[0], [emit.context.get_dummy_value()] * NUM_STORED)
+    own = emit.context.make_tuple(emit.builder, _CALLED[2], layers)
+    return call_at(emit, function, _CALLED, types.none, [kinds, addresses, own])
 
 
 def job(kernel: Kernel, arguments: Sequence[Stored], layers: Range) -> Int64s:

@@ -382,10 +382,10 @@ class _AnswerTransport(asyncio.Transport):
 
 
 def _num_unacknowledged(wire: asyncio.Transport) -> int:
-    """Bytes that the kernel keeps because the client's has not acknowledged them; 0 where it does not tell."""
+    """Bytes that the kernel keeps because the client's has not acknowledged them; 0 where the kernel does not tell."""
     try:
         answer = fcntl.ioctl(wire.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_INT.size))
-    except OSError:
+    except (OSError, ValueError):  # ValueError: the socket is closed
         return 0
     return int(_INT.unpack(answer)[0])
 

@@ -2,10 +2,10 @@
 
     opened ──headers within header_timeout_s──▶ answering ──▶ idle ──headers──▶ answering ...
 A connection is closed, and its unsent bytes are dropped, if the headers of a request take longer than that, or if the
-client reads nothing for `slow_reader_s`. At the connection limit, a new connection evicts the one that has been without
-a request longest, so clients that send nothing cannot lock out others. A connection that ends while a body still comes
-is closed for sending only, and the rest is dropped for at most `header_timeout_s`: the kernel resets a connection that
-is closed with bytes unread, and the client loses its answer.
+client reads nothing for `slow_reader_s`: its kernel acknowledges no byte. At the connection limit, a new connection
+evicts the one that has been without a request longest, so clients that send nothing cannot lock out others. A
+connection that ends while a body still comes is closed for sending only, and the rest is dropped for at most
+`header_timeout_s`: the kernel resets a connection that is closed with bytes unread, and the client loses its answer.
 
 A client that has left and a client that has closed only its sending half look the same: both send FIN. They differ in
 their reply to data, because the kernel of a client that has left replies with a reset. So while an answer is awaited,
@@ -19,9 +19,12 @@ whose first byte begins no handshake speaks plain HTTP, and is told to use HTTPS
 """
 
 import asyncio
+import contextlib
+import fcntl
 import socket
 import ssl
 import struct
+import termios
 from asyncio.sslproto import SSLProtocol
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -45,6 +48,12 @@ _MAX_INTERVAL_S = 1.0
 # Every answer begins with these bytes. Several are needed if proxies in between pass FIN and bytes on one by one.
 _ANSWER_START = b"HTTP/1.1 "
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
+# A client may take nothing for so many times `slow_reader_s` of what is in the kernel while the server does not wait for
+# it. One that has vanished acknowledges nothing, too.
+_PATIENCE = 2
+# The kernel drops what it keeps for a closed connection after about so long by itself.
+_KERNEL_S = 300.0
+_INT = struct.Struct("i")
 # SO_LINGER on, 0 s: on close the kernel drops its unsent bytes, too.
 _NO_LINGER = struct.pack("ii", 1, 0)
 # asyncio's own limits on both ends of a TLS connection; `Connection.is_overdue` has better ones.
@@ -116,6 +125,18 @@ class Connections:
         self._all.discard(connection)
         self._without_request.pop(connection, None)
 
+    def lost(self, connection: "Connection", age_s: float) -> None:
+        """Its socket is closed next. The kernel keeps what the client has not taken, but not for minutes: for as long
+        as a client may take nothing of an open connection. Time counts from when the client's window was first full,
+        however much it takes then, so the connection's age is added.
+        """
+        self.closed(connection)
+        limit_s = age_s + _PATIENCE * self._limits.slow_reader_s
+        if hasattr(socket, "TCP_USER_TIMEOUT") and limit_s < _KERNEL_S:
+            with contextlib.suppress(OSError):
+                wire = connection.wire.get_extra_info("socket")
+                wire.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * limit_s))
+
     def now_s(self) -> float:
         """The time, but not that in which the event loop had no core to run on: it counts against no client."""
         return asyncio.get_running_loop().time() - self._late_s
@@ -162,7 +183,7 @@ class Connection(H11Protocol):
         self._others = others
         self._awaited_s: float | None = None
         self._is_ending = False
-        self._unsent_bytes = 0
+        self._written_bytes = self._taken_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -173,12 +194,16 @@ class Connection(H11Protocol):
     def accepted(self, wire: asyncio.Transport) -> None:
         """The TCP connection is there. From now on the client has `header_timeout_s`, for a handshake, too."""
         self.wire = wire
-        self._awaited_s = self._unsent_s = self._others.now_s()
+        self._accepted_s = self._awaited_s = self._took_s = self._others.now_s()
         self._others.opened(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._others.closed(self)
+        self.leave()
         super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """The TCP connection is over, with or without a handshake before."""
+        self._others.lost(self, self._others.now_s() - self._accepted_s)
 
     def data_received(self, data: bytes) -> None:
         if self._awaited_s is None and not self._is_answering:
@@ -246,11 +271,19 @@ class Connection(H11Protocol):
             return True
         if self._has_tls and not is_closing:
             unsent_bytes += self.transport.get_write_buffer_size()
-        must_shrink = self.flow.write_paused or is_closing or not self._is_answering
-        if not unsent_bytes or unsent_bytes < self._unsent_bytes or not must_shrink:
-            self._unsent_s = now_s
-        self._unsent_bytes = unsent_bytes
-        return now_s - self._unsent_s > limits.slow_reader_s
+        # What was taken, not what is left: an answer in pieces may fill the buffers to the same mark after each read.
+        untaken_bytes = unsent_bytes + _num_unacknowledged(self.wire)
+        taken_bytes = self._written_bytes - untaken_bytes
+        if not untaken_bytes or taken_bytes > self._taken_bytes:
+            self._took_s = now_s
+        self._taken_bytes = taken_bytes
+        must_be_read = self.flow.write_paused or is_closing or not self._is_answering
+        return now_s - self._took_s > limits.slow_reader_s * (1 if must_be_read else _PATIENCE)
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        """Send a part of an answer."""
+        self._written_bytes += len(data)
+        self.transport.write(data)
 
     @property
     def awaits_headers(self) -> bool:
@@ -287,7 +320,7 @@ class _Unknown(asyncio.Protocol):
             self._above.connection_made(self._wire)
             self._above.data_received(data)
             return
-        layer = _TlsLayer(self._above, self._others, self._tls.latest)
+        layer = _TlsLayer(self._above, self._tls.latest)
         self._wire.set_protocol(layer)
         layer.connection_made(self._wire)
         layer.feed(data)
@@ -302,10 +335,10 @@ class _TlsLayer(SSLProtocol):
     max_size = 16 << 10
     """Bytes of the buffer that each connection has from its first byte on; asyncio's own has 256 KiB."""
 
-    def __init__(self, above: Connection, others: Connections, context: ssl.SSLContext) -> None:
+    def __init__(self, above: Connection, context: ssl.SSLContext) -> None:
         options: dict[str, Any] = {"waiter": None, "ssl_handshake_timeout": _NO_LIMIT_S}
         super().__init__(above.loop, above, context, server_side=True, ssl_shutdown_timeout=_NO_LIMIT_S, **options)
-        self._above, self._others = above, others
+        self._above = above
 
     def feed(self, data: bytes) -> None:
         """Take bytes that were read before this layer was there."""
@@ -315,7 +348,7 @@ class _TlsLayer(SSLProtocol):
             self.buffer_updated(len(piece))
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        self._others.closed(self._above)  # which hears of it only if the handshake is over
+        self._above.leave()  # it hears of the end only if the handshake is over
         super().connection_lost(exc)
 
 
@@ -330,7 +363,7 @@ class _AnswerTransport(asyncio.Transport):
     def send_ahead(self) -> None:
         """Send one more byte of the answer's start, if there is one."""
         byte = _ANSWER_START[self._num_ahead : self._num_ahead + 1]
-        self._connection.transport.write(byte)
+        self._connection.write(byte)
         self._num_ahead += len(byte)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
@@ -338,7 +371,7 @@ class _AnswerTransport(asyncio.Transport):
         the answer hears later: asyncio would log each write.
         """
         if not self._connection.wire.is_closing():
-            self._connection.transport.write(data[self._num_ahead :])
+            self._connection.write(data[self._num_ahead :])
         self._num_ahead = 0
 
     def close(self) -> None:
@@ -346,6 +379,15 @@ class _AnswerTransport(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return self._connection.transport.is_closing()
+
+
+def _num_unacknowledged(wire: asyncio.Transport) -> int:
+    """Bytes that the kernel keeps because the client's has not acknowledged them; 0 where the kernel does not tell."""
+    try:
+        answer = fcntl.ioctl(wire.get_extra_info("socket").fileno(), termios.TIOCOUTQ, bytes(_INT.size))
+    except (OSError, ValueError):  # ValueError: the socket is closed
+        return 0
+    return int(_INT.unpack(answer)[0])
 
 
 def _has_two_lengths(headers: Sequence[tuple[bytes, bytes]]) -> bool:

@@ -160,9 +160,6 @@ def _listen(settings: GatewaySettings) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     # Accepted connections inherit it: the kernel buffers little for a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # bounds how long the kernel keeps unsent data of closed connections
-        milliseconds = max(1, round(2000 * settings.slow_reader_s))
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
     try:
         listener.bind((host, settings.port))
         listener.listen(_BACKLOG)

@@ -328,6 +328,7 @@ async function start() {
   startSettings(showModels);
   showModels();
   render();
+  $("incomplete").remove();
   await sidebar.refresh();
   if (location.hash.length > 1) await openChat(location.hash.slice(1));
   await store.listen(changedElsewhere);

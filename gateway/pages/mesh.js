@@ -126,4 +126,5 @@ $("filter").addEventListener("input", filter);
 document.addEventListener("visibilitychange", run);
 
 $("legend").append(...PHASES.map(([phase, name]) => make("li", {}, make("i", { class: phase }), name)));
+$("incomplete").remove();
 run();

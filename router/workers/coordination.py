@@ -212,12 +212,16 @@ async def expire_forever(membership: Membership) -> None:
     """Mark silent workers LOST, until cancelled. Run it as a task.
 
     A router that was stopped itself (by a signal, or with its machine) has yet to read what came meanwhile. So then it
-    waits for the workers anew: otherwise it would lose all of them at once, and replay all streams.
+    waits for the workers anew, until it was not stopped: otherwise it would lose all of them at once, and replay all
+    streams.
     """
     clock = asyncio.get_running_loop().time
+    wait_s = HEARTBEAT_INTERVAL_S
     while True:
         began_s = clock()
-        await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-        if clock() - began_s > SILENT_S / 2:
-            await asyncio.sleep(SILENT_S)
-        membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)
+        await asyncio.sleep(wait_s)
+        if clock() - began_s > wait_s + SILENT_S / 2:
+            wait_s = SILENT_S
+        else:
+            wait_s = HEARTBEAT_INTERVAL_S
+            membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)

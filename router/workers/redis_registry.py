@@ -227,8 +227,11 @@ class RedisRegistry:
                 if time.monotonic() - view.last_seen_s > _PROBE_AFTER_S
                 and (not view.state.is_gone or not self.connected.is_set())
             ]
+            began_s = time.monotonic()
             await self._checks.check(silent)
-            self._membership.expire(silent_s=SILENT_S, forget_s=FORGET_S)
+            # Where many do not answer, the checks take longer than SILENT_S, and a worker that answered first is alive.
+            silent_s = max(SILENT_S, time.monotonic() - began_s)
+            self._membership.expire(silent_s=silent_s, forget_s=FORGET_S)
 
 
 class RedisCoordination:

@@ -8,6 +8,7 @@ import httpx2
 import pytest
 from playwright.async_api import Browser, Page, expect
 
+from tests.defects import Repaired
 from tests.e2e.browser import ask, browsing, ended, last_answer, on_pages, press, source
 from tests.e2e.mesh_process import MeshProcess, mesh
 from tests.service.gateway.http import running_gateway
@@ -261,6 +262,26 @@ async def test_mesh_and_killed_workers(chromium: Browser, tmp_path: Path) -> Non
             await check_mesh_page(page, running)
         async with browsing(chromium, running.http) as page:
             await check_chat_goes_on_when_workers_die(page, running)
+
+
+@pytest.mark.parametrize(("path", "shown"), [("/", "#ideas button"), ("/mesh", "#advice li")])
+async def test_a_page_without_one_of_its_scripts_says_so(
+    chromium: Browser, path: str, shown: str, repaired: Repaired
+) -> None:
+    """As when the gateway is started again while a page loads. A script that comes late is no loss."""
+    script = "**/pages/units.js"
+    async with running_gateway() as gateway, browsing(chromium, f"{gateway.url}{path}", expected="ERR_FAILED") as page:
+        problem = page.get_by_role("alert").filter(has_text="This page has not loaded completely.")
+        await expect(page.locator(shown).first).to_be_visible()
+        await expect(problem).to_have_count(0)
+        await page.route(script, lambda route: route.abort())
+        await page.reload()
+        await expect(problem).to_be_visible()
+        await page.unroute(script)
+        await problem.get_by_role("link", name="Load it again").click()
+        await expect(page.locator(shown).first).to_be_visible()
+        await expect(problem).to_have_count(0)
+    repaired("D48", "says so after 8 s, with a link that loads it again")
 
 
 async def test_the_mesh_page_shows_the_routers_advice(chromium: Browser) -> None:

@@ -20,8 +20,6 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
-from gateway import web
-from gateway.connections import Connection
 from tests.defects import Repaired
 from tests.evidence import Evidence
 from tests.fakes.sdk_router import Script, running_router
@@ -342,33 +340,6 @@ async def test_sockets_of_clients_that_never_read_are_released(streams: bool, re
             for client in stuck:
                 client.close()
     repaired("D14", "clients that never read are cut after slow_reader_s (30 s), and their descriptors come back")
-
-
-async def test_new_client_that_has_not_read_yet_gets_its_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its first check finds an answer that is larger than the system's buffers."""
-    accepted, is_overdue, unsent = Connection.accepted, Connection.is_overdue, list[int]()
-
-    def accept(connection: Connection, wire: asyncio.Transport) -> None:
-        wire.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        accepted(connection, wire)
-
-    def check(connection: Connection, *arguments: Any) -> bool:
-        unsent.append(connection.wire.get_write_buffer_size())
-        return is_overdue(connection, *arguments)
-
-    monkeypatch.setattr(Connection, "accepted", accept)
-    monkeypatch.setattr(Connection, "is_overdue", check)
-    script = "pages/vendor/katex/katex.min.js"
-    async with running_gateway() as gateway:
-        with socket.socket() as client:
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.settimeout(PATIENCE_S)
-            client.connect(address_of(gateway.url))
-            client.sendall(b"GET /%s HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n" % script.encode())
-            await until(lambda: any(unsent), PATIENCE_S)
-            with client.makefile("rb") as answer:
-                content = await asyncio.to_thread(answer.read)
-    assert content.endswith((web.PAGES.parent / script).read_bytes())
 
 
 def served(clients: set[int]) -> set[int]:

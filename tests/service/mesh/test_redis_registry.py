@@ -1,6 +1,7 @@
 """The registry in Redis where Redis, or whoever can write to it, misbehaves."""
 
 import asyncio
+import socket
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
@@ -20,11 +21,12 @@ from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers import redis_registry
 from router.workers.membership import Membership, WorkerView
 from router.workers.redis_registry import RedisRegistry
+from tests.defects import Repaired
 from tests.fakes.redis_server import RedisServer
 from tests.fakes.router_views import no_traffic
 from tests.service.mesh.test_registry import KEY, MEMBER, FakeEngine
 from tests.unit.router.test_membership import INFO
-from tests.waiting import LIMIT_S, until_told
+from tests.waiting import LIMIT_S, until, until_told
 from worker.agent import RegistryAgent, WorkerServicer
 from worker.redis_agent import RedisAgent
 
@@ -205,3 +207,33 @@ async def test_connections_are_closed_also_where_that_is_cancelled(redis_server:
 def test_wrong_settings_are_said_in_words(url: str, key: MeshKey | None, message: str) -> None:
     with pytest.raises(ConfigurationError, match=message):
         RedisRegistry(url, Membership(time.monotonic), Credentials(key), no_traffic())
+
+
+async def test_a_worker_that_answers_is_not_lost_while_many_others_do_not(
+    monkeypatch: pytest.MonkeyPatch, repaired: Repaired
+) -> None:
+    """Redis is away, and a part of the network with it: each check of a worker there ends with its timeout."""
+    monkeypatch.setattr(redis_registry, "_MAX_CONCURRENT", 2)
+    server = Server(Listen("127.0.0.1", 0, KEY))
+    worker_pb2_grpc.add_WorkerServicer_to_server(
+        WorkerServicer(INFO, FakeEngine(), never_drained, never_switched), server.grpc
+    )
+    await server.start([])
+    server.set_serving(True)
+    membership = Membership(time.monotonic)
+    membership.join(replace(INFO, address=server.address))
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        silent_ids = [f"{INFO.worker_id}-silent-{number}" for number in range(14)]
+        for name in silent_ids:
+            membership.join(replace(INFO, worker_id=name, incarnation=name, address=address))
+        states: list[tuple[str, WorkerState]] = []
+        membership.on_change(lambda view: states.append((view.info.worker_id, view.state)))
+        registry = RedisRegistry("redis://127.0.0.1:1", membership, MEMBER, no_traffic())
+        watch = asyncio.create_task(registry._watch_silence())
+        await until(lambda: len(states) >= len(silent_ids), LIMIT_S)
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+    await server.stop(0)
+    assert sorted(states) == sorted((name, WorkerState.LOST) for name in silent_ids)
+    repaired("D49", "a worker that answers is alive, however long the checks of others take")

@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from engine.loop import Busy
 from mesh.domain.errors import ConfigurationError, MeshError
+from tests.defects import Repaired
 from worker import worker
 from worker.runtime import watch_stalls
 from worker.settings import WorkerSettings
@@ -95,6 +96,30 @@ async def test_beyond_hope(engine: Engine, wedged_exit_s: float, ends: bool) -> 
     await asyncio.wait([watch], timeout=10 if ends else 0.3)
     assert watch.done() is ends
     watch.cancel()
+
+
+async def test_time_in_which_a_process_stands_still_is_not_taken_for_a_stall(repaired: Repaired) -> None:
+    """The engine is in one step before, during and after a pause that is longer than both limits."""
+    begun_s, stalled = time.monotonic(), asyncio.Event()
+
+    class OneStep(Engine):
+        def busy(self) -> Busy | None:
+            super().busy()
+            return Busy(time.monotonic() - begun_s, 1)
+
+    async def hear(is_stalled: bool) -> None:
+        stalled.set()
+
+    engine = OneStep()
+    watch = asyncio.create_task(watch_stalls(engine, stall_after_s=1.0, wedged_exit_s=2.0, on_change=hear))
+    await engine.looked.acquire()
+    time.sleep(2.5)  # noqa: ASYNC251 - the process stands still
+    resumed_s = time.monotonic()
+    await stalled.wait()
+    assert time.monotonic() - resumed_s > 0.8, "the step has its whole limit"
+    await watch
+    assert time.monotonic() - resumed_s > 1.8
+    repaired("D47", "time in which the process stood still counts for no step: it goes on, and joins again")
 
 
 @pytest.mark.parametrize("wrong", [{"stall_after_s": 0.0}, {"stall_after_s": float("nan")}, {"wedged_exit_s": -1.0}])

@@ -22,29 +22,29 @@ class Windows:
     """The blocks of groups with a window, of one scheduler. `step_tokens`: the most tokens of a chunk."""
 
     def __init__(self, pool: BlockPool, groups: KVGroups, step_tokens: int) -> None:
-        self.kept = (pool.allocate(1) or []) if groups.have_windows else []
-        """Blocks that are held for ever: NO_BLOCK."""
+        self.null_blocks = (pool.allocate(1) or []) if groups.have_windows else []
+        """NO_BLOCK, which is held for ever, if a group has a window."""
         self._pool = pool
         self._groups = groups
         self.step_tokens = step_tokens
         self._numbers = [group for group, window in enumerate(groups.windows) if window]
 
     def match(
-        self, hashes: Sequence[BlockHash], token: int | None = None, kept: Collection[BlockHash] = ()
+        self, hashes: Sequence[BlockHash], token: int | None = None, on_disk: Collection[BlockHash] = ()
     ) -> list[int | None]:
-        """Entries of a table for the longest prefix of `hashes` whose blocks are indexed or `kept`, as far as this
+        """Entries of a table for the longest prefix of `hashes` whose blocks are indexed or `on_disk`, as far as this
         token sees them; `token` None: the one behind the prefix. Indexed blocks are not held yet, see BlockPool.match;
-        kept ones are None.
+        those on disk are None.
         """
         groups, length = self._groups, len(hashes)
-        if not (self._numbers or kept):
+        if not (self._numbers or on_disk):
             return [*self._pool.match(hashes)]
         for group in range(groups.num_full):
             names = [group_hash(block_hash, group) for block_hash in hashes[:length]]
             length = len(self._pool.match(names))
-            while kept and length < len(names) and self._has(names[length], kept):
+            while on_disk and length < len(names) and self._has(names[length], on_disk):
                 length += 1
-        length = self._longest(hashes, length, token, kept)
+        length = self._longest(hashes, length, token, on_disk)
         entries: list[int | None] = [NO_BLOCK] * (length * groups.count)
         for group, first in enumerate(self._firsts(length, token)):
             seen = hashes[min(first, length) : length]
@@ -52,13 +52,15 @@ class Windows:
             entries[(length - len(seen)) * groups.count + group :: groups.count] = found
         return entries
 
-    def _has(self, name: BlockHash, kept: Collection[BlockHash]) -> bool:
-        return self._pool.find(name) is not None or name in kept
+    def _has(self, name: BlockHash, on_disk: Collection[BlockHash]) -> bool:
+        return self._pool.find(name) is not None or name in on_disk
 
-    def _longest(self, hashes: Sequence[BlockHash], length: int, token: int | None, kept: Collection[BlockHash]) -> int:
+    def _longest(
+        self, hashes: Sequence[BlockHash], length: int, token: int | None, on_disk: Collection[BlockHash]
+    ) -> int:
         """The most leading positions, of at most `length`, of which groups with a window have what the token sees."""
         present: set[BlockHash] = set()
-        while (missing := self._first_missing(hashes, length, token, kept, present)) is not None:
+        while (missing := self._first_missing(hashes, length, token, on_disk, present)) is not None:
             length = missing  # whatever is longer sees this position, too
         return length
 
@@ -67,7 +69,7 @@ class Windows:
         hashes: Sequence[BlockHash],
         length: int,
         token: int | None,
-        kept: Collection[BlockHash],
+        on_disk: Collection[BlockHash],
         present: set[BlockHash],
     ) -> int | None:
         """A position before `length` at which a group with a window lacks a block that the token sees: the first in
@@ -77,7 +79,7 @@ class Windows:
         for group in self._numbers:
             for position in range(firsts[group], length):
                 name = group_hash(hashes[position], group)
-                if name not in present and not self._has(name, kept):
+                if name not in present and not self._has(name, on_disk):
                     return position
                 present.add(name)
         return None

@@ -221,7 +221,10 @@ class PrefillService:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = self._sent(final_blocks(item, self._layout.block_size), item.sequence)
-                table = self._blocks_to_send(item.sequence) if prompt.transfer is None else ()
+                table: tuple[int, ...] = ()
+                if prompt.transfer is None:
+                    num_tokens = len(item.sequence.request.token_ids)
+                    table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
             self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
@@ -230,10 +233,6 @@ class PrefillService:
         """The places in a transfer of the blocks of these positions that are sent."""
         num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
-
-    def _blocks_to_send(self, prompt: SequenceState) -> tuple[int, ...]:
-        entries = self._layout.sent_entries(len(prompt.request.token_ids))
-        return tuple(prompt.block_table[entry] for entry in entries)
 
     def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
         for final in finals:

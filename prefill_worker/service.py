@@ -93,6 +93,12 @@ class _Prompt:
     transfer_trace_span: TraceSpan = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
+    def fail(self, error: MeshError) -> None:
+        """Raise the error in the call, which waits for `started` first and for `first_token` then."""
+        self.has_failed = True
+        waited_for: asyncio.Future[Any] = self.first_token if self.started.done() else self.started
+        waited_for.set_exception(error)
+
 
 @dataclass(frozen=True, slots=True)
 class _FinalBlocks:
@@ -168,10 +174,10 @@ class PrefillService:
             end_span(prompt.trace_span)
             yield output
             if output.finish_reason is None or request.forks:
-                moved = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
+                result = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
-                self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
-                yield TransferFinished(moved.num_bytes, moved.transport, duration_s)
+                self._metrics.sent(result.num_bytes, result.transport, duration_s)
+                yield TransferFinished(result.num_bytes, result.transport, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.
@@ -285,8 +291,7 @@ class PrefillService:
         for sequence, error in [*result.failed, *preempted]:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
-                prompt.has_failed = True
-                (prompt.first_token if prompt.started.done() else prompt.started).set_exception(error)
+                prompt.fail(error)
 
 
 def final_blocks(item: ScheduledSequence, block_size: int) -> range:

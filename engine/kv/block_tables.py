@@ -154,7 +154,7 @@ class BlockTables:
         sequence.block_table += state
         sequence.block_table += [next(blocks) if block_id is None else block_id for block_id in matched]
         sequence.block_table += [next(blocks) if is_needed else NO_BLOCK for is_needed in needs_block]
-        self.copies.begin_as(snapshot, sequence, state[: len(snapshot)])
+        self.copies.plan_copies(snapshot, state[: len(snapshot)], sequence)
         self._restore(sequence, hashes, [index for index, block_id in enumerate(matched) if block_id is None])
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens

@@ -164,11 +164,11 @@ class ModelRunner:
         all_rows = len(sample_rows) == len(token_ids)
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
-    def _announce(self, tell: Callable[[int, int], None], first: int, count: int) -> None:
+    def _announce(self, on_layers: Callable[[Span], None], first: int, count: int) -> None:
         layers = self._final_layers(Span(first, count))
         if layers.count:
             self.kv_cache.note_written(layers)
-            tell(layers.first, layers.count)
+            on_layers(layers)
 
     def _final_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers of the model are computed."""

@@ -218,7 +218,7 @@ class PrefillService:
 
     # -- called by the engine ---------------------------------------------------------------------------------------
 
-    def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
+    def on_layers(self, batch: ScheduledBatch, layers: kv.Span) -> None:
         """Announce the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
@@ -233,14 +233,14 @@ class PrefillService:
                     table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
-            self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
+            self._loop.call_soon_threadsafe(self._announce, finals, layers)
 
     def _sent(self, positions: range, prompt: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""
         num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
 
-    def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
+    def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:
         for final in finals:
             prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
@@ -256,9 +256,9 @@ class PrefillService:
                 prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
                 prompt.started.set_result(None)
             blocks = kv.Span(final.blocks.start, len(final.blocks))
-            prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
+            prompt.transfer.announce(blocks, layers)
             # A recurrent state changes until the prompt's end. Whatever layers it is of, it fills blocks of all.
-            if final.ends_prompt and first_layer + num_layers == self._layout.num_layers:
+            if final.ends_prompt and layers.end == self._layout.num_layers:
                 states = kv.Span(final.blocks.stop, self._layout.state_blocks)
                 prompt.transfer.announce(states, self._layout.whole.layers)
 

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from checkpoint.source import FILES, NAMED_TEMPLATES, NOT_FILES, Progress
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, missing_extra
 
 try:
     import boto3
@@ -28,7 +28,7 @@ try:
     from filelock import FileLock
     from s3transfer.exceptions import S3DownloadFailedError
 except ImportError as error:
-    raise ConfigurationError("models in S3 need boto3: install tandem-serve[s3]") from error
+    raise missing_extra("models in S3 need boto3", "s3") from error
 
 _FAULTS = (BotoCoreError, ClientError, Boto3Error, S3DownloadFailedError, OSError)
 _PART_BYTES = 16 << 20

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from checkpoint.gguf.file import hint_at_gguf, is_gguf
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, missing_extra
 
 Progress = Callable[[float], None]
 """Called with the downloaded fraction of all bytes, up to 1.0."""
@@ -126,7 +126,7 @@ def _hub_snapshot(name: str, revision: str, on_progress: Progress) -> Path:
         from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
         from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
     except ImportError as error:
-        raise ConfigurationError("models of the hub need huggingface_hub: install tandem-serve[hub]") from error
+        raise missing_extra("models of the hub need huggingface_hub", "hub") from error
     what = f"model {name}" + (f" at revision {revision}" if revision else "")
     try:
         folder: Path | str = snapshot_download(
@@ -183,5 +183,7 @@ def _by_percent(on_progress: Progress, clock: Callable[[], float] = time.monoton
 
 def _with_config(folder: Path, what: str) -> Path:
     if not (folder / "config.json").is_file():
-        raise ConfigurationError(f"{what} holds no model: it has no config.json{hint_at_gguf(folder)}")
+        is_adapter = (folder / "adapter_config.json").is_file()
+        hint = "; it holds a LoRA adapter: serve its base model with --adapter NAME=FOLDER" if is_adapter else ""
+        raise ConfigurationError(f"{what} holds no model: it has no config.json{hint or hint_at_gguf(folder)}")
     return folder

@@ -184,9 +184,7 @@ class DecodeService:
             ExpectedTransfer(
                 transfer_id=transfer_id,
                 attempt=sequence.request.attempt,
-                block_ids=tuple(
-                    sequence.block_table[entry] for entry in self._layout.sent_entries(sequence.num_tokens)
-                ),
+                block_ids=self._layout.sent_blocks(sequence.block_table, sequence.num_tokens),
                 first_block=self._layout.num_sent_before(sequence.num_tokens, ready_tokens // self._layout.block_size),
                 num_tokens=sequence.num_tokens,
             )

@@ -30,6 +30,7 @@ from engine.sequence import SequenceState, SequenceStatus
 from engine.settings import SchedulerConfig
 from engine.speculation.speculator import Speculator
 from mesh.domain.errors import MeshError, WorkerLost
+from mesh.domain.kv import Span
 from mesh.domain.tokens import SequenceOutput
 
 log = structlog.get_logger(__name__)
@@ -153,10 +154,10 @@ class Engine:
             self._speculator.learn(step.batch, outputs)
         return step.batch, self.scheduler.update(step.batch, outputs)
 
-    def _between_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
+    def _between_layers(self, batch: ScheduledBatch, layers: Span) -> None:
         """Layer hook on lent cores: announce the layers, then return the cores if the partner needs them."""
         if self._on_layers is not None:
-            self._on_layers(batch, first, count)
+            self._on_layers(batch, layers)
         if self._cores.must_yield():
             self._runner.use_cores(())
             self._cores.end_step()

@@ -72,10 +72,16 @@ class ModelRunner:
         )
         self._adapters = adapters
         self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)
-        layout, slots = kv_cache.layout, {} if adapters is None else adapters.slots
+        new_builder = partial(
+            StepInputBuilder,
+            kv_cache.layout.block_size,
+            adapters={} if adapters is None else adapters.slots,
+            state_blocks=kv_cache.layout.state_blocks,
+            windows=kv_cache.layout.windows,
+            windows_are_chunks=kv_cache.layout.windows_are_chunks,
+        )
         # A builder's arrays, and their copies, are in use until the step ends.
-        facts = layout.block_size, slots, layout.state_blocks, layout.windows, layout.windows_are_chunks
-        self._builders = cycle([(StepInputBuilder(*facts), copies_for(device)) for _ in range(max_in_flight)])
+        self._builders = cycle([(new_builder(), copies_for(device)) for _ in range(max_in_flight)])
         self.on_close: Callable[[], None] | None = None
         """Ends the other ranks, if there are any."""
         self.rank_pids: tuple[int, ...] = ()
@@ -121,8 +127,8 @@ class ModelRunner:
         for source, target in batch.saves:
             self.kv_cache.copy_block(source, target)
         self._use_threads()
-        total, tokens = self._sample(batch, hidden, sample_rows, sequences)
-        broken = items_not_finite(hidden, starts, total)
+        tokens, hidden_sum = self._sample(batch, hidden, sample_rows, sequences)
+        broken = items_not_finite(hidden, starts, hidden_sum)
         return [
             self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts[:-1], strict=True))
@@ -151,17 +157,18 @@ class ModelRunner:
         for source, target in step.copies.tolist():
             self.kv_cache.copy_block(source, target)
         if self._graphs is not None and announce is None and self._graphs.can_run(step):
-            return partial(_as_is, self._graphs.run(step)), None
+            hidden = self._graphs.run(step)
+            return (lambda: hidden), None
         groups = LayerGroups(self.config.num_layers, self._group_size(len(step.token_ids)), announce)
         token_ids, sample_rows, metadata = step.on_device(copies)
         all_rows = len(sample_rows) == len(token_ids)
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
-    def _announce(self, tell: Callable[[int, int], None], first: int, count: int) -> None:
+    def _announce(self, on_layers: Callable[[Span], None], first: int, count: int) -> None:
         layers = self._final_layers(Span(first, count))
         if layers.count:
             self.kv_cache.note_written(layers)
-            tell(layers.first, layers.count)
+            on_layers(layers)
 
     def _final_layers(self, computed: Span) -> Span:
         """The layers of KV that are final once these layers of the model are computed."""
@@ -245,9 +252,9 @@ class ModelRunner:
 
     def _sample(
         self, batch: ScheduledBatch, hidden: Tensor, sample_rows: Tensor | None, sequences: list[SequenceState]
-    ) -> tuple[float, list[tuple[SampledToken, ...]]]:
-        """A sum that is finite if the hidden states are, and sampled tokens of each item: none, one, or more where
-        drafts were right.
+    ) -> tuple[list[tuple[SampledToken, ...]], float]:
+        """Sampled tokens of each item: none, one, or more where drafts were right; and a sum that is finite if the
+        hidden states are.
 
         `sequences` has one entry per row to sample. This is where the host waits for the device, once.
         """
@@ -255,17 +262,17 @@ class ModelRunner:
         needs_sum = not len(batch.items) == len(sequences) == len(hidden)
         sums = [sum_of(hidden)] if needs_sum else []
         if not sequences:
-            return sums[0].item(), [()] * len(batch.items)
+            return [()] * len(batch.items), sums[0].item()
         chosen = hidden if sample_rows is None else hidden[sample_rows]
         drawn = self._sampler.draw(self._model.logits(chosen), sequences)
         sums_and_drawn = self._copies.to_host([*sums, *drawn.tensors])
-        total = sums_and_drawn[0].item() if needs_sum else 0.0
+        hidden_sum = sums_and_drawn[0].item() if needs_sum else 0.0
         sampled = iter(drawn.read(sums_and_drawn[len(sums) :]))
         tokens = [
             _verified(item.drafts, sampled)[: self._masks.num_rows(item.sequence)] if item.needs_sampling else ()
             for item in batch.items
         ]
-        return total, tokens
+        return tokens, hidden_sum
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
         """Log-probs of the prompt tokens that follow the item's rows; empty if not requested."""
@@ -303,7 +310,3 @@ def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple
     tokens = list(islice(sampled, 1 + len(drafts)))
     num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
     return tuple(tokens[: num_right + 1])
-
-
-def _as_is(hidden: Tensor) -> Tensor:
-    return hidden

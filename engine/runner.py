@@ -8,6 +8,7 @@ from typing import Protocol
 from engine.batch import ScheduledBatch
 from engine.sequence import SequenceState
 from mesh.domain.errors import MeshError
+from mesh.domain.kv import Span
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
 
@@ -27,8 +28,8 @@ class RunnerOutput:
     failure: MeshError | None = None
 
 
-LayerHook = Callable[[ScheduledBatch, int, int], None]
-"""Called as `hook(batch, first_layer, num_layers)` once the step has written the KV of those layers to the cache."""
+LayerHook = Callable[[ScheduledBatch, Span], None]
+"""Called as `hook(batch, layers)` once the step has written the KV of those layers to the cache."""
 
 
 FinishBatch = Callable[[], list[RunnerOutput]]

@@ -123,18 +123,18 @@ class OutgoingConversation:
                 if link is not None:
                     linked = LinkCall(link.call())
                     try:
-                        return await self._hold(linked, connection.places)
+                        return await self._run_over(linked, connection.credit)
                     except TransferFailed:
                         if self._is_granted or not linked.is_lost:
                             raise
                     # The receiver has closed the idle link, and has not got the opening.
                 call = PushCall(connection.channel, resources.metadata)
-                return await self._hold(call, connection.places)
+                return await self._run_over(call, connection.credit)
 
-    async def _hold(self, call: AnyCall, places: asyncio.Semaphore) -> TransferResult:
-        """The conversation as one call. Nothing of it is left."""
+    async def _run_over(self, call: AnyCall, receiver_credit: asyncio.Semaphore) -> TransferResult:
+        """Run the conversation over this call. Ends the call, and releases slots and paths, in every case."""
         try:
-            return await self._converse(call, places)
+            return await self._converse(call, receiver_credit)
         finally:
             call.cancel()
             for slot in self._slots.values():
@@ -142,13 +142,13 @@ class OutgoingConversation:
             while self._paths:
                 self._paths.popitem()[1].leave()
 
-    async def _converse(self, call: AnyCall, places: asyncio.Semaphore) -> TransferResult:
+    async def _converse(self, call: AnyCall, receiver_credit: asyncio.Semaphore) -> TransferResult:
         await self._find_paths(self._resources.transports[: 1 if isinstance(call, LinkCall) else None])
         await call.write(request_to_bytes(self._opening()))
         granted = await self._granted(call)
         path = self._paths[granted.transport]
         await path.join(granted.rendezvous)
-        async with _credit(granted.credit_chunks, places) as credit, task_group() as tasks:
+        async with _Credit(granted.credit_chunks, receiver_credit) as credit, task_group() as tasks:
             tasks.create_task(self._gather(call, path, credit, tasks))
             helpers = [tasks.create_task(self._renew(call, min(granted.lease_s, self._resources.settings.lease_s) / 3))]
             if isinstance(call, PushCall):
@@ -205,7 +205,7 @@ class OutgoingConversation:
     async def _gather(self, call: AnyCall, path: SendPath, credit: "_Credit", tasks: asyncio.TaskGroup) -> None:
         number = 0
         while await self._announced.wait():
-            await credit.take()
+            await credit.acquire()
             chunk_range = self._announced.take()  # after the wait for credit, which lets small ranges join
             slot = self._slots[number] = await path.acquire(chunk_range.num_bytes(self._layout))
             self._queue(call, partial(self._fill, slot, number, chunk_range), tasks)
@@ -264,7 +264,7 @@ class OutgoingConversation:
                 raise TransferFailed("the receiver acknowledged a chunk that was not sent")
             self._watchdog.on_answer()
             self._slots.pop(number).release(is_acknowledged=True)
-            credit.give_back()
+            credit.release()
         if not self._is_committing:
             raise TransferFailed("the receiver committed before the sender did")
         while self._slots:
@@ -278,33 +278,33 @@ class OutgoingConversation:
 
 
 class _Credit:
-    """Chunks that may be sent before an acknowledgement: of this transfer, and, as `places`, of all to its receiver."""
+    """Chunks that may be sent before an acknowledgement: of this transfer, and of all transfers to its receiver, which
+    get back at the end what this one has not.
+    """
 
-    def __init__(self, num_chunks: int, places: asyncio.Semaphore) -> None:
+    def __init__(self, num_chunks: int, of_receiver: asyncio.Semaphore) -> None:
         self._own = asyncio.Semaphore(num_chunks)
-        self._places = places
-        self.num_taken = 0
+        self._of_receiver = of_receiver
+        self._num_acquired = 0
 
-    async def take(self) -> None:
+    async def __aenter__(self) -> "_Credit":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        while self._num_acquired:
+            self.release()
+
+    async def acquire(self) -> None:
+        """Wait until one more chunk may be sent."""
         await self._own.acquire()
-        await self._places.acquire()
-        self.num_taken += 1
+        await self._of_receiver.acquire()
+        self._num_acquired += 1
 
-    def give_back(self) -> None:
-        self.num_taken -= 1
-        self._places.release()
+    def release(self) -> None:
+        """A chunk has been acknowledged."""
+        self._num_acquired -= 1
+        self._of_receiver.release()
         self._own.release()
-
-
-@asynccontextmanager
-async def _credit(num_chunks: int, places: asyncio.Semaphore) -> AsyncIterator[_Credit]:
-    """At the end other transfers have the places that are still taken."""
-    credit = _Credit(num_chunks, places)
-    try:
-        yield credit
-    finally:
-        while credit.num_taken:
-            credit.give_back()
 
 
 class Watchdog:

@@ -22,12 +22,12 @@ _METHOD = f"/{SERVICE_NAME}/Push"
 
 @dataclass(slots=True)
 class Connection:
-    """The connection to one decode worker. `places`: chunks that it may still be sent before it acknowledges one, over
+    """The connection to one decode worker. `credit`: chunks that it may still be sent before it acknowledges one, over
     all transfers to it.
     """
 
     channel: grpc.aio.Channel
-    places: asyncio.Semaphore
+    credit: asyncio.Semaphore
     num_users: int = 0
     idle_timer: asyncio.TimerHandle | None = None
 

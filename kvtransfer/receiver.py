@@ -172,7 +172,7 @@ class KVReceiver:
             call.leave(error)
 
     async def _converse(self, read: Read, reply: Reply, call: Call | None = None) -> None:
-        opening = await self._next(read)
+        opening = await self._read_request(read)
         if not isinstance(opening, TransferOpen):
             raise TransferFailed("the first message of a transfer must be open")
         incoming = self._admit(opening)
@@ -185,12 +185,12 @@ class KVReceiver:
             incoming.assembly.open(opening.span)
             if incoming.assembly.is_opened:
                 incoming.opening_lease.cancel()
-            commit = await self._fill(checks, opening, read, reply, call)
+            commit = await self._receive_chunks(checks, opening, read, reply, call)
             incoming.assembly.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
             incoming.assembly.leave(opening.span)
-            reason = self._reason(incoming, error)
+            reason = self._error_for_sender(incoming, error)
             self._fail(incoming, reason)
             raise reason from error
         incoming.conversations.discard(task)
@@ -212,7 +212,7 @@ class KVReceiver:
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
         return incoming
 
-    async def _fill(
+    async def _receive_chunks(
         self,
         checks: TransferChecks,
         opening: TransferOpen,
@@ -225,11 +225,11 @@ class KVReceiver:
         direct = None
         if call is not None:
             accept = partial(checks.accept, credit=credit)
-            direct = DirectWrites(call, accept, partial(self._take, checks, source, reply))
+            direct = DirectWrites(call, accept, partial(self._write_on_link_thread, checks, source, reply))
         try:
             reply(Granted(transport, credit, self._settings.lease_s, source.answer()))
             async with task_group() as writes:  # the block exits only when every write has ended
-                while not isinstance(request := await self._next(read), Commit):
+                while not isinstance(request := await self._read_request(read), Commit):
                     if request is None:
                         raise TransferFailed("the sender disconnected before the commit")
                     if isinstance(request, Renew):
@@ -238,7 +238,7 @@ class KVReceiver:
                     if not isinstance(request, Chunk):
                         raise TransferFailed("a transfer may be opened only once")
                     checks.accept(request, credit)
-                    writes.create_task(self._write(checks, source, request, reply))
+                    writes.create_task(self._write_on_executor(checks, source, request, reply))
                 checks.is_committing = True
             if direct is not None:
                 await direct.finish()
@@ -251,7 +251,7 @@ class KVReceiver:
             finally:
                 source.close()
 
-    async def _next(self, read: Read) -> SenderMessage | None:
+    async def _read_request(self, read: Read) -> SenderMessage | None:
         """Return the sender's next message. Raises LeaseExpired after a silent lease."""
         lease_s = self._settings.lease_s
         try:
@@ -260,7 +260,9 @@ class KVReceiver:
         except TimeoutError:
             raise LeaseExpired(f"the sender has sent nothing for {lease_s:g} s") from None
 
-    async def _write(self, checks: TransferChecks, source: PayloadSource, chunk: Chunk, reply: Reply) -> None:
+    async def _write_on_executor(
+        self, checks: TransferChecks, source: PayloadSource, chunk: Chunk, reply: Reply
+    ) -> None:
         async with source.arrived(chunk.payload, chunk.num_bytes) as payload:
             here = replace(chunk, payload=payload)
             await run_to_end(self._executor, partial(self._verify_and_write, checks, source, here))
@@ -268,7 +270,7 @@ class KVReceiver:
         if not checks.is_committing:  # Committed will acknowledge what is still to be written
             reply(Ack(chunk.sequence_number))
 
-    def _take(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
+    def _write_on_link_thread(self, checks: TransferChecks, source: PayloadSource, reply: Reply, chunk: Chunk) -> None:
         """Runs on a link's thread."""
         with self._copying:
             self._verify_and_write(checks, source, chunk)
@@ -296,7 +298,7 @@ class KVReceiver:
         limit = self._settings.opening_lease_s
         self._fail(self._incoming[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
-    def _reason(self, incoming: _Incoming, error: BaseException) -> MeshError:
+    def _error_for_sender(self, incoming: _Incoming, error: BaseException) -> MeshError:
         """The error that the sender of a flow is told when the flow ends with `error`."""
         if incoming.is_aborted:
             return TransferFailed("the transfer was aborted by its receiver")

@@ -12,7 +12,7 @@ from opentelemetry.context import Context
 from opentelemetry.trace import Span, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import missing_extra
 
 HEADERS = ("traceparent", "tracestate")
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -33,7 +33,7 @@ def configure_tracing(service: str, endpoint: str) -> Callable[[], None]:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ConfigurationError("otlp_endpoint needs the extra: pip install 'tandem-serve[otel]'") from error
+        raise missing_extra("otlp_endpoint needs opentelemetry", "otel") from error
     resource = Resource.create({"service.name": _PREFIX + service.replace("_", "-")})
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint)))

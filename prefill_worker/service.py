@@ -93,6 +93,12 @@ class _Prompt:
     transfer_trace_span: TraceSpan = INVALID_SPAN
     context: contextvars.Context = field(default_factory=contextvars.copy_context)
 
+    def fail(self, error: MeshError) -> None:
+        """Raise the error in the call, which waits for `started` first and for `first_token` then."""
+        self.has_failed = True
+        waited_for: asyncio.Future[Any] = self.first_token if self.started.done() else self.started
+        waited_for.set_exception(error)
+
 
 @dataclass(frozen=True, slots=True)
 class _FinalBlocks:
@@ -168,10 +174,10 @@ class PrefillService:
             end_span(prompt.trace_span)
             yield output
             if output.finish_reason is None or request.forks:
-                moved = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
+                result = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
-                self._metrics.sent(moved.num_bytes, moved.transport, duration_s)
-                yield TransferFinished(moved.num_bytes, moved.transport, duration_s)
+                self._metrics.sent(result.num_bytes, result.transport, duration_s)
+                yield TransferFinished(result.num_bytes, result.transport, duration_s)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.
@@ -212,7 +218,7 @@ class PrefillService:
 
     # -- called by the engine ---------------------------------------------------------------------------------------
 
-    def on_layers(self, batch: ScheduledBatch, first_layer: int, num_layers: int) -> None:
+    def on_layers(self, batch: ScheduledBatch, layers: kv.Span) -> None:
         """Announce the blocks that are final in these layers. Called on the engine's thread, during a step."""
         busy = self._engine.busy()
         begun_s = self._loop.time() - (busy.for_s if busy is not None else 0.0)
@@ -221,21 +227,20 @@ class PrefillService:
             prompt = self._prompts.get(item.sequence.key)
             if prompt is not None:
                 blocks = self._sent(final_blocks(item, self._layout.block_size), item.sequence)
-                table = self._blocks_to_send(item.sequence) if prompt.transfer is None else ()
+                table: tuple[int, ...] = ()
+                if prompt.transfer is None:
+                    num_tokens = len(item.sequence.request.token_ids)
+                    table = self._layout.sent_blocks(item.sequence.block_table, num_tokens)
                 finals.append(_FinalBlocks(prompt, blocks, item.needs_sampling, table, begun_s))
         if finals:
-            self._loop.call_soon_threadsafe(self._announce, finals, first_layer, num_layers)
+            self._loop.call_soon_threadsafe(self._announce, finals, layers)
 
     def _sent(self, positions: range, prompt: SequenceState) -> range:
         """The places in a transfer of the blocks of these positions that are sent."""
         num_tokens, num_before = len(prompt.request.token_ids), self._layout.num_sent_before
         return range(num_before(num_tokens, positions.start), num_before(num_tokens, positions.stop))
 
-    def _blocks_to_send(self, prompt: SequenceState) -> tuple[int, ...]:
-        entries = self._layout.sent_entries(len(prompt.request.token_ids))
-        return tuple(prompt.block_table[entry] for entry in entries)
-
-    def _announce(self, finals: list[_FinalBlocks], first_layer: int, num_layers: int) -> None:
+    def _announce(self, finals: list[_FinalBlocks], layers: kv.Span) -> None:
         for final in finals:
             prompt = final.prompt
             if self._prompts.get(prompt.sequence.key) is not prompt:
@@ -251,9 +256,9 @@ class PrefillService:
                 prompt.begun_s, prompt.opened_s = final.begun_s, self._loop.time()
                 prompt.started.set_result(None)
             blocks = kv.Span(final.blocks.start, len(final.blocks))
-            prompt.transfer.announce(blocks, kv.Span(first_layer, num_layers))
+            prompt.transfer.announce(blocks, layers)
             # A recurrent state changes until the prompt's end. Whatever layers it is of, it fills blocks of all.
-            if final.ends_prompt and first_layer + num_layers == self._layout.num_layers:
+            if final.ends_prompt and layers.end == self._layout.num_layers:
                 states = kv.Span(final.blocks.stop, self._layout.state_blocks)
                 prompt.transfer.announce(states, self._layout.whole.layers)
 
@@ -286,8 +291,7 @@ class PrefillService:
         for sequence, error in [*result.failed, *preempted]:
             prompt = self._prompts.get(sequence.key)
             if prompt is not None:
-                prompt.has_failed = True
-                (prompt.first_token if prompt.started.done() else prompt.started).set_exception(error)
+                prompt.fail(error)
 
 
 def final_blocks(item: ScheduledSequence, block_size: int) -> range:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from mesh.domain.errors import SlowReader
 from mesh.domain.tokens import PromptLogprob
 from router.admission.limiter import Permit
-from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken, unless_in
+from router.choice import Choice, ChoiceEvents, TokenEvent, TopToken, unless_same
 from router.text.model_text import PromptEncoder
 from router.text.tokenizer import TextToken
 from router.validation import ValidRequest
@@ -275,4 +275,4 @@ class Answer:
     def _own_bytes(self, piece: TextToken) -> bytes | None:
         if piece.special or not self._valid.params.own_bytes:
             return None
-        return unless_in(piece.text, self._encoder.tokenizer.bytes_of(piece.id, piece.text))
+        return unless_same(self._encoder.tokenizer.bytes_of(piece.id, piece.text), piece.text)

@@ -166,11 +166,11 @@ class TopToken:
     ) -> "TopToken":
         """`begins`: the token would begin a text. `with_bytes`: with its bytes, if they are not those of its text."""
         text = tokenizer.text_of(entry.id, begins=begins)
-        own_bytes = unless_in(text, tokenizer.bytes_of(entry.id, text)) if with_bytes else None
+        own_bytes = unless_same(tokenizer.bytes_of(entry.id, text), text) if with_bytes else None
         return cls(entry.id, text, entry.logprob, own_bytes)
 
 
-def unless_in(text: str, own_bytes: bytes) -> bytes | None:
+def unless_same(own_bytes: bytes, text: str) -> bytes | None:
     """Return a token's own bytes, or None if they are those of `text`, which is sent anyway."""
     return None if own_bytes == text.encode() else own_bytes
 
@@ -362,7 +362,7 @@ class Choice:
         if self._with_bytes and not hide_text:
             added = self._text.added
             own_bytes = added.encode() if special else self._tokenizer.bytes_of(token.id, added)
-            event = event._replace(own_bytes=unless_in(text, own_bytes))
+            event = event._replace(own_bytes=unless_same(own_bytes, text))
         self._pending.append(event)
 
     def _finish(self, reason: FinishReason) -> None:

@@ -27,10 +27,9 @@ class ModelDirectory:
     async def generate(self, params: GenerateParams, time_left_s: float | None) -> Answer:
         """Start generating with the request's model. Raises the errors of `find` and ModelService.generate."""
         name = self._public_name(params.model)
-        with self.counting_refusals():
-            params = self._with_revision(params, name)
-            service = self.find(params.model)
-            answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
+        params = self._with_revision(params, name)
+        service = self.find(params.model)
+        answer = await service.generate(_with_adapter(params, service.model.name), time_left_s)
         if params.revision:
             self._traffic.began(name, params.revision)
         return answer

@@ -13,7 +13,7 @@ from typing import Any
 from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from checkpoint.source import ModelSource, split_models
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, missing_extra
 from mesh.interrupts import run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
@@ -61,7 +61,7 @@ def add_arguments(parser: CommandParser) -> None:
         metavar="FILE",
         help="write all results to FILE, including the arrival time of each token",
     )
-    results.add_argument("--plots", metavar="DIR", help="draw plots; needs the extra: pip install tandem-serve[bench]")
+    results.add_argument("--plots", metavar="DIR", help="draw plots; needs the extra bench")
     about = (
         "do not measure: show results that --json wrote and draw their plots (into --plots, default: current folder)"
     )
@@ -254,7 +254,7 @@ def _prepare_plots(folder: Path) -> None:
 
         folder.mkdir(parents=True, exist_ok=True)
     except ImportError as error:
-        raise ConfigurationError("plots need the extra: pip install 'tandem-serve[bench]'") from error
+        raise missing_extra("plots need matplotlib", "bench") from error
     except OSError as error:
         raise ConfigurationError(f"cannot create the folder {folder}: {error.strerror}") from error
 

@@ -43,7 +43,7 @@ class Conversation:
 
 def add_arguments(parser: CommandParser) -> None:
     add_connection_arguments(parser)
-    parser.add_argument("--model", help="served model (default: the only one)")
+    parser.add_argument("--model", help="served model, or a LoRA adapter of one (default: the only model)")
     parser.add_argument("--system", default="", metavar="TEXT", help="system message")
     add_sampling_arguments(parser)
 

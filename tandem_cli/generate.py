@@ -20,7 +20,7 @@ def add_arguments(parser: CommandParser) -> None:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--chat", action="store_true", help="apply the chat template (default if the model has one)")
     form.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without the chat template")
-    parser.add_argument("--model", help="served model (default: the only one)")
+    parser.add_argument("--model", help="served model, or a LoRA adapter of one (default: the only model)")
     add_sampling_arguments(parser)
     parser.add_argument("--top-p", type=float, metavar="P", help="draw from the likeliest tokens that have this share")
     parser.add_argument("--top-k", type=int, metavar="K", help="draw from so many of the likeliest tokens")
@@ -90,5 +90,5 @@ def _wants_chat(args: argparse.Namespace, client: tandem.Client) -> bool:
         return False
     has_template = client.model(args.model or "", timeout=10).has_chat_template
     if args.chat and not has_template:
-        raise ConfigurationError("this model has no chat template: use --raw")
+        raise ConfigurationError("this model has no chat template: leave out --chat")
     return has_template

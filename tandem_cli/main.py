@@ -76,7 +76,9 @@ _ADVICE = {
 }
 """What a user can do about errors of the SDK, by the name of the error."""
 
-_TLS_ADVICE = "give --tls, or --tls-ca FILE, if it does, and neither if it does not"
+_TLS_ADVICE = (
+    "give --tls, or --tls-ca FILE, if it does, with --tls-name if the certificate has another name; neither if not"
+)
 
 
 class _Version(argparse.Action):

@@ -42,7 +42,7 @@ _SILENT_S = 300.0
 they have not given up, so theirs are the limits on loading and on waiting for ranks.
 """
 _LISTEN_S = 5.0
-_COMPILE_HINT = "the first start compiles kernels for this CPU, which takes 10 to 60 s; later starts take seconds"
+_COMPILE_HINT = "a first start compiles kernels, for 10 to 60 s, longer on a busy machine; later starts take seconds"
 
 
 class MeshFailed(Exception):

@@ -18,7 +18,7 @@ from pathlib import Path
 import tandem
 from engine.cores import make_core_table
 from gateway.settings import GatewaySettings
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, missing_extra
 from mesh.domain.host import is_loopback
 from mesh.fork_server.client import ForkServer, can_fork
 from mesh.interrupts import run_async
@@ -109,7 +109,7 @@ def _serve_on_ray(
     deployment: Deployment, display: Display, trial: Trial, *, programs: Programs, environ: Mapping[str, str]
 ) -> int:
     if importlib.util.find_spec("ray") is None:
-        raise ConfigurationError("--on ray needs ray: install tandem-serve[ray]")
+        raise missing_extra("--on ray needs ray", "ray")
     # These import the engine, which a mesh on this machine does not need here.
     from tandem_cli.on_ray.cluster import connected
     from tandem_cli.on_ray.launch import on_ray
@@ -307,7 +307,7 @@ def _require_redis(num_routers: int, url: str) -> None:
     if not url:
         return
     if importlib.util.find_spec("redis") is None:
-        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]")
+        raise missing_extra("registry_url needs redis", "redis")
     from mesh.redis_connection import FAILURES, cause_of, open_redis
 
     async def ping() -> None:

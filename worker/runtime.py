@@ -20,7 +20,7 @@ import structlog
 
 from engine.loop import Busy, EngineLoop
 from engine.scheduler import Scheduler
-from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerDraining
+from mesh.domain.errors import ConfigurationError, InvalidRequest, MeshError, WorkerDraining, missing_extra
 from mesh.domain.host import join_host
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.logs import flush_outputs
@@ -238,7 +238,7 @@ def _registration(
     try:
         from worker.redis_agent import RedisAgent
     except ImportError as error:
-        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
+        raise missing_extra("registry_url needs redis", "redis") from error
     return RedisAgent(settings.registry_url, key, agent).run
 
 

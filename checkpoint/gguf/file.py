@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mesh.domain.errors import ConfigurationError
+from mesh.domain.errors import ConfigurationError, missing_extra
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,7 +62,7 @@ def open_gguf(path: Path) -> GgufFile:
     try:
         import gguf
     except ModuleNotFoundError as error:
-        raise ConfigurationError("reading GGUF needs the extra gguf: pip install 'tandem-serve[gguf]'") from error
+        raise missing_extra("reading GGUF needs gguf", "gguf") from error
     metadata: dict[str, Any] = {}
     tensors: dict[str, ReaderTensor] = {}
     for part in _parts(path):

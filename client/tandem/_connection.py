@@ -37,7 +37,7 @@ _TRACE_CONTEXT = TraceContextTextMapPropagator()
 _MAX_LOSSES = 4
 # A lost router is last in order, and its health check may still succeed for a moment.
 _STAGGER_S = 0.2
-_PATIENT = RetryPolicy(max_retries=sys.maxsize, max_backoff_s=2.0)
+_UNLIMITED_RETRIES = RetryPolicy(max_retries=sys.maxsize, max_backoff_s=2.0)
 
 
 class Connection:
@@ -79,12 +79,12 @@ class Connection:
         request: generation_pb2.GenerateRequest,
         deadline: Deadline,
         policy: RetryPolicy | None = None,
-        patience: Deadline | None = None,
+        retry_deadline: Deadline | None = None,
         losses: Losses | None = None,
     ) -> "MessageStream":
         """Start a Generate call and wait for its first message. The call is retried until then, with `policy` or the
-        policy of the client. Retries end with `patience`, by default with `deadline`. `losses` counts those of earlier
-        attempts, and of this one.
+        policy of the client. Retries end with `retry_deadline`, by default with `deadline`. `losses` counts broken
+        connections of earlier attempts, and of this one.
         """
 
         async def attempt(router: Router, timeout_s: float) -> MessageStream:
@@ -98,14 +98,14 @@ class Connection:
                 raise
             return stream
 
-        return await self._try_all(attempt, deadline, policy, patience, losses)
+        return await self._try_all(attempt, deadline, policy, retry_deadline, losses)
 
     async def _try_all(
         self,
         attempt: Callable[[Router, float], Awaitable[R]],
         deadline: Deadline,
         policy: RetryPolicy | None = None,
-        patience: Deadline | None = None,
+        retry_deadline: Deadline | None = None,
         losses: Losses | None = None,
     ) -> R:
         """Call `attempt(router, timeout_s)` until it succeeds at a router or the policy gives up.
@@ -136,7 +136,7 @@ class Connection:
             raise error
 
         try:
-            return await retrying(one_round, policy or self._policy, patience or deadline, losses)
+            return await retrying(one_round, policy or self._policy, retry_deadline or deadline, losses)
         except ConnectionFailed as error:
             raise broke or error from None
 
@@ -267,9 +267,11 @@ class ResumableStream:
             if self._stream is None:
                 self._stream = await self._connection.open_stream(self._request, self._deadline, losses=self._losses)
             else:
-                await self._read_on(self._stream)
+                await self._stream.read()
         except ConnectionFailed as loss:
-            if self._stream is None and not loss.broke:
+            if self._stream is not None:
+                self._losses.count += 1  # `open_stream` counts its own
+            elif not loss.broke:
                 raise  # no router has accepted the call
             if self._is_complete():
                 return None
@@ -279,13 +281,6 @@ class ResumableStream:
             # Sent again, the call must reach the same revision, whatever its share is by then.
             self._request.model = message.prompt.model
         return message
-
-    async def _read_on(self, stream: MessageStream) -> None:
-        try:
-            await stream.read()
-        except ConnectionFailed:
-            self._losses.count += 1
-            raise
 
     def cancel(self) -> None:
         """Cancel the call, unless it has ended."""
@@ -301,11 +296,13 @@ class ResumableStream:
         if self._stream is not None and self._request.HasField("ttft_target"):
             # The first token was delivered before the loss, so its target no longer applies.
             self._request.ttft_target.FromMicroseconds(max(1, round(self._deadline.remaining_s() * 1_000_000)))
-        patience = Deadline.after(min(self._resume_timeout_s, self._deadline.remaining_s()))
+        retry_deadline = Deadline.after(min(self._resume_timeout_s, self._deadline.remaining_s()))
         try:
             # A router that has just started does not know its workers and their limits yet.
-            await self._connection.wait_serving(patience.remaining_s(), stagger_s=_STAGGER_S)
-            stream = await self._connection.open_stream(self._request, self._deadline, _PATIENT, patience, self._losses)
+            await self._connection.wait_serving(retry_deadline.remaining_s(), stagger_s=_STAGGER_S)
+            stream = await self._connection.open_stream(
+                self._request, self._deadline, _UNLIMITED_RETRIES, retry_deadline, self._losses
+            )
         except TandemError as error:
             if not self._deadline.remaining_s():
                 raise DeadlineExceeded(f"out of time while looking for a router: {loss}") from error

@@ -69,11 +69,11 @@ class PrefixCache:
 
     def _hash_after(self, sequence: SequenceState, hashes: list[BlockHash]) -> BlockHash:
         """The hash of the block after those that have `hashes`."""
-        place, size = len(hashes), self.block_size
-        if sequence.known_hashes is not None and place < len(sequence.known_hashes):
-            return sequence.known_hashes[place]
+        position, size = len(hashes), self.block_size
+        if sequence.known_hashes is not None and position < len(sequence.known_hashes):
+            return sequence.known_hashes[position]
         parent = hashes[-1] if hashes else root_hash(*self._scope(sequence))
-        return next_hash(parent, sequence.token_ids[place * size : (place + 1) * size])
+        return next_hash(parent, sequence.token_ids[position * size : (position + 1) * size])
 
     def _scope(self, sequence: SequenceState) -> tuple[str, list[int]]:
         """KV scope and, for encoders, prompt that the hashes cover besides the preceding tokens: see `root_hash`."""
@@ -108,14 +108,14 @@ class CopyOnWrite:
         fork.block_hashes = origin.block_hashes[:num_shared]
         fork.last_snapshot, fork.is_transferred = origin.last_snapshot, origin.is_transferred
         copied = [*range(first), *(range(end, end + self._groups.count) if num_copied_tokens else ())]
-        originals = [origin.block_table[place] for place in copied]
-        self._pool.hold(originals)
-        self.begin_as(originals, fork, [fork.block_table[place] for place in copied])
+        sources = [origin.block_table[entry] for entry in copied]
+        self._pool.hold(sources)
+        self.plan_copies(sources, [fork.block_table[entry] for entry in copied], fork)
         return True
 
-    def begin_as(self, originals: Sequence[int], sequence: SequenceState, own: Sequence[int]) -> None:
-        """Let blocks of a sequence begin as copies of others, which it holds from now on until they are copied."""
-        sequence.copies = list(zip(originals, own, strict=True))
+    def plan_copies(self, sources: Sequence[int], targets: Sequence[int], sequence: SequenceState) -> None:
+        """Have the next step of the sequence copy `sources`, which it holds until then, into its blocks `targets`."""
+        sequence.copies = list(zip(sources, targets, strict=True))
         if sequence.copies:
             self._due.append(sequence)
 
@@ -133,13 +133,13 @@ class CopyOnWrite:
         return tuple(pair for fork in due for pair in fork.copies)
 
     def end_step(self, number: int) -> None:
-        """Release the originals once the batch with this number has copied them."""
+        """Release the sources once the batch with this number has copied them."""
         for fork in self._copying.pop(number, ()):
             self.drop(fork)
 
     def drop(self, sequence: SequenceState) -> None:
-        """Release the original blocks that this sequence holds."""
+        """Release the sources of copies that this sequence holds."""
         if sequence.copies:
-            request, originals = sequence.request, [source for source, _ in sequence.copies]
-            self._pool.free(originals, request.cache_namespace, request.cache_hints)
+            request, sources = sequence.request, [source for source, _ in sequence.copies]
+            self._pool.free(sources, request.cache_namespace, request.cache_hints)
             sequence.copies = []

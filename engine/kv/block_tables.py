@@ -2,8 +2,8 @@
 
 The scheduler says which sequence gets blocks; this file says which ones, and when each is freed:
 
-    admit, reserve   blocks for all tokens of a sequence: cached ones (PrefixCache, Windows), those that were kept when
-                     they were evicted, and others. In groups of layers with a window, those that are seen
+    admit, reserve   blocks for all tokens of a sequence: cached ones (PrefixCache, Windows), those read from disk, and
+                     new ones. In groups of layers with a window, those that are seen
     share            the blocks of another choice of the same prompt (CopyOnWrite)
     grow             blocks for the next token, or for drafts
     publish          full blocks and snapshots become findable: prefix cache
@@ -92,81 +92,81 @@ class BlockTables:
         if self._state_blocks:  # the last token is computed once more, and writes to its block
             hashes = hashes[: last // self._groups.block_size]
         matched = self.windows.match(hashes, last, sequence.from_disk)
-        return self._take(sequence, hashes, matched, self._num_kept(beside, next_in_line), last_seen=last)
+        return self._allocate(sequence, hashes, matched, self._watermark(beside, next_in_line), last_seen=last)
 
     def admit(
         self, sequence: SequenceState, beside: Collection[SequenceState], next_in_line: SequenceState | None
     ) -> bool:
         """Allocate blocks for a sequence that is computed here."""
-        hashes, num_kept = self._prefixes.reusable(sequence), self._num_kept(beside, next_in_line)
+        hashes, watermark = self._prefixes.reusable(sequence), self._watermark(beside, next_in_line)
         if self._state_blocks and self.evicted is not None:
             self.snapshots.restore(sequence, hashes, self.evicted.restore)
         if not self._state_blocks:
-            return self._take(sequence, hashes, self.windows.match(hashes, kept=sequence.from_disk), num_kept)
+            return self._allocate(sequence, hashes, self.windows.match(hashes, on_disk=sequence.from_disk), watermark)
         matched = self.windows.match(hashes)
         reused = self.snapshots.find(hashes[: len(matched)])
         snapshot = self._pool.snapshot(hashes[reused - 1]) if reused else ()
         # A snapshot stays while it is copied. Where there is no room for both, the sequence does without it.
-        if not self._take(sequence, hashes, matched[:reused], num_kept, snapshot) and not (
-            reused and self._take(sequence, hashes, [], num_kept)
+        if not self._allocate(sequence, hashes, matched[:reused], watermark, snapshot) and not (
+            reused and self._allocate(sequence, hashes, [], watermark)
         ):
             return False
         self.snapshots.begin(sequence, len(matched))
         return True
 
-    def _num_kept(self, beside: Collection[SequenceState], next_in_line: SequenceState | None) -> int:
+    def _watermark(self, beside: Collection[SequenceState], next_in_line: SequenceState | None) -> int:
         """Blocks that a newcomer must leave free."""
-        num_kept = self._headroom(beside) + self.windows.num_promised(beside)
+        watermark = self._headroom(beside) + self.windows.num_promised(beside)
         if next_in_line is not None:
             num_tokens, step_tokens = next_in_line.num_tokens, self.windows.step_tokens
-            num_kept += self._state_blocks + self._groups.num_blocks_at_once(num_tokens, step_tokens)
-        return num_kept
+            watermark += self._state_blocks + self._groups.num_blocks_at_once(num_tokens, step_tokens)
+        return watermark
 
     def _headroom(self, running: Collection[SequenceState]) -> int:
         return len(running) * self._groups.count
 
-    def _take(
+    def _allocate(
         self,
         sequence: SequenceState,
         hashes: list[BlockHash],
         matched: Sequence[int | None],
-        num_kept: int,
+        watermark: int,
         snapshot: Sequence[int] = (),
         last_seen: int | None = None,
     ) -> bool:
-        """Give a sequence the blocks `matched` by `hashes`, and others for the rest of its tokens; False, and no
-        change, if fewer than `num_kept` would be left. Its state begins as the one in `snapshot`. `last_seen`: the
-        token whose window counts, see `Windows.match`.
+        """Give a sequence the blocks `matched` by `hashes`, of which those that are None come from disk, and new ones
+        for the rest of its tokens. False, and no change, if fewer than `watermark` would be left. Its state begins as
+        the one in `snapshot`. `last_seen`: the token whose window counts, see `Windows.match`.
         """
         num_tokens, states = sequence.num_tokens, self._state_blocks
         num_reused = len(matched) // self._groups.count
         num_cached_tokens = num_reused * self._groups.block_size
-        unheld = self.windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
-        num_restored, held = matched.count(None), [each for each in matched if each is not None]
-        num_missing = states + num_restored + sum(unheld)
+        needs_block = self.windows.wanted(num_tokens, num_reused, last_seen)[len(matched) :]
+        cached = [block_id for block_id in matched if block_id is not None]
+        num_new = states + matched.count(None) + sum(needs_block)
         if last_seen is None:
-            num_kept += self.windows.num_passing(num_tokens, num_cached_tokens)
-        if num_missing > self._pool.num_allocatable_beside([*held, *snapshot]) - num_kept:
+            watermark += self.windows.num_passing(num_tokens, num_cached_tokens)
+        if num_new > self._pool.num_allocatable_beside([*cached, *snapshot]) - watermark:
             return False
-        self._pool.hold([*held, *snapshot, *[NO_BLOCK] * unheld.count(False)])
-        own = self._pool.allocate(num_missing) or []
-        remaining = iter(own[states:])
-        begin = [next(remaining) if each is None else each for each in matched] if num_restored else held
-        others = [next(remaining) if is_wanted else NO_BLOCK for is_wanted in unheld]
-        sequence.block_table += own[:states] + begin + others
-        self.copies.begin_as(snapshot, sequence, own[: len(snapshot)])
-        self._restore(sequence, hashes, [place for place, each in enumerate(matched) if each is None])
+        self._pool.hold([*cached, *snapshot, *[NO_BLOCK] * needs_block.count(False)])
+        new = self._pool.allocate(num_new) or []
+        state, blocks = new[:states], iter(new[states:])
+        sequence.block_table += state
+        sequence.block_table += [next(blocks) if block_id is None else block_id for block_id in matched]
+        sequence.block_table += [next(blocks) if is_needed else NO_BLOCK for is_needed in needs_block]
+        self.copies.plan_copies(snapshot, state[: len(snapshot)], sequence)
+        self._restore(sequence, hashes, [index for index, block_id in enumerate(matched) if block_id is None])
         sequence.block_hashes = hashes[:num_reused]
         sequence.num_cached_tokens = sequence.num_computed_tokens = num_cached_tokens
         return True
 
-    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], places: list[int]) -> None:
-        """Fill the sequence's blocks at these places in the table of its tokens with what was kept of them."""
-        kept, sequence.from_disk = sequence.from_disk, BlockPayloads()
-        if self.evicted is not None and places:
-            blocks = [sequence.block_table[self._state_blocks + place] for place in places]
-            names = [group_hash(hashes[place // self._groups.count], place % self._groups.count) for place in places]
-            self.evicted.restore(blocks, [kept[name] for name in names])
+    def _restore(self, sequence: SequenceState, hashes: list[BlockHash], entries: list[int]) -> None:
+        """Copy KV from disk into the blocks of these entries of the sequence's table, counted behind the state's."""
+        payloads, sequence.from_disk = sequence.from_disk, BlockPayloads()
+        if self.evicted is not None and entries:
+            blocks = [sequence.block_table[self._state_blocks + entry] for entry in entries]
+            names = [group_hash(hashes[entry // self._groups.count], entry % self._groups.count) for entry in entries]
+            self.evicted.restore(blocks, [payloads[name] for name in names])
             for block_id, name in zip(blocks, names, strict=True):
                 self._pool.publish(block_id, name)
 
@@ -229,7 +229,7 @@ class BlockTables:
 
     def check_integrity(self, holders: Iterable[SequenceState]) -> None:
         """Raise ValueError unless these sequences account for every held block."""
-        self._pool.check_integrity([self.windows.kept, *(sequence.held_blocks for sequence in holders)])
+        self._pool.check_integrity([self.windows.null_blocks, *(sequence.held_blocks for sequence in holders)])
 
     def _num_entries(self, sequence: SequenceState) -> int:
         """Length of the table for all tokens that the sequence has."""

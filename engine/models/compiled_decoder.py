@@ -15,19 +15,10 @@ from torch.nn.functional import layer_norm
 
 from engine.attention.backend import ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
-from engine.kernels.cpu.arguments import (
-    Batch,
-    Int64s,
-    Range,
-)
+from engine.kernels.cpu.arguments import Batch, Int64s, Range
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
 from engine.kernels.cpu.logits import summarise
-from engine.kernels.cpu.machine import (
-    AMX_DEPTH,
-    has_amx,
-    knows_amx,
-    multiplies_bf16,
-)
+from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.step import output_rows, run_layers
 from engine.kernels.cpu.stored import Stored
@@ -43,12 +34,7 @@ from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
 from engine.models.rope import ropes_of
-from engine.models.row_shares import (
-    RowCosts,
-    RowCut,
-    cut_rows,
-    most_shares,
-)
+from engine.models.row_shares import RowCosts, RowCut, cut_rows, most_shares
 from engine.models.share import rank_share
 from mesh.domain.host import Cores
 
@@ -94,8 +80,15 @@ class CompiledDecoder:
         self._num_groups = cache.layout.groups.count
         self._model = model_constants(config, packed, layers, shapes, cache, places)
         self._unlinked = list(LAYER_KERNELS) if compile_all else needed_by(self._model)
-        facts = config, self._model, self._ranks, sorted(set(shapes)), self._adapters.pieces
-        self._memory = LoopMemory(*facts, shrunk_width=self._adapters.shrunk_width, bf16=bf16)
+        self._memory = LoopMemory(
+            config,
+            self._model,
+            self._ranks,
+            sorted(set(shapes)),
+            self._adapters.pieces,
+            shrunk_width=self._adapters.shrunk_width,
+            bf16=bf16,
+        )
         if self._ranks.rank == 0:
             self._compile()
 

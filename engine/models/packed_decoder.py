@@ -1,5 +1,6 @@
 """The weights of a CompiledDecoder as its loop reads them, packed from parameters."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -8,7 +9,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import attention_shape
-from engine.kernels.cpu.arguments import Array, Floats
+from engine.kernels.cpu.arguments import Array, Floats, RecurrentWeights
 from engine.kernels.cpu.machine import EIGHT_BITS, IN_BF16, IN_FP32, PANEL
 from engine.kernels.cpu.packing import MatrixShape, Packer, as_array, unit_runs
 from engine.loading.times import load_phase
@@ -36,6 +37,8 @@ from engine.models.share import RankShare
 _NORMS = ("input_norm", "post_norm", "attn_out_norm", "mlp_out_norm", *MIXED_NORMS)
 """In the order of the kernels' numbers; see engine/kernels/cpu/arguments.py."""
 _PACKED_DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+_EXACT_LATENT_OUTPUTS = (torch.float8_e4m3fn, torch.float32)
+"""Types of the output matrix with which the panels of latent attention are in fp32."""
 
 
 def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) -> PackedDecoder:
@@ -44,17 +47,14 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
         raise ValueError(f"the compiled decoder cannot pack encoding {parameters.encoding!r}")
     embed = parameters.take("embed")
     packer = Packer(_matrix_shapes(config, share, parameters), _PACKED_DTYPES.get(parameters.encoding, embed.dtype))
-    in_fp8 = parameters.encoding == "fp8"
-    output_dtype = torch.float8_e4m3fn if in_fp8 else embed.dtype if parameters.encoding == "float" else torch.int8
-    output_packer = Packer([_output_shape(config, share, parameters, embed)], output_dtype)
-    # Rank 0 holds all of a tied embedding, others their rows. First, as copies would lie beside all layers later.
-    _pack(output_packer, 0, parameters.take_output(embed[: share.vocab.count]))
+    # First, as copies of a tied embedding would lie beside all layers later.
+    output_packer = _pack_output(parameters, embed, config, share)
     positions = _take_at_start(parameters, "positions", config, share)
     embed_norm = _take_norm(parameters, "embed_norm", config) if config.embed_norm else positions[:0]
     numbers = range(share.layers.first, share.layers.end)
     norms, head_norms, activation, sinks, recurrences = [], [], [], [], []
     routers, packed = _empty_routers(config, len(numbers)), 0
-    latents = _empty_latents(config, len(numbers), is_exact=in_fp8 or output_dtype is torch.float32)
+    latents = _empty_latents(config, len(numbers), is_exact=output_packer.dtype in _EXACT_LATENT_OUTPUTS)
     for i, number in enumerate(numbers):
         layer, packed = f"layers.{number}", _pack_layer(packer, packed, parameters, config, number)
         if has_experts(config, number):
@@ -71,23 +71,37 @@ def pack_decoder(config: ModelConfig, parameters: Parameters, share: RankShare) 
             sinks.append(parameters.take(f"{layer}.sinks").float().numpy())
     layer_inputs, inputs_norm = _pack_layer_inputs(packer, packed, parameters, config)
     return PackedDecoder(
-        as_array(embed if share.rank == 0 else embed[:0]),
-        positions,
-        embed_norm,
-        packer.weights,
-        output_packer.weights,
-        np.stack(norms),
-        _take_norm(parameters, "final_norm", config),
-        np.stack(head_norms),
-        take_scalars(parameters, config, numbers),
-        layer_inputs,
-        inputs_norm,
-        torch.stack(activation).numpy(),
-        np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
-        *routers,
-        *latents,
-        *stacked(recurrences),
+        embed=as_array(embed if share.rank == 0 else embed[:0]),
+        positions=positions,
+        embed_norm=embed_norm,
+        weights=packer.weights,
+        output=output_packer.weights,
+        norms=np.stack(norms),
+        final_norm=_take_norm(parameters, "final_norm", config),
+        head_norms=np.stack(head_norms),
+        scalars=take_scalars(parameters, config, numbers),
+        layer_inputs=layer_inputs,
+        layer_inputs_norm=inputs_norm,
+        activation=torch.stack(activation).numpy(),
+        sinks=np.array(sinks, np.float32).reshape(len(sinks), -1 if sinks else 0),
+        **routers._asdict(),
+        **latents._asdict(),
+        **_recurrent_fields(stacked(recurrences)),
     )
+
+
+def _recurrent_fields(weights: RecurrentWeights) -> Mapping[str, Floats]:
+    """The fields of PackedDecoder with the parameters of recurrent layers."""
+    fields = weights._asdict()
+    return {"conv_biases": fields.pop("biases"), "recurrent_norms": fields.pop("norms"), **fields}
+
+
+def _pack_output(parameters: Parameters, embed: Tensor, config: ModelConfig, share: RankShare) -> Packer:
+    """Pack the output matrix. Of a tied embedding rank 0 holds all rows, other ranks their own."""
+    dtypes = {"fp8": torch.float8_e4m3fn, "float": embed.dtype}
+    packer = Packer([_output_shape(config, share, parameters, embed)], dtypes.get(parameters.encoding, torch.int8))
+    _pack(packer, 0, parameters.take_output(embed[: share.vocab.count]))
+    return packer
 
 
 def _pack_layer(packer: Packer, number: int, parameters: Parameters, config: ModelConfig, layer: int) -> int:
@@ -150,11 +164,11 @@ def _empty_routers(config: ModelConfig, num_layers: int) -> _Routers:
     experts, hidden = config.experts or NO_EXPERTS, config.hidden_size
     num_panels = -(-experts.num_experts // PANEL)
     return _Routers(
-        np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
-        np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
-        np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
-        np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
-        np.zeros((num_layers, experts.num_experts if config.mixed is not None else 0), np.float32),
+        routers=np.zeros((num_layers, num_panels, hidden, PANEL), np.float32),
+        router_biases=np.zeros((num_layers, experts.num_experts if experts.router_bias else 0), np.float32),
+        choice_biases=np.zeros((num_layers, experts.num_experts if experts.choice_bias else 0), np.float32),
+        shared_gates=np.zeros((num_layers, int(experts.shared_gate), hidden), np.float32),
+        expert_factors=np.zeros((num_layers, experts.num_experts if config.mixed is not None else 0), np.float32),
     )
 
 
@@ -166,19 +180,28 @@ def _take_router(parameters: Parameters, layer: str, number: int, routers: _Rout
             taken[number] = parameters.take(f"{layer}.{kind}").float()
 
 
-def _empty_latents(config: ModelConfig, num_layers: int, *, is_exact: bool) -> tuple[Floats, Floats, Array, Array]:
-    """Norms of queries and of KV, and panels that project to and from the latent: in fp16 unless `is_exact`."""
+class _Latents(NamedTuple):
+    """As in PackedDecoder."""
+
+    q_norms: Floats
+    kv_norms: Floats
+    key_up: Array
+    value_up: Array
+
+
+def _empty_latents(config: ModelConfig, num_layers: int, *, is_exact: bool) -> _Latents:
+    """The panels, which project to and from the latent, are in fp16 unless `is_exact`."""
     facts, heads = config.latent or NO_LATENT, config.num_heads if config.latent else 0
     dtype = np.float32 if is_exact else np.uint16
-    return (
-        np.empty((num_layers, 1, facts.query_rank), np.float32),
-        np.empty((num_layers, 1, facts.kv_rank), np.float32),
-        np.empty((num_layers, heads, facts.kv_rank // PANEL, facts.plain_dim, PANEL), dtype),
-        np.empty((num_layers, heads, facts.value_dim // PANEL, facts.kv_rank, PANEL), dtype),
+    return _Latents(
+        q_norms=np.empty((num_layers, 1, facts.query_rank), np.float32),
+        kv_norms=np.empty((num_layers, 1, facts.kv_rank), np.float32),
+        key_up=np.empty((num_layers, heads, facts.kv_rank // PANEL, facts.plain_dim, PANEL), dtype),
+        value_up=np.empty((num_layers, heads, facts.value_dim // PANEL, facts.kv_rank, PANEL), dtype),
     )
 
 
-def _take_latent(parameters: Parameters, layer: str, latents: tuple[Floats, Floats, Array, Array], index: int) -> None:
+def _take_latent(parameters: Parameters, layer: str, latents: _Latents, index: int) -> None:
     q_norms, kv_norms, key_up, value_up = latents
     if q_norms.shape[2]:
         q_norms[index, 0] = parameters.take(f"{layer}.q_norm").float()

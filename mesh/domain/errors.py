@@ -88,6 +88,11 @@ class ConfigurationError(MeshError):
     """A setting, checkpoint, or port is wrong. The message says what to do."""
 
 
+def missing_extra(need: str, extra: str) -> ConfigurationError:
+    """The error for a package that is not installed. `need` names it, as in "plots need matplotlib"."""
+    return ConfigurationError(f"{need}: install tandem-serve[{extra}] (in a checkout: pip install '.[{extra}]')")
+
+
 class Replayable(MeshError):
     """This attempt failed through no fault of the request; the router replays it."""
 

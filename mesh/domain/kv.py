@@ -183,6 +183,10 @@ class KVLayout:
         of_tokens = (self.state_blocks + entry for entry in self.groups.visible_entries(num_tokens))
         return [*of_tokens, *range(self.state_blocks)]
 
+    def sent_blocks(self, block_table: Sequence[int], num_tokens: int) -> tuple[int, ...]:
+        """The blocks of these entries."""
+        return tuple(block_table[entry] for entry in self.sent_entries(num_tokens))
+
     def num_sent_for(self, num_tokens: int) -> int:
         """The number of blocks that transfers of a prompt send."""
         return self.num_sent_before(num_tokens, self.groups.num_positions(num_tokens)) + self.state_blocks

@@ -51,7 +51,7 @@ class GenerationServicer(generation_pb2_grpc.GenerationServicer):
         tenant = self._callers.tenant_of(metadata)
         with self._models.counting_refusals():
             params = replace(_params_from_proto(request, tenant), trace_headers=_trace_headers(metadata))
-        answer = await self._models.generate(params, context.time_remaining())
+            answer = await self._models.generate(params, context.time_remaining())
         # If the client leaves while a message is being written, this generator never resumes; the callback still runs.
         context.add_done_callback(lambda _: answer.stream.close())
         handler = asyncio.current_task()

@@ -185,7 +185,9 @@ class PromptEncoder:
     async def _render(self, prompt: ChatPrompt, tenant: str) -> str:
         templates = self._templates
         if templates is None:
-            raise InvalidRequest(f"model {self._model.name} has no chat template: send a prompt or token_ids")
+            raise InvalidRequest(
+                f"model {self._model.name} has no chat template, so it takes no chats: send plain text"
+            )
         return await self._rendering.run(
             lambda: templates.render(prompt.messages, prompt.tools_json, prompt.how), tenant, prompt.num_chars
         )

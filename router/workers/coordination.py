@@ -15,7 +15,7 @@ import grpc
 import structlog
 
 from mesh import wire
-from mesh.domain.errors import ConfigurationError, InvalidRequest
+from mesh.domain.errors import InvalidRequest, missing_extra
 from mesh.domain.worker import HEARTBEAT_INTERVAL_S, CacheEvent, WorkerInfo, WorkerState
 from mesh.durations import duration_to_proto
 from mesh.process import run_for_life
@@ -107,7 +107,7 @@ def coordinate(
     try:
         from router.workers.redis_registry import RedisCoordination
     except ImportError as error:
-        raise ConfigurationError("registry_url needs redis: install tandem-serve[redis]") from error
+        raise missing_extra("registry_url needs redis", "redis") from error
     return RedisCoordination(settings, membership, identity, traffic)
 
 

@@ -24,6 +24,7 @@ import torch
 from decode_worker.settings import DecodeSettings
 from engine.compiled_code import told_of_compilation
 from engine.cores import threads_born_on
+from engine.kernels.cpu.machine import knows_bf16
 from engine.kernels.cpu.phases import PHASES, cycles_per_ms
 from engine.model_runner import ModelRunner
 from engine.models.read_config import load_decoder_config
@@ -224,9 +225,13 @@ def probe(num_threads: int) -> Probed:
     bytes_per_s = read_bytes_per_s(num_threads)
     with tempfile.TemporaryDirectory() as folder:
         model_dir = write_without_weights(Path(folder), _WIDE)
+        float32 = engine_flops_per_s(model_dir, "float32", num_threads)
         rates = {
-            "float32": engine_flops_per_s(model_dir, "none", num_threads),
-            "int8": engine_flops_per_s(model_dir, "int8", num_threads),
+            "float32": float32,
+            "int8": engine_flops_per_s(model_dir, "float32", num_threads, quantize="int8"),
+            # CPUs multiply numbers of two bytes as fp32, unless they have instructions for bf16.
+            "bfloat16": engine_flops_per_s(model_dir, "bfloat16", num_threads) if knows_bf16() else float32,
+            "float16": float32,
         }
     return Probed(num_threads, bytes_per_s, rates)
 
@@ -243,9 +248,9 @@ def read_bytes_per_s(num_threads: int) -> float:
     return _ARRAY_BYTES / min(times_s)
 
 
-def engine_flops_per_s(model_dir: Path, quantize: str, num_threads: int) -> float:
+def engine_flops_per_s(model_dir: Path, dtype: str, num_threads: int, *, quantize: str = "none") -> float:
     """Arithmetic of the engine in the prefill of a prompt: the best of several runs. The first run compiles kernels."""
-    steps = EngineSteps(StepWorkload(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads))
+    steps = EngineSteps(StepWorkload(model_dir, quantize, 1, _PROMPT_TOKENS, num_threads=num_threads, dtype=dtype))
     times_ms = [steps.prompt_ms() for _ in range(1 + _REPEATS)]
     size = model_size(load_decoder_config(model_dir))
     flops = Capacity(size, Precision("float32", "float32"), DeviceRates(0, 1, 1, 1)).prefill_flops(_PROMPT_TOKENS)

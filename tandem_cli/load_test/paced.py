@@ -24,6 +24,7 @@ from engine.models.read_config import load_config
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
+from mesh.domain.kv import Span
 from mesh.domain.tokens import SampledToken
 from mesh.process import ServiceProgram
 from tandem_cli.load_test.endpoints import PACE_ENV
@@ -60,7 +61,7 @@ class PacedRunner:
         """Sleep for the time of the step, then report all layers as computed."""
         time.sleep(self._step_s + self._token_s * sum(item.end - item.start for item in batch.items))
         if on_layers is not None:
-            on_layers(batch, 0, self.kv_cache.layout.num_layers)
+            on_layers(batch, Span(0, self.kv_cache.layout.num_layers))
         outputs = [_output(item) for item in batch.items]
         return lambda: outputs
 

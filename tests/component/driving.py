@@ -7,6 +7,7 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.model_runner import ModelRunner
 from engine.runner import FinishBatch, RunnerOutput
 from engine.sequence import SequenceState
+from mesh.domain.kv import Span
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import PromptLogprob, SampledToken
 
@@ -65,9 +66,9 @@ class Driver:
 
         return end
 
-    def note_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
+    def note_layers(self, batch: ScheduledBatch, layers: Span) -> None:
         """Called when the step has written the KV of these layers."""
-        self.announced.append((first, count))
+        self.announced.append((layers.first, layers.count))
 
     def free_behind(self, sequence: SequenceState) -> None:
         """Give the blocks that have left their windows to other sequences."""

@@ -29,6 +29,7 @@ from engine.runner_settings import RunnerSettings
 from engine.sequence import SequenceState
 from engine.settings import NO_GRAPHS, NO_SPECULATION, GraphSettings, Speculation
 from engine.speculation.drafters import DraftModel
+from mesh.domain.kv import Span
 from tests.component.arms import settings
 from tests.component.checkpoints import FAMILIES, OTHER_FAMILIES, VOCAB_SIZE
 from tests.component.test_load import edit_weights
@@ -263,13 +264,13 @@ def test_steps_that_are_not_captured_run_without_graphs(checkpoint: Callable[[st
         sequence.block_table += range(number * num_blocks, (number + 1) * num_blocks)
         return ScheduledSequence(sequence, num_tokens - 1, 1)
 
-    def announced(batch: ScheduledBatch, first: int, count: int) -> None:
-        layers.append(count)
+    def announced(batch: ScheduledBatch, layers: Span) -> None:
+        counts.append(layers.count)
 
-    layers: list[int] = []
+    counts: list[int] = []
     few = ScheduledBatch(tuple(decoding(number, 5) for number in range(3)))
     runner.begin(few, announced)()
-    assert layers
+    assert counts
     runner.begin(ScheduledBatch(tuple(decoding(number, 5) for number in range(9))))()
     runner.begin(ScheduledBatch((decoding(0, MAX_TOKENS + 8),)))()
     assert capture.num_replays == 0

@@ -43,7 +43,9 @@ def test_a_probe_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurement, "_REPEATS", 1)
     device = measurement.probe(1).device()
     assert device.name == "this machine, 1 thread"
-    for precision in (Precision("float32", "float32"), Precision("int8", "float32")):
+    of_bf16 = Precision("bfloat16", "bfloat16", "float16")  # a checkpoint in bf16 on a CPU with bf16 instructions
+    of_fp16 = Precision("float16", "float16")
+    for precision in (Precision("float32", "float32"), Precision("int8", "float32"), of_bf16, of_fp16):
         rates = device.rates(precision)
         assert min(rates.memory_bytes, rates.bandwidth_bytes_per_s, rates.flops_per_s) > 0
 

@@ -181,7 +181,7 @@ def test_layers_are_noted_before_they_are_announced(
     sequence = SequenceState(make_request("r", range(6)))
     sequence.block_table += [0, 1]
     batch = ScheduledBatch((ScheduledSequence(sequence, 0, 6),))
-    runner.begin(batch, lambda _, first, count: said.append(("announced", Span(first, count))))()
+    runner.begin(batch, lambda _, layers: said.append(("announced", layers)))()
     noted, announced = said[::2], said[1::2]
     assert [layers for _, layers in noted] == [layers for _, layers in announced]
     assert sum(layers.count for _, layers in noted) == runner.config.num_layers

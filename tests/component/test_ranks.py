@@ -104,9 +104,9 @@ class LayersDriver(Driver):
         super().__init__(runner)
         self.copies: list[tuple[list[int], KVSpan, bytes]] = []
 
-    def note_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
-        super().note_layers(batch, first, count)
-        span = replace(self.runner.kv_cache.layout.whole, layers=Span(first, count))
+    def note_layers(self, batch: ScheduledBatch, layers: Span) -> None:
+        super().note_layers(batch, layers)
+        span = replace(self.runner.kv_cache.layout.whole, layers=layers)
         blocks = list(batch.items[0].sequence.block_table)
         self.copies.append((blocks, span, self.read(blocks, span)))
 

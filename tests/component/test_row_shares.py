@@ -18,6 +18,7 @@ from engine.model_runner import ModelRunner
 from engine.models import compiled_decoder, row_shares
 from engine.models.row_shares import RowCosts, RowCut, batch_of, cut_rows, most_shares
 from engine.runner import FinishBatch
+from mesh.domain.kv import Span
 from tests.component.adapters import four_adapters
 from tests.component.arms import load_arm
 from tests.component.driving import Driver, Run
@@ -126,7 +127,7 @@ def test_cores_that_are_given_back_between_layers(
             runner.use_cores(tuple(lent))
             return super().begin(*work)
 
-        def note_layers(self, batch: ScheduledBatch, first: int, count: int) -> None:
+        def note_layers(self, batch: ScheduledBatch, layers: Span) -> None:
             runner.use_cores(())
 
     monkeypatch.setattr(f"{__name__}.Driver", Lending)

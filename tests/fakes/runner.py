@@ -15,7 +15,7 @@ from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, ModelFailed
-from mesh.domain.kv import KVLayout, KVSpan
+from mesh.domain.kv import KVLayout, KVSpan, Span
 from mesh.domain.tokens import PromptLogprob, SampledToken, TokenLogprob
 from tests.fakes.kv_store import TwoPassCopies
 
@@ -126,7 +126,7 @@ class FakeRunner:
                     for group, slot in enumerate(self._slots(item.sequence, position, first)):
                         slot[:] = token_id + group * _OF_GROUP
             if on_layers is not None:
-                on_layers(batch, first, self._layers_per_group)
+                on_layers(batch, Span(first, self._layers_per_group))
         for source, target in batch.saves:
             self.store.data[:, :, target] = self.store.data[:, :, source]
         return lambda: [self._output(item, is_lost=lost) for item, lost in zip(batch.items, is_lost, strict=True)]

@@ -67,14 +67,6 @@ class _Segments(NamedTuple):
     num_segments: int
 
 
-class _Steps(NamedTuple):
-    """Sizes that the loops over segments advance by."""
-
-    group: int  # query heads that share a key/value head
-    head_bytes: int  # of a query head
-    token_bytes: int  # of a token in the cache
-
-
 @jit
 def splits_of(visible: Range) -> Range:
     """Numbers of the splits that hold these tokens."""
@@ -210,14 +202,11 @@ def _score_segments(
     element: Element,
 ) -> None:
     """Write scores [query heads, keys] of all segments to memory.scores, without the queries' factors."""
-    num_heads, (group, _, step) = heads.end - heads.first, _steps(shape)
+    num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
     row_bytes, scores = keys.num_segments * VECTOR_BYTES, memory.scores
     for i in range(keys.num_segments):
         for head in range(num_heads):
-            ahead = _segment_ahead(keys, i + _PREFETCH_SEGMENTS, after, step)
-            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
-            at = head_of(_segment(keys, i, step), heads.first + head, shape, element)
-            rows = CacheRows(at, step, shape.head_dim // LANES)
+            rows = _rows_of_head(keys, i, Part(head, num_heads), heads, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 left = Matrix(queries.address + row * queries.step, queries.step)
@@ -241,14 +230,11 @@ def _add_segments(
     element: Element,
 ) -> None:
     """Add the values of all segments to `out`, weighted by the softmax weights in memory.scores."""
-    num_heads, (group, head_bytes, step) = heads.end - heads.first, _steps(shape)
-    row_bytes, scores = values.num_segments * VECTOR_BYTES, memory.scores
+    num_heads, group = heads.end - heads.first, shape.num_heads // shape.num_kv_heads
+    row_bytes, scores, head_bytes = values.num_segments * VECTOR_BYTES, memory.scores, shape.head_dim * FLOAT_BYTES
     for i in range(values.num_segments):
         for head in range(num_heads):
-            ahead = _segment_ahead(values, i + _PREFETCH_SEGMENTS, after, step)
-            _prefetch_part(ahead, KEYS * step, Part(head, num_heads))
-            at = head_of(_segment(values, i, step), heads.first + head, shape, element)
-            rows = CacheRows(at, step, shape.head_dim // LANES)
+            rows = _rows_of_head(values, i, Part(head, num_heads), heads, shape, after, element)
             for g in range(0, group, MAX_QUERY_ROWS):
                 row = head * group + g
                 weights = Matrix(scores + row * row_bytes + i * KEYS * FLOAT_BYTES, row_bytes)
@@ -272,6 +258,20 @@ def _following(query: DecodeQuery, split: _Split, memory: AttentionMemory, kv: L
 
 
 @jit
+def _rows_of_head(
+    segments: _Segments, i: int, part: Part, heads: Range, shape: HeadShape, after: _Segments, element: Element
+) -> CacheRows:
+    """The rows of segment number `i` of one of `heads`, which is `part` of them. Prefetches as large a part of a
+    segment that is read soon.
+    """
+    token_bytes = shape.num_kv_heads * shape.row_bytes
+    ahead = _segment_ahead(segments, i + _PREFETCH_SEGMENTS, after, token_bytes)
+    _prefetch_part(ahead, KEYS * token_bytes, part)
+    at = head_of(_segment(segments, i, token_bytes), heads.first + part.number, shape, element)
+    return CacheRows(at, token_bytes, shape.head_dim // LANES)
+
+
+@jit
 def _segment(segments: _Segments, i: int, step: int) -> Address:
     return segments.layer + read_int64(segments.slots + i * SLOT_BYTES) * step
 
@@ -288,9 +288,3 @@ def _segment_ahead(segments: _Segments, i: int, after: _Segments, step: int) -> 
 def _prefetch_part(at: Address, num_bytes: int, part: Part) -> None:
     """Prefetch one part of these bytes. Few at a time, because current reads wait in the same queue."""
     prefetch(at + num_bytes * part.number // part.num_parts, num_bytes // part.num_parts)
-
-
-@jit
-def _steps(shape: HeadShape) -> _Steps:
-    group = shape.num_heads // shape.num_kv_heads
-    return _Steps(group, shape.head_dim * FLOAT_BYTES, shape.num_kv_heads * shape.row_bytes)

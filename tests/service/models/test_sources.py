@@ -75,6 +75,12 @@ def test_progress_is_told_by_percent_and_now_and_then() -> None:
     assert told == [0.001, 0.011, 0.013, 0.015]
 
 
+def test_the_folder_of_an_adapter_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigurationError, match="it holds a LoRA adapter: serve its base model with --adapter"):
+        ModelSource(str(tmp_path)).locate()
+
+
 def test_a_folder_is_itself(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     source = ModelSource(str(tmp_path))

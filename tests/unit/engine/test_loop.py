@@ -18,7 +18,7 @@ from engine.scheduler import Scheduler
 from engine.sequence import BlockPayloads, SequenceState
 from engine.settings import SchedulerConfig
 from mesh.domain.errors import WorkerLost
-from mesh.domain.kv import BlockHash
+from mesh.domain.kv import BlockHash, Span
 from tests.fakes.drafters import FakeDrafter, eager_speculator
 from tests.fakes.requests import make_request
 from tests.fakes.runner import FAKE_LAYOUT, FakeKVStore, FakeRunner, fake_continuation
@@ -130,8 +130,8 @@ async def test_cores_that_nobody_uses_are_not_borrowed(rig: Rig) -> None:
 async def test_lent_cores_go_back_between_layers_if_they_are_wanted(rig: Rig) -> None:
     announced = []
 
-    def on_layers(batch: ScheduledBatch, first: int, count: int) -> None:
-        announced.append(first)
+    def on_layers(batch: ScheduledBatch, layers: Span) -> None:
+        announced.append(layers)
         rig.cores.wanted_back = True
 
     engine = Engine(rig.scheduler, rig.runner, on_layers=on_layers, cores=rig.cores)

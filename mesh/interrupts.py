@@ -4,7 +4,7 @@ signal comes.
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
 the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
                  closed; others are ignored
-the process ends Ctrl-C ends it at once
+the process ends each of the signals ends it at once
 """
 
 import os
@@ -30,13 +30,16 @@ _CALLERS = (
     "grpc.",
     "llvmlite.binding.executionengine.",
     "numpy.<module>",
+    "weakref.",
+    "_weakrefset.",
     "engine.models.loop_threads.LoopThreads.run",
     "mesh.interrupts._interrupt",
 )
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; threads of a step would wait for
-one that has raised; `_interrupt` itself may run in the middle of asyncio's code.
+numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; Python drops what callbacks of
+weak references raise, such as the one that ends the thread of a KV cache; threads of a step would wait for one that has
+raised; `_interrupt` itself may run in the middle of asyncio's code.
 """
 
 
@@ -95,7 +98,8 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     finally:
-        end_at_ctrl_c()
+        for number in _SIGNALS:  # Python drops exceptions while it ends
+            _handle(number, signal.SIG_DFL)
     sys.exit(status)
 
 

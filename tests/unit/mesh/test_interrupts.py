@@ -140,6 +140,53 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_THE_GARBAGE_COLLECTION = """
+import gc, os, signal, time
+from mesh.interrupts import run_program
+
+def interrupt(phase, info):
+    gc.callbacks.remove(interrupt)
+    print("the collection has begun")
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**5):
+        pass
+
+def main():
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_AFTER_AN_IMPORT = """
+import importlib._bootstrap, os, signal, time
+from mesh.interrupts import run_program
+
+class Locks(dict):
+    def __delitem__(self, name):
+        super().__delitem__(name)
+        if name == "a module":
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(10**5):
+                pass
+            print("the lock is removed")
+
+class Lock:
+    pass
+
+def main():
+    bootstrap = importlib._bootstrap
+    bootstrap._module_locks = Locks(bootstrap._module_locks)
+    lock = bootstrap._get_module_lock("a module")
+    del lock
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 _INTERRUPTED_IN_NUMPY = """
 import os, signal, sys, time
 from mesh.interrupts import run_program
@@ -171,6 +218,8 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_CALLBACK, "the callback is complete\n", id="a weak reference's callback"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_SET, "the set is complete\n", id="a set of weak references"),
+        pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),
+        pytest.param(_INTERRUPTED_IN_THE_GARBAGE_COLLECTION, "the collection has begun\n", id="the garbage collection"),
         pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
     ],
 )

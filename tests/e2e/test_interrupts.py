@@ -118,10 +118,11 @@ async def ended(words: str, folder: Path, after_s: float, signals: Sequence[sign
         await until(lambda: told.done() or _cpu_s(process) >= _FOUND_S, state=lambda: _cpu_s(process))
         for number in signals:
             _signal_group(process, number)
-        out, err = await asyncio.wait_for(asyncio.shield(told), _LIMIT_S)
+        late = not (await asyncio.wait([told], timeout=_LIMIT_S))[0]
     finally:
         _signal_group(process, signal.SIGKILL)
-        await told
+        out, err = await told
+    assert not late, f"it has not ended {_LIMIT_S:g} s after the signal: {out.decode()}{err.decode()}"
     await until(lambda: not _marked(mark), state=lambda: _marked(mark))
     assert process.returncode is not None
     assert _files_in(temporary) == []

@@ -4,7 +4,7 @@ signal comes.
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
 the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
                  closed; others are ignored
-the process ends Ctrl-C ends it at once
+the process ends each of the signals ends it at once
 """
 
 import os
@@ -30,13 +30,17 @@ _CALLERS = (
     "grpc.",
     "llvmlite.binding.executionengine.",
     "numpy.<module>",
+    "weakref.",
+    "_weakrefset.",
+    "importlib._bootstrap._get_module_lock.<locals>.cb",
     "engine.models.loop_threads.LoopThreads.run",
     "mesh.interrupts._interrupt",
 )
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; threads of a step would wait for
-one that has raised; `_interrupt` itself may run in the middle of asyncio's code.
+numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; Python drops what callbacks of
+weak references raise, which run at each import, too; threads of a step would wait for one that has raised; `_interrupt`
+itself may run in the middle of asyncio's code.
 """
 
 
@@ -91,11 +95,14 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     try:
         for number in _SIGNALS:
             _handle(number, _interrupt)
+        sys.unraisablehook = _raise_again
         status = main()
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
     finally:
-        end_at_ctrl_c()
+        sys.unraisablehook = sys.__unraisablehook__
+        for number in _SIGNALS:  # Python drops exceptions while it ends
+            _handle(number, signal.SIG_DFL)
     sys.exit(status)
 
 
@@ -185,6 +192,26 @@ def _raise(number: int) -> NoReturn:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise Terminated(128 + number)
+
+
+def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
+    """Send the signal again whose exception Python has dropped, at a place that `_may_raise` does not know, such as a
+    callback of the garbage collection: the program would go on, and ignore all signals.
+    """
+    match dropped.exc_value:
+        case KeyboardInterrupt():
+            number = int(signal.SIGINT)
+        case Terminated(code=int(status)):
+            number = status - 128
+        case _:
+            sys.__unraisablehook__(dropped)
+            return
+    for signal_number in _SIGNALS:
+        if signal.getsignal(signal_number) == _ignore:
+            signal.signal(signal_number, _interrupt)
+    for running in _in_loop:
+        running.is_told = False
+    _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
 
 
 def _after(seconds: float, call: Callable[[], object]) -> None:

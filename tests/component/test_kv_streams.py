@@ -28,7 +28,9 @@ _MOVES = (((3, 0, 4), (1, 2, 0)), ((1, 2), (4, 3)), ((0, 4, 3), (2, 0, 1)))  # t
 _CAUGHT = (WrongKV, IndexError)  # an IndexError where POISON is taken for the id of a block
 
 
-@pytest.mark.parametrize("num_schedules", [200, pytest.param(10_000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "num_schedules", [200, pytest.param(10_000, marks=[pytest.mark.soak, pytest.mark.timeout(1_800)])]
+)
 def test_what_arrives_is_what_was_computed(num_schedules: int) -> None:
     num_late = 0
     for seed in range(num_schedules):

@@ -94,6 +94,99 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_A_WEAK_CALLBACK = """
+import os, signal, time, weakref
+from mesh.interrupts import run_program
+
+class Dropped:
+    pass
+
+def tidy():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**5):
+        pass
+    print("the callback is complete")
+
+def main():
+    weakref.finalize(Dropped(), tidy)
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_IN_A_WEAK_SET = """
+import os, signal, time, weakref
+from mesh.interrupts import run_program
+
+class Held(set):
+    def discard(self, item):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the set is complete")
+
+class Dropped:
+    pass
+
+def main():
+    dropped = Dropped()
+    held = weakref.WeakSet([dropped])
+    held.data = Held(held.data)
+    del dropped
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_IN_THE_GARBAGE_COLLECTION = """
+import gc, os, signal, time
+from mesh.interrupts import run_program
+
+def interrupt(phase, info):
+    gc.callbacks.remove(interrupt)
+    print("the collection has begun")
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**5):
+        pass
+
+def main():
+    gc.callbacks.append(interrupt)
+    gc.collect()
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_AFTER_AN_IMPORT = """
+import importlib._bootstrap, os, signal, time
+from mesh.interrupts import run_program
+
+class Locks(dict):
+    def __delitem__(self, name):
+        super().__delitem__(name)
+        if name == "a module":
+            os.kill(os.getpid(), signal.SIGTERM)
+            for _ in range(10**5):
+                pass
+            print("the lock is removed")
+
+class Lock:
+    pass
+
+def main():
+    bootstrap = importlib._bootstrap
+    bootstrap._module_locks = Locks(bootstrap._module_locks)
+    lock = bootstrap._get_module_lock("a module")
+    del lock
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 _INTERRUPTED_IN_NUMPY = """
 import os, signal, sys, time
 from mesh.interrupts import run_program
@@ -123,6 +216,10 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_ASYNCIO, "the books are complete\n", id="bookkeeping of asyncio"),
         pytest.param(_INTERRUPTED_IN_A_REQUEST, "the request is complete\n", id="messages of a gRPC request"),
         pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
+        pytest.param(_INTERRUPTED_IN_A_WEAK_CALLBACK, "the callback is complete\n", id="a weak reference's callback"),
+        pytest.param(_INTERRUPTED_IN_A_WEAK_SET, "the set is complete\n", id="a set of weak references"),
+        pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),
+        pytest.param(_INTERRUPTED_IN_THE_GARBAGE_COLLECTION, "the collection has begun\n", id="the garbage collection"),
         pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
     ],
 )
@@ -131,6 +228,26 @@ def test_what_runs_is_completed_first(program: str, told: str) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGTERM, told, "")
+
+
+_INTERRUPTED_AT_ITS_END = """
+import atexit, os, signal, sys, time
+from mesh.interrupts import run_program
+
+def tidy():
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    time.sleep(60)
+
+atexit.register(tidy)
+run_program(lambda: print("done", flush=True))
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_program_that_has_come_to_its_end_ends_at_once(name: str) -> None:
+    command = [sys.executable, "-c", _INTERRUPTED_AT_ITS_END, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.Signals[name], "done\n", "")
 
 
 _INTERRUPTED_IN_A_LOOP = """

@@ -48,8 +48,8 @@ _MAX_INTERVAL_S = 1.0
 # Every answer begins with these bytes. Several are needed if proxies in between pass FIN and bytes on one by one.
 _ANSWER_START = b"HTTP/1.1 "
 _FIRST_PROBE_S, _MAX_PROBE_S = 0.01, 1.0
-# A client may take nothing for so many times `slow_reader_s` of what is in the kernel while the server does not wait for
-# it. One that has vanished acknowledges nothing, too.
+# While the server does not wait for it, a client may take nothing of what is in the kernel for so many times
+# `slow_reader_s`. One that has vanished acknowledges nothing, too.
 _PATIENCE = 2
 # The kernel drops what it keeps for a closed connection after about so long by itself.
 _KERNEL_S = 300.0

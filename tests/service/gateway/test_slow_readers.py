@@ -103,7 +103,9 @@ async def test_client_that_reads_slowly_but_steadily_gets_its_whole_answer(
 
 
 async def test_client_that_takes_nothing_of_a_stream_that_rests_is_let_go() -> None:
-    """The server does not wait for it, as what there is of the stream is in the system's buffers: it may have vanished."""
+    """The server does not wait for it, as what there is of the stream is in the system's buffers, but it may have
+    vanished.
+    """
     script = Script(story="x" * 200, tokens_per_message=100, hold_after_messages=1)
     body = json.dumps(CHAT | {"stream": True, "logprobs": True, "top_logprobs": 20}).encode()
     async with running_gateway(script, slow_reader_s=0.5) as gateway:

@@ -1,13 +1,16 @@
-"""What few models have in their layers: recurrences, latent attention, experts, inputs of layers.
+"""Kernels of layers that few models have: recurrences, latent attention, experts, inputs of layers.
 
-Each is a kernel of its own, which `step.run_layers` calls by its address with its own arguments: with all of them in it
-the loop would take twice as long to compile.
+`step.run_layers` calls them by their addresses, with its own arguments. With all of them in it, the loop would take
+twice as long to compile.
 """
 
 from engine.kernels.cpu.adapters import (
+    INPUT_GATE_SITE,
+    INPUT_PROJECTION_SITE,
     RECURRENT_IN_SITE,
     changes_site,
     expand,
+    shrink,
 )
 from engine.kernels.cpu.arguments import (
     CONVOLVE,
@@ -15,6 +18,7 @@ from engine.kernels.cpu.arguments import (
     EXPERTS_OUT_NORM,
     GATE_ROWS,
     INPUT_NORM,
+    INPUT_OUT_NORM,
     MIX,
     POST_NORM,
     ROUTER_NORM,
@@ -41,7 +45,7 @@ from engine.kernels.cpu.latent import (
     put_queries,
     rotate_and_store_latents,
 )
-from engine.kernels.cpu.layer_inputs import add_layer_input, compute_layer_inputs
+from engine.kernels.cpu.layer_inputs import join_inputs, open_gates
 from engine.kernels.cpu.matmul import Target, product
 from engine.kernels.cpu.phases import (
     ATTENTION,
@@ -56,7 +60,7 @@ from engine.kernels.cpu.phases import (
 from engine.kernels.cpu.product_inputs import put_inputs
 from engine.kernels.cpu.recurrence import call_mix
 from engine.kernels.cpu.routing import route_rows
-from engine.kernels.cpu.rows import Norm, norm_rows, put_normed
+from engine.kernels.cpu.rows import Norm, add_normed, norm_rows, put_normed, put_rows
 from engine.kernels.cpu.step_arguments import (
     ALL_INPUTS,
     EXPERTS,
@@ -175,25 +179,49 @@ def add_experts(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
 
 
 @Kernel
-def compute_all_inputs(kinds: Kinds, addresses: Addresses, _: Range) -> None:
-    """Compute what all layers add for the tokens themselves."""
+def compute_layer_inputs(kinds: Kinds, addresses: Addresses, _: Range) -> None:
+    """Compute what all layers add for the tokens themselves. There is one rank."""
     model, memory, _step, team = load(kinds, addresses)
-    compute_layer_inputs(model, memory, team)
+    acts, operand, weights, part = memory.acts, memory.operand, model.weights, Part(team.thread, team.num_threads)
+    rows, matrix = share_of(len(acts.residual), team.number, team.num_all), len(weights.matrices) - 1
+    put_rows(acts.residual, acts.residual.shape[1], weights, matrix, operand, rows)
+    finish_phase(team, QUANTISE)
+    product(operand, weights, matrix, Target(acts.inputs, STORE), part)
+    finish_phase(team, GATE_UP)
+    join_inputs(model.inputs, acts.inputs, acts.token_inputs, rows)
 
 
 @Kernel
-def add_input(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
+def add_layer_input(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """Add the layer's input to the residual, and scale that."""
     model, memory, _, team = load(kinds, addresses)
-    add_layer_input(model, memory, team, layers.first, matrices_of(model, layers.first))
+    layer = layers.first
+    matrices = matrices_of(model, layer)
+    acts, operand, weights, part = memory.acts, memory.operand, model.weights, Part(team.thread, team.num_threads)
+    rows, adapted, width = share_of(len(acts.residual), team.number, team.num_all), memory.adapted, model.inputs.width
+    put_rows(acts.residual, acts.residual.shape[1], weights, matrices.input_gate, operand, rows)
+    shrink(adapted, layer, INPUT_GATE_SITE, acts.residual, acts.residual.shape[1], rows)
+    finish_phase(team, QUANTISE)
+    product(operand, weights, matrices.input_gate, Target(acts.input_gates, STORE), part)
+    finish_phase(team, GATE_UP)
+    expand(adapted, layer, INPUT_GATE_SITE, acts.input_gates, rows)
+    open_gates(acts.input_gates, acts.inputs, layer, model.family.activation, rows)
+    put_rows(acts.input_gates, width, weights, matrices.input_projection, operand, rows)
+    shrink(adapted, layer, INPUT_PROJECTION_SITE, acts.input_gates, width, rows)
+    finish_phase(team, QUANTISE)
+    product(operand, weights, matrices.input_projection, Target(acts.own_branch, STORE), part)
+    finish_phase(team, DOWN)
+    expand(adapted, layer, INPUT_PROJECTION_SITE, acts.branch, rows)
+    norm = Norm(model.norms[layer, INPUT_OUT_NORM], model.eps)
+    add_normed(acts.branch, norm, model.scalars[layer], acts.residual, rows)
 
 
 LAYER_KERNELS = {
     RECURRENCE: compute_recurrence,
     LATENT_ATTENTION: compute_latent_attention,
     EXPERTS: add_experts,
-    ALL_INPUTS: compute_all_inputs,
-    LAYER_INPUT: add_input,
+    ALL_INPUTS: compute_layer_inputs,
+    LAYER_INPUT: add_layer_input,
 }
 
 

@@ -75,7 +75,7 @@ _ONE = np.float32(1.0)
 @Kernel
 def run_layers(kinds: Kinds, addresses: Addresses, layers: Range) -> None:
     """Compute a range of layers: update the residual and write KV to the cache. Every thread runs this kernel, on
-    ModelConstants, ThreadMemory, StepBatch and Team. What few models have is in `layer_kernels.py`.
+    ModelConstants, ThreadMemory, StepBatch and Team. It calls the kernels in layer_kernels.py.
     """
     model, memory, step, team = load(kinds, addresses)
     operand, adapted = memory.operand, memory.adapted

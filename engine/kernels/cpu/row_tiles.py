@@ -1,5 +1,6 @@
 """Tiles of as many rows as are left of a product, for weights of all types."""
 
+import itertools
 from collections.abc import Callable
 
 from numba import types
@@ -34,9 +35,9 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     if not knows_avx512():
         return tuple(range(1, 13))
     if element == types.uint8 and knows_vnni():  # with its zeros and scales, a tile of eight rows takes too long
-        return (4, 8, 12)
+        return (4, 8, 10, 12)
     has_instruction = (element == types.int8 and knows_vnni()) or (element == types.int16 and knows_bf16())
-    return (8, 12) if has_instruction else (1, 2, 4, 8, 12)
+    return (8, 10, 12) if has_instruction else (1, 2, 4, 8, 10, 12)
 
 
 @emitted
@@ -49,7 +50,7 @@ def multiply_rows(
     ahead: NumbaType,
     element: NumbaType,
 ) -> Intrinsic:
-    """Multiply the smallest tile that holds `num_rows` rows of a TileProduct, or else the largest; returns its rows.
+    """Multiply the first tile of `num_rows` rows of a TileProduct; returns its rows, which may be more.
 
     `ahead`: see write_tile; 0: nothing is prefetched. `group`: inputs that share a scale in int4 and fp8;
     `numbers`: what the numbers of int4 are, see nibbles.py. `element`: any element of the weights.
@@ -75,17 +76,26 @@ def multiply_rows(
                 with does_not:
                     write_tile(emit, product, depth, (size, _PANELS), element)
 
-        return _write_smallest(builder, num_rows, _sizes(element), write)
+        return _write_tiles(builder, num_rows, _sizes(element), write)
 
     return types.intp(matrices, types.intp, types.intp, types.intp, types.intp, element), generate
 
 
-def _write_smallest(builder: Builder, num_rows: Value, sizes: tuple[int, ...], write: Callable[[int], None]) -> Value:
-    """Write the code of all tiles, of which the one for `num_rows` runs. Returns its rows."""
+def _first_size(num_rows: int, sizes: tuple[int, ...]) -> int:
+    """Rows of the first of the one or two tiles in which the fewest rows are multiplied in vain."""
+    if num_rows <= sizes[-1]:
+        return next(size for size in sizes if size >= num_rows)
+    pairs = (pair for pair in itertools.product(sizes, repeat=2) if sum(pair) >= num_rows)
+    return min(pairs, key=lambda pair: (sum(pair), -pair[0]))[0]
+
+
+def _write_tiles(builder: Builder, num_rows: Value, sizes: tuple[int, ...], write: Callable[[int], None]) -> Value:
+    """Write the code of all tiles, of which the first one for `num_rows` runs. Returns its rows."""
     blocks = {size: builder.append_basic_block(f"rows_{size}") for size in sizes}
     switch, end = builder.switch(num_rows, blocks[sizes[-1]]), builder.append_basic_block("multiplied")
-    for count in range(1, sizes[-1]):
-        switch.add_case(INT64(count), blocks[min(size for size in sizes if size >= count)])
+    for count in range(1, 2 * sizes[-1]):
+        if (size := _first_size(count, sizes)) < sizes[-1]:
+            switch.add_case(INT64(count), blocks[size])
     written: list[tuple[int, Value]] = []
     for size, block in blocks.items():
         builder.position_at_end(block)

@@ -2,21 +2,21 @@
 
 import numpy as np
 
-from engine.kernels.cpu.arguments import Floats, Int64s
+from engine.kernels.cpu.arguments import Floats, Int64s, Matrix
 from engine.kernels.cpu.compiler import entry
-from engine.kernels.cpu.machine import LANES
-from engine.kernels.cpu.vectors import address, index_of_largest, sum_of_exponents
+from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
+from engine.kernels.cpu.vectors import address, index_of_largest, read_float, sum_of_exponents
 
 
 @entry
-def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
-    num_vectors = logits.shape[1] // LANES
-    for row in range(logits.shape[0]):
-        values, tail = address(logits[row]), address(tails[row])
+def _summarise(logits: Matrix, num_columns: int, tails: Floats, largest: Int64s, normalisers: Floats) -> None:
+    num_vectors = num_columns // LANES
+    for row in range(len(largest)):
+        values, tail = logits.address + row * logits.step, address(tails[row])
         best, highest, total = 0, np.float32(-np.inf), np.float32(0.0)
         if num_vectors > 0:
             best = index_of_largest(values, num_vectors)
-            highest = logits[row, best]
+            highest = read_float(values + best * FLOAT_BYTES)
         if tails.shape[1] > 0:
             in_tail = index_of_largest(tail, 1)
             if num_vectors == 0 or tails[row, in_tail] > highest:
@@ -24,7 +24,7 @@ def _summarise(logits: Floats, tails: Floats, largest: Int64s, normalisers: Floa
             total = sum_of_exponents(tail, 1, highest)
         if num_vectors > 0:
             total += sum_of_exponents(values, num_vectors, highest)
-        largest[row] = min(best, logits.shape[1] - 1)  # in a row of NaN, any column
+        largest[row] = min(best, num_columns - 1)  # in a row of NaN, any column
         normalisers[row] = np.log(total) + highest
 
 
@@ -39,5 +39,7 @@ def summarise(logits: Floats) -> tuple[Int64s, Floats]:
     if num_rest:
         tails[:, :num_rest], tails[:, num_rest:] = logits[:, logits.shape[1] - num_rest :], -np.inf
     largest, normalisers = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
-    _summarise(logits, tails, largest, normalisers)
+    # An address: arrays with and without gaps between rows are of two types, each of which would be compiled.
+    rows = Matrix(logits.ctypes.data, logits.strides[0])
+    _summarise(rows, logits.shape[1], tails, largest, normalisers)
     return largest, normalisers

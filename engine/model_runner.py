@@ -151,7 +151,7 @@ class ModelRunner:
             torch.set_num_threads(self._model.num_torch_threads)
 
     def _forward(
-        self, step: StepInput, copies: DeviceCopies, announce: Callable[[int, int], None] | None
+        self, step: StepInput, copies: DeviceCopies, announce: Callable[[Span], None] | None
     ) -> tuple[Finish, Tensor | None]:
         """Begin to compute the hidden states of the step's tokens. Returns also the rows to sample; None: all."""
         for source, target in step.copies.tolist():
@@ -164,8 +164,8 @@ class ModelRunner:
         all_rows = len(sample_rows) == len(token_ids)
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
-    def _announce(self, on_layers: Callable[[Span], None], first: int, count: int) -> None:
-        layers = self._final_layers(Span(first, count))
+    def _announce(self, on_layers: Callable[[Span], None], computed: Span) -> None:
+        layers = self._final_layers(computed)
         if layers.count:
             self.kv_cache.note_written(layers)
             on_layers(layers)

@@ -253,7 +253,7 @@ class ModelRunner:
     def _sample(
         self, batch: ScheduledBatch, hidden: Tensor, sample_rows: Tensor | None, sequences: list[SequenceState]
     ) -> tuple[list[tuple[SampledToken, ...]], float]:
-        """Sampled tokens of each item: none, one, or more where drafts were right; and a sum that is finite if the
+        """Sampled tokens of each item: none, one, or more where drafts were accepted; and a sum that is finite if the
         hidden states are.
 
         `sequences` has one entry per row to sample. This is where the host waits for the device, once.
@@ -308,5 +308,5 @@ def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:
 def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
     """Take the tokens sampled at a sequence's end and after its drafts; return those not preceded by a wrong draft."""
     tokens = list(islice(sampled, 1 + len(drafts)))
-    num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
-    return tuple(tokens[: num_right + 1])
+    num_accepted = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
+    return tuple(tokens[: num_accepted + 1])

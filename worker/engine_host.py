@@ -231,7 +231,7 @@ def _kv_disk(
 def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
-    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, no longer gets on. The
+    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, makes no progress. The
     download does not count.
     """
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))

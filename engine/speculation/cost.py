@@ -117,8 +117,8 @@ def plan_lengths(rates: Sequence[float], limits: Sequence[int], costs: DraftCost
     """The number of drafts of each sequence that maximises the batch's tokens per second.
 
     rates: probability, per sequence, that its next draft is accepted if the drafts before it are. limits: maximum
-    number of drafts per sequence. A further draft pays off while its expected tokens exceed the tokens that the batch would
-    produce in the time of the draft.
+    number of drafts per sequence. A further draft pays off while its expected tokens exceed the tokens that the batch
+    would produce in the time of the draft.
     """
     lengths = [0] * len(rates)
     reached = [1.0] * len(rates)  # probability that all drafts so far are accepted

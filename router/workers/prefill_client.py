@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class KVReservation:
+class ReservedBlocks:
     """Blocks that a decode worker holds for a prompt's KV, under `transfer_id`."""
 
     decode: WorkerInfo
@@ -46,7 +46,7 @@ class PrefillCaller(Protocol):
     (tandem_cli/simulation/workers.py)."""
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reservation: KVReservation
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels it.
 
@@ -67,12 +67,12 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reservation: KVReservation
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
         time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
         call = stub.Prefill(
-            _message(request, reservation),
+            _message(request, reserved),
             timeout=min(self._timeout_s, time_left_s),
             metadata=self._identity.metadata,
         )
@@ -127,14 +127,14 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: SequenceSpec, reservation: KVReservation) -> prefill_pb2.PrefillRequest:
+def _message(request: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.PrefillRequest:
     proto = prefill_pb2.KvDestination(
-        address=reservation.decode.address,
-        worker_id=reservation.decode.worker_id,
-        incarnation=reservation.decode.incarnation,
-        transfer_id=reservation.transfer_id,
-        ready_tokens=reservation.ready_tokens,
-        ranks=wire.kv_endpoints_to_proto(reservation.decode.kv_endpoints),
+        address=reserved.decode.address,
+        worker_id=reserved.decode.worker_id,
+        incarnation=reserved.decode.incarnation,
+        transfer_id=reserved.transfer_id,
+        ready_tokens=reserved.ready_tokens,
+        ranks=wire.kv_endpoints_to_proto(reserved.decode.kv_endpoints),
     )
     return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
 

@@ -24,7 +24,7 @@ from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
-from router.workers.prefill_client import KVReservation
+from router.workers.prefill_client import ReservedBlocks
 from tandem_cli.model_folders import BUNDLED, write_without_weights
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
@@ -67,7 +67,7 @@ class ModelledPrefills:
         self._links = links
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, reserved: KVReservation
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         prefill, decode = self.workers.get(worker.incarnation), self._links.find(reserved.decode)
         if prefill is None or decode is None:

@@ -18,7 +18,7 @@ _REPORT_INTERVAL_S = 60.0
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WARNING_LEVELS = ("warning", "error", "critical")
 _PLAIN_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) \[(\w+) *\] (.*)")
-_HIDDEN = ("level", "event", "timestamp", "service", "exception")
+_HIDDEN = ("level", "event", "timestamp", "service", "exception", "stack")
 
 
 class ServiceLog:
@@ -159,6 +159,8 @@ def read_log_line(line: bytes) -> LogEntry:
 
 def _describe(entry: Mapping[str, object]) -> str:
     fields = [f"{key}={value}" for key, value in entry.items() if key not in _HIDDEN]
+    if "stack" in entry:
+        fields.append("(the log file has the stack)")
     raised = entry.get("exception")
     if isinstance(raised, list) and raised and isinstance(raised[0], dict):
         fields.append(f"({raised[0].get('exc_type')}: {raised[0].get('exc_value')})")

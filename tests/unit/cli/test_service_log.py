@@ -116,6 +116,11 @@ def test_an_exception_is_named() -> None:
     assert read_log_line(line) == LogEntry("error: call failed (KeyError: 7)", True)
 
 
+def test_a_stack_is_left_to_the_file() -> None:
+    line = b'{"event": "engine stalled", "level": "error", "for_s": 12.3, "stack": "  File a\\n    b()"}'
+    assert read_log_line(line) == LogEntry("error: engine stalled for_s=12.3 (the log file has the stack)", True)
+
+
 def test_other_peoples_lines_stay_as_they_are() -> None:
     plain = b"2026-11-29T13:34:17.098360Z [warning  ] worker left                    worker=d-0\n"
     assert read_log_line(plain) == LogEntry("warning: worker left worker=d-0", True, "2026-11-29T13:34:17.098360Z")

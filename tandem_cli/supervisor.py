@@ -140,7 +140,7 @@ class Supervisor:
         ]
         if open_to_all:
             self._display.line(
-                f"{', '.join(open_to_all)}: on all interfaces; clients on other machines use this machine's name"
+                f"{', '.join(open_to_all)}: on all interfaces; clients on other machines use an address of this one"
             )
 
     async def _start(self) -> None:

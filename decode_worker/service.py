@@ -18,7 +18,7 @@ If a sequence is aborted while its KV is in transfer, its blocks are freed only 
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 
 import structlog
@@ -94,9 +94,8 @@ class DecodeService:
     def start(self, session: Session, request: SequenceSpec, transfer_id: str) -> None:
         """Start one attempt and its forks. Their progress is reported as events of the session."""
         self._sessions.add(session)
-        endings: list[asyncio.Task[None]] = []
-        entry = self._enter(session, request, endings)
-        fork_entries = [self._enter(session, fork, endings) for fork in request.forked()]
+        entry = self._enter(session, request)
+        fork_entries = [self._enter(session, fork) for fork in request.forked()]
         forks = [fork for fork in fork_entries if fork is not None]
         if entry is None:
             for fork in forks:
@@ -107,16 +106,14 @@ class DecodeService:
         self._metrics.started(entry.sequence.num_tokens, "transferred" if transfer_id else "computed")
         context = contextvars.copy_context()
         context.run(structlog.contextvars.bind_contextvars, request_id=request.request_id, attempt=request.attempt)
-        entry.starting = self._spawn(self._start(entry, transfer_id, endings), context)
+        replaced = [task for started in (entry, *forks) for task in started.replaced]
+        entry.starting = self._spawn(self._start(entry, transfer_id, replaced), context)
         for fork in forks:
             self._metrics.started(fork.sequence.num_tokens, "shared")
             fork.starting = entry.starting
 
-    def _enter(
-        self, session: Session, request: SequenceSpec, endings: "list[asyncio.Task[None]]"
-    ) -> SessionEntry | None:
-        """Register an attempt and end earlier attempts of the request, appending their tasks to `endings`. Return None
-        if the attempt is refused."""
+    def _enter(self, session: Session, request: SequenceSpec) -> SessionEntry | None:
+        """Register an attempt and end earlier attempts of the request. Return None if the attempt is refused."""
         entry = SessionEntry(session, SequenceState(request))
         key = entry.sequence.key
         attempts = [known for known in self._entries if known[0] == request.request_id]
@@ -132,16 +129,16 @@ class DecodeService:
         if request.time_left_s is not None:
             loop = asyncio.get_running_loop()
             entry.deadline = loop.call_later(request.time_left_s, self._time_is_up, key)
-        endings += [self._retire(attempt) for attempt in attempts]
+        entry.replaced = tuple(self._retire(attempt) for attempt in attempts)
         entry.span = begin_span("decode_worker", "decode", request)
         return entry
 
-    async def _start(self, entry: SessionEntry, transfer_id: str, endings: "list[asyncio.Task[None]]") -> None:
-        """Start the sequence once older attempts have freed their blocks."""
+    async def _start(self, entry: SessionEntry, transfer_id: str, replaced: Sequence[asyncio.Task[None]]) -> None:
+        """Start the sequence once older attempts, its own and those of its forks, have freed their blocks."""
         key = entry.sequence.key
         try:
-            if endings:
-                await asyncio.wait(endings)
+            if replaced:
+                await asyncio.wait(replaced)
             if not await self._prepare(entry):
                 return
             await self._engine.fetch_evicted(entry.sequence)

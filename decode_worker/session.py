@@ -47,10 +47,12 @@ Event = Reserved | Step | Failed
 class SessionEntry:
     """A sequence of `session`. While the sequence waits for a transfer, `transfer_id` names it; `reserved_s` is the
     time of the reservation on the event loop's clock. The timer `deadline` ends the sequence. `forks` wait for the KV
-    of the prompt; they fail if the sequence ends before. `preparing` may be cancelled, `starting` may not."""
+    of the prompt; they fail if the sequence ends before. `preparing` may be cancelled, `starting` may not. `replaced`
+    free the blocks of older attempts of the request."""
 
     session: "Session"
     sequence: SequenceState
+    replaced: tuple[asyncio.Task[None], ...] = ()
     transfer_id: str = ""
     reserved_s: float = 0.0
     starting: asyncio.Task[None] | None = None

@@ -13,12 +13,15 @@ from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any
 
+import numpy as np
 import structlog
 from numba.core import event
 
 from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.kernels.cpu.code_cache import CodeCache
 from engine.kernels.cpu.compiler import code_folder, code_version, dispatchers
+from engine.kernels.cpu.mailbox import follow, mailboxes, post
+from engine.kernels.cpu.stored import JOB_NUMBERS
 from engine.loading.resolve import kv_layout, resolve, why_eager
 from engine.models.encoder_decoder.config import AnyConfig, EncoderDecoderConfig
 from engine.models.model_config import ModelConfig
@@ -103,6 +106,15 @@ def _decoder(settings: RunnerSettings, config: ModelConfig, layout: KVLayout) ->
     recurrent = [] if config.recurrent is None else [config.recurrent.kind]
     special = {"experts": config.experts, "latent": config.latent, "mixed": config.mixed}
     return ", ".join([decoder, *recurrent, *(name for name, facts in special.items() if facts is not None)])
+
+
+def compile_helpers() -> None:
+    """Compile what threads on lent cores call, or load it from disk. They come while requests are served, which must
+    not wait for a compilation.
+    """
+    [box] = mailboxes(1)
+    follow(box)  # returns, since nothing is posted
+    post(np.zeros(JOB_NUMBERS, np.int64), box)
 
 
 @contextmanager

@@ -28,8 +28,7 @@ class LayerGroups:
 
     num_layers: int
     size: int
-    announce: Callable[[int, int], None] | None = None
-    """`announce(first, count)`"""
+    announce: Callable[[Span], None] | None = None
     first: int = 0
 
     def within(self, layers: Span) -> "LayerGroups":
@@ -42,7 +41,7 @@ class LayerGroups:
             stop = min(first + size, end)
             yield first, stop
             if self.announce is not None:
-                self.announce(first, stop - first)
+                self.announce(Span(first, stop - first))
 
 
 Finish = Callable[[], Tensor]

@@ -151,7 +151,7 @@ class ModelRunner:
             torch.set_num_threads(self._model.num_torch_threads)
 
     def _forward(
-        self, step: StepInput, copies: DeviceCopies, announce: Callable[[int, int], None] | None
+        self, step: StepInput, copies: DeviceCopies, announce: Callable[[Span], None] | None
     ) -> tuple[Finish, Tensor | None]:
         """Begin to compute the hidden states of the step's tokens. Returns also the rows to sample; None: all."""
         for source, target in step.copies.tolist():
@@ -164,8 +164,8 @@ class ModelRunner:
         all_rows = len(sample_rows) == len(token_ids)
         return self._model.begin(token_ids, metadata, groups), None if all_rows else sample_rows
 
-    def _announce(self, on_layers: Callable[[Span], None], first: int, count: int) -> None:
-        layers = self._final_layers(Span(first, count))
+    def _announce(self, on_layers: Callable[[Span], None], computed: Span) -> None:
+        layers = self._final_layers(computed)
         if layers.count:
             self.kv_cache.note_written(layers)
             on_layers(layers)
@@ -253,7 +253,7 @@ class ModelRunner:
     def _sample(
         self, batch: ScheduledBatch, hidden: Tensor, sample_rows: Tensor | None, sequences: list[SequenceState]
     ) -> tuple[list[tuple[SampledToken, ...]], float]:
-        """Sampled tokens of each item: none, one, or more where drafts were right; and a sum that is finite if the
+        """Sampled tokens of each item: none, one, or more where drafts were accepted; and a sum that is finite if the
         hidden states are.
 
         `sequences` has one entry per row to sample. This is where the host waits for the device, once.
@@ -308,5 +308,5 @@ def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:
 def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
     """Take the tokens sampled at a sequence's end and after its drafts; return those not preceded by a wrong draft."""
     tokens = list(islice(sampled, 1 + len(drafts)))
-    num_right = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
-    return tuple(tokens[: num_right + 1])
+    num_accepted = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
+    return tuple(tokens[: num_accepted + 1])

@@ -18,10 +18,10 @@ from starlette.types import Scope
 
 from gateway.access import key_in
 from gateway.backend import Backend
+from gateway.bottleneck import find_bottleneck
 from gateway.errors import OPENAI, Problem
 from gateway.exchange import Exchange
 from gateway.schema import Json
-from gateway.verdict import judge
 from mesh.domain.host import is_loopback
 from tandem import InvalidRequest, Mesh, TandemError
 
@@ -129,5 +129,5 @@ async def switch_role(exchange: Exchange) -> Response:
 
 
 def state_json(mesh: Mesh, *, at_s: float) -> Json:
-    """The mesh under the SDK's names, plus `at_s` and the verdict."""
-    return asdict(mesh) | {"at_s": at_s, "verdict": asdict(judge(mesh))}
+    """The mesh under the SDK's names, plus `at_s` and, as `verdict`, the bottleneck."""
+    return asdict(mesh) | {"at_s": at_s, "verdict": asdict(find_bottleneck(mesh))}

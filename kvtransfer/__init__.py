@@ -33,7 +33,7 @@ The decode worker's side:
 
 receiver.py                KVReceiver, the entry point; the receiver's half of each conversation; the service of `Push`
 direct_writes.py           a conversation over a link
-incoming_transfer.py       ExpectedTransfer, the checks of a transfer's messages, and its flows (no I/O)
+incoming_transfer.py       ExpectedTransfer, the checks of a transfer's messages, and its shards (no I/O)
 
 Both:
 

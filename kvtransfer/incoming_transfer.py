@@ -1,14 +1,14 @@
-"""The transfer that a receiver expects: the checks of its messages, and its flows.
+"""The transfer that a receiver expects: the checks of its messages, and its shards.
 
 Pure, no I/O: `receiver.py` moves the bytes.
 
-A prefill and a decode worker whose KV lies in several processes move it from process to process: a flow is the
-conversation that brings one rectangle of layers and heads. A flow may come from any sender, as long as it overlaps no
-other. The transfer is committed once the flows that are committed tile the whole. If one fails, all fail, and the
-transfer has failed once none of them writes any more.
+A prefill and a decode worker whose KV lies in several processes move it from process to process: a shard is
+the rectangle of layers and heads that one conversation brings. It may come from any sender, as long as it overlaps no
+other. The transfer is committed once the shards that are committed tile the whole. If one fails, all fail, and the
+transfer has failed once none of them is written any more.
 
     missing ──open──▶ writing ──commit──▶ committed
-                         └─────leave────▶ gone         after `fail`, of this flow or of the transfer
+                         └─────leave────▶ gone         after `fail`, of this shard or of the transfer
 """
 
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class ExpectedTransfer:
 
 
 class TransferChecks:
-    """Checks each message of one flow of a transfer, which brings the KV of `span`, and counts the chunks that have
+    """Checks each message about one shard of a transfer, the KV of `span`, and counts the chunks that have
     arrived.
     """
 
@@ -109,8 +109,8 @@ class TransferChecks:
         return self.expected.block_ids[chunk_range.blocks.first : chunk_range.blocks.end]
 
 
-class Assembly:
-    """The flows that bring the KV of `whole`. `error`: why the transfer fails, if it does; the first reason counts."""
+class IncomingShards:
+    """The shards that make up `whole`. `error`: why the transfer fails, if it does; the first reason counts."""
 
     def __init__(self, whole: KVSpan) -> None:
         self.error: MeshError | None = None
@@ -121,7 +121,7 @@ class Assembly:
 
     @property
     def is_opened(self) -> bool:
-        """True once flows have come for the whole."""
+        """True once conversations have begun for the whole."""
         return self._num_layer_heads(self._writing | self._committed) == self._whole.num_layer_heads
 
     @property
@@ -130,11 +130,11 @@ class Assembly:
 
     @property
     def has_failed(self) -> bool:
-        """True if the transfer fails and no flow writes any more."""
+        """True if the transfer fails and no shard is written any more."""
         return self.error is not None and not self._writing
 
     def require_free(self, span: KVSpan) -> None:
-        """Raise TransferFailed if a flow of this span comes too late, or overlaps another."""
+        """Raise TransferFailed if a shard of this span comes too late, or overlaps another."""
         if self.error is not None:
             raise TransferFailed(f"the transfer has failed: {self.error}")
         for other in self._writing | self._committed:
@@ -142,20 +142,20 @@ class Assembly:
                 raise TransferFailed(f"the KV of {other} has a sender already")
 
     def open(self, span: KVSpan) -> None:
-        """A flow begins, of a span that is free. Raises LayoutMismatch if it brings KV that has no place here."""
+        """Begin a shard. Raises as `require_free`, and LayoutMismatch if it is KV that has no place here."""
         self.require_free(span)
         if not span.is_inside(self._whole):
             raise LayoutMismatch(f"{self._whole} are expected here, the sender offers {span}")
         self._writing.add(span)
 
     def commit(self, span: KVSpan, first_token_id: int) -> None:
-        """A flow is complete and verified. Raises TransferFailed if the transfer has failed meanwhile, and
-        TransferCorrupt if flows disagree; the flow is still to `leave` then.
+        """A shard is complete and verified. Raises TransferFailed if the transfer has failed meanwhile, and
+        TransferCorrupt if shards disagree; the shard is still to `leave` then.
         """
         if self.error is not None:
             raise TransferFailed(f"the transfer has failed: {self.error}")
         if self.first_token_id not in (None, first_token_id):
-            raise TransferCorrupt(f"flows bring first tokens {self.first_token_id} and {first_token_id}")
+            raise TransferCorrupt(f"shards bring first tokens {self.first_token_id} and {first_token_id}")
         self.first_token_id = first_token_id
         self._writing.remove(span)
         self._committed.add(span)
@@ -166,7 +166,7 @@ class Assembly:
             self.error = error
 
     def leave(self, span: KVSpan) -> None:
-        """A flow that is not committed writes no more."""
+        """A shard that is not committed is written no more."""
         self._writing.discard(span)
 
     @staticmethod

@@ -18,6 +18,7 @@ from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 from kvtransfer.chunks import ChunkRange, Digest, RangeQueue, chunk_seed, transfer_seed
 from kvtransfer.messages import (
@@ -82,6 +83,11 @@ class SenderResources:
 AnyCall = PushCall | LinkCall
 
 
+class _PromptEnd(NamedTuple):
+    num_tokens: int
+    first_token_id: int
+
+
 class OutgoingConversation:
     """The gRPC conversation of one transfer."""
 
@@ -90,7 +96,7 @@ class OutgoingConversation:
         self._resources = resources
         layer_block_bytes = spec.span.heads.count * resources.store.layout.cell_bytes
         self._announced = RangeQueue(layer_block_bytes, resources.settings.chunk_bytes)
-        self._prompt_end: tuple[int, int] | None = None  # number of tokens, and the first token
+        self._prompt_end: _PromptEnd | None = None
         self._layout = resources.store.layout
         self._seed = transfer_seed(spec.transfer_id, spec.attempt)
         self._digest = Digest()
@@ -111,7 +117,7 @@ class OutgoingConversation:
 
     def finish(self, num_tokens: int, first_token_id: int) -> None:
         """Commit once all announced KV has been sent. Only the first call has an effect."""
-        self._prompt_end = self._prompt_end or (num_tokens, first_token_id)
+        self._prompt_end = self._prompt_end or _PromptEnd(num_tokens, first_token_id)
         self._announced.finish()
 
     async def run(self) -> TransferResult:
@@ -244,10 +250,10 @@ class OutgoingConversation:
         return request_to_bytes(Chunk(number, chunk_range, len(buffer), checksum, slot.seal()))
 
     def _commit(self) -> bytes:
-        assert self._prompt_end is not None
-        num_tokens, first_token_id = self._prompt_end
+        end = self._prompt_end
+        assert end is not None
         self._is_committing = True
-        return request_to_bytes(Commit(num_tokens, self._num_chunks, self._digest.value, first_token_id))
+        return request_to_bytes(Commit(end.num_tokens, self._num_chunks, self._digest.value, end.first_token_id))
 
     async def _renew(self, call: AnyCall, interval_s: float) -> None:
         while not self._is_committing:

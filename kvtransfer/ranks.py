@@ -1,9 +1,9 @@
 """KV that lies in other ranks of the worker: transfers are theirs, and the leader tells them which.
 
-    PrefillService ──▶ RankedSender    a flow from each rank to each rank of the decode worker that needs some of its KV
+    PrefillService ──▶ RankedSender    from each rank a shard to each rank of the decode worker that needs its KV
     DecodeService  ──▶ RankedReceiver  each rank takes its part; committed once all have theirs
 
-KV goes from rank to rank, as described in `__init__.py`; a flow is one such conversation. The requests to a rank go
+KV goes from rank to rank, as described in `__init__.py`: a conversation for each shard. The requests to a rank go
 over the connection of `protos/mesh/v1/rank.proto`. The worker ends if it loses a rank.
 """
 
@@ -20,7 +20,7 @@ from kvtransfer.receiver import KVReceiver, ReceiverCallbacks
 from kvtransfer.sender import KVSender, OutgoingTransfer
 from mesh.domain.errors import LayoutMismatch, MeshError, TransferCorrupt, TransferFailed
 from mesh.domain.host import is_loopback
-from mesh.domain.kv import Flow, KVLayout, KVSpan, Span, flows
+from mesh.domain.kv import KVLayout, KVSpan, Shard, Span, plan_shards
 from mesh.domain.worker import KVEndpoint
 from mesh.tasks import mark_retrieved
 from mesh.v1 import rank_pb2
@@ -52,8 +52,8 @@ class RankPeer(Protocol):
         ...
 
 
-class RankFlow:
-    """A flow from another rank. The methods are those of OutgoingTransfer, on the event loop."""
+class RemoteShard:
+    """A shard that another rank sends. The methods are those of OutgoingTransfer, on the event loop."""
 
     def __init__(self, rank: RankPeer, spec: TransferSpec) -> None:
         self._rank = rank
@@ -95,15 +95,15 @@ class RankFlow:
             await _abort(self._rank, self._number)
 
 
-SendingFlow = OutgoingTransfer | RankFlow
+OutgoingShard = OutgoingTransfer | RemoteShard
 
 
-class OutgoingFlows:
-    """A transfer of several flows, each of its part of the KV. The methods are those of OutgoingTransfer, on the event
-    loop. If one flow fails, all are aborted.
+class OutgoingShards:
+    """A transfer of several shards. The methods are those of OutgoingTransfer, on the event loop. If one shard fails,
+    all are aborted.
     """
 
-    def __init__(self, parts: Sequence[tuple[KVSpan, SendingFlow]]) -> None:
+    def __init__(self, parts: Sequence[tuple[KVSpan, OutgoingShard]]) -> None:
         self._parts = parts
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(mark_retrieved)
@@ -155,9 +155,9 @@ class RankedSender:
         Raises LayoutMismatch if the ranks here lack KV that one of them needs, or cannot reach it.
         """
         receivers = tuple(endpoints) or (KVEndpoint(address, self.layout.whole),)
-        for flow in self._flows_to(receivers):
-            to = receivers[flow.target].address
-            host = self._ranks[flow.source - 1].host if flow.source else ""
+        for shard in self._shards_to(receivers):
+            to = receivers[shard.target].address
+            host = self._ranks[shard.source - 1].host if shard.source else ""
             if host and not is_loopback(host) and is_loopback(to.rpartition(":")[0]):
                 raise LayoutMismatch(
                     f"the rank at {host} sends its KV by itself and cannot reach the decode worker's {to}: give that "
@@ -169,25 +169,25 @@ class RankedSender:
         """Start a transfer of `spec` to the ranks of a decode worker, each of which gets its part. Later errors are
         raised by `commit`.
         """
-        parts: list[tuple[KVSpan, SendingFlow]] = []
-        flows_to = self._flows_to(receivers)
-        for flow in flows_to:
-            part = replace(spec, address=receivers[flow.target].address, span=flow.span)
-            own = self._own.open(part) if flow.source == 0 else None
-            if own is not None and len(flows_to) == 1:
+        parts: list[tuple[KVSpan, OutgoingShard]] = []
+        shards = self._shards_to(receivers)
+        for shard in shards:
+            part = replace(spec, address=receivers[shard.target].address, span=shard.span)
+            own = self._own.open(part) if shard.source == 0 else None
+            if own is not None and len(shards) == 1:
                 return own
-            parts.append((flow.span, own or RankFlow(self._ranks[flow.source - 1], part)))
-        return OutgoingFlows(parts)
+            parts.append((shard.span, own or RemoteShard(self._ranks[shard.source - 1], part)))
+        return OutgoingShards(parts)
 
     async def close(self) -> None:
         await self._own.close()
 
-    def _flows_to(self, receivers: Sequence[KVEndpoint]) -> tuple[Flow, ...]:
+    def _shards_to(self, receivers: Sequence[KVEndpoint]) -> tuple[Shard, ...]:
         spans = (self._own.span, *(rank.span for rank in self._ranks))
-        return flows(spans, [receiver.span for receiver in receivers])
+        return plan_shards(spans, [receiver.span for receiver in receivers])
 
 
-Outgoing = OutgoingTransfer | OutgoingFlows
+Outgoing = OutgoingTransfer | OutgoingShards
 
 
 @dataclass(slots=True)

@@ -27,7 +27,7 @@ import grpc
 import structlog
 
 from kvtransfer.direct_writes import DirectWrites
-from kvtransfer.incoming_transfer import Assembly, ExpectedTransfer, TransferChecks
+from kvtransfer.incoming_transfer import ExpectedTransfer, IncomingShards, TransferChecks
 from kvtransfer.messages import (
     SERVICE_NAME,
     Ack,
@@ -70,10 +70,10 @@ class ReceiverCallbacks:
 
 @dataclass(slots=True)
 class _Incoming:
-    """`conversations` are those of its flows that run."""
+    """`conversations` are those that run, one for each shard."""
 
     expected: ExpectedTransfer
-    assembly: Assembly
+    shards: IncomingShards
     opening_lease: asyncio.TimerHandle
     conversations: "set[asyncio.Task[None]]" = field(default_factory=set)
     is_aborted: bool = False
@@ -111,7 +111,7 @@ class KVReceiver:
         TransferChecks(expected, self._store.layout, self._store.span)
         loop = asyncio.get_running_loop()
         opening_lease = loop.call_later(self._settings.opening_lease_s, self._never_opened, transfer_id)
-        self._incoming[transfer_id] = _Incoming(expected, Assembly(self._store.span), opening_lease)
+        self._incoming[transfer_id] = _Incoming(expected, IncomingShards(self._store.span), opening_lease)
 
     async def abort(self, transfer_id: str) -> None:
         """End the transfer; idempotent. Its blocks may be freed afterwards: no write is in flight."""
@@ -182,20 +182,20 @@ class KVReceiver:
         try:
             checks = TransferChecks(incoming.expected, self._store.layout, opening.span)
             checks.check_open(opening)
-            incoming.assembly.open(opening.span)
-            if incoming.assembly.is_opened:
+            incoming.shards.open(opening.span)
+            if incoming.shards.is_opened:
                 incoming.opening_lease.cancel()
             commit = await self._receive_chunks(checks, opening, read, reply, call)
-            incoming.assembly.commit(opening.span, commit.first_token_id)
+            incoming.shards.commit(opening.span, commit.first_token_id)
         except (Exception, asyncio.CancelledError) as error:
             incoming.conversations.discard(task)
-            incoming.assembly.leave(opening.span)
+            incoming.shards.leave(opening.span)
             reason = self._error_for_sender(incoming, error)
             self._fail(incoming, reason)
             raise reason from error
         incoming.conversations.discard(task)
         incoming.num_bytes += checks.num_bytes
-        if incoming.assembly.is_committed:
+        if incoming.shards.is_committed:
             self._end(incoming)
             log.debug("transfer_finished", transfer_id=opening.transfer_id, num_bytes=incoming.num_bytes)
             self._callbacks.on_committed(opening.transfer_id, commit.first_token_id)
@@ -208,7 +208,7 @@ class KVReceiver:
         incoming = self._incoming.get(opening.transfer_id)
         if incoming is None or incoming.expected.attempt != opening.attempt:
             raise TransferFailed(f"transfer {opening.transfer_id}, attempt {opening.attempt}, is not expected here")
-        incoming.assembly.require_free(opening.span)
+        incoming.shards.require_free(opening.span)
         log.debug("transfer_started", transfer_id=opening.transfer_id, sender=opening.sender_id)
         return incoming
 
@@ -299,7 +299,7 @@ class KVReceiver:
         self._fail(self._incoming[transfer_id], LeaseExpired(f"no sender has opened the transfer for {limit:g} s"))
 
     def _error_for_sender(self, incoming: _Incoming, error: BaseException) -> MeshError:
-        """The error that the sender of a flow is told when the flow ends with `error`."""
+        """The error that the sender of a shard is told when its conversation ends with `error`."""
         if incoming.is_aborted:
             return TransferFailed("the transfer was aborted by its receiver")
         if isinstance(error, MeshError):
@@ -307,24 +307,24 @@ class KVReceiver:
         if not isinstance(error, asyncio.CancelledError):
             log.error("transfer_failed", transfer_id=incoming.expected.transfer_id, exc_info=error)
             return TransferFailed("the receiver failed; its log has the details")
-        if incoming.assembly.error is not None:
-            return TransferFailed(f"another part of the transfer has failed: {incoming.assembly.error}")
+        if incoming.shards.error is not None:
+            return TransferFailed(f"another part of the transfer has failed: {incoming.shards.error}")
         return TransferFailed("the sender disconnected before the commit")
 
     def _fail(self, incoming: _Incoming, reason: MeshError) -> None:
-        """Let the transfer fail, unless it has, and end its flows. Once no flow writes any more, `on_failed` gets the
-        first reason, unless the transfer was aborted.
+        """Let the transfer fail, unless it has, and end its conversations. Once none writes any more, `on_failed` gets
+        the first reason, unless the transfer was aborted.
         """
-        transfer_id, assembly = incoming.expected.transfer_id, incoming.assembly
-        if assembly.error is None:
-            assembly.fail(reason)
+        transfer_id, shards = incoming.expected.transfer_id, incoming.shards
+        if shards.error is None:
+            shards.fail(reason)
             for conversation in incoming.conversations:
                 conversation.cancel()
-        if assembly.error is not None and assembly.has_failed and not incoming.ended.is_set():
+        if shards.error is not None and shards.has_failed and not incoming.ended.is_set():
             self._end(incoming)
             if not incoming.is_aborted:
-                log.info("transfer_failed", transfer_id=transfer_id, error=str(assembly.error))
-                self._callbacks.on_failed(transfer_id, assembly.error)
+                log.info("transfer_failed", transfer_id=transfer_id, error=str(shards.error))
+                self._callbacks.on_failed(transfer_id, shards.error)
 
     def _end(self, incoming: _Incoming) -> None:
         incoming.opening_lease.cancel()

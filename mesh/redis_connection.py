@@ -3,7 +3,7 @@
 With a single router, workers register through a gRPC stream instead (worker/agent.py).
 
 Connections have short timeouts, no hidden retries, bounded backoff and few log lines. Messages are signed
-(mesh/sealed_messages.py).
+(mesh/signed_messages.py).
 
 In a Redis Cluster all keys of a mesh have one hash tag, so they lie in one slot, on one server. A connection asks the
 servers of the URL which of them has that slot, and goes there: as with sentinels, nothing else of the mesh knows of the

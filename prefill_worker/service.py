@@ -28,6 +28,7 @@ from engine.sequence import SequenceKey, SequenceState
 from kvtransfer import Outgoing, RankedSender, TransferSpec
 from mesh.domain import kv
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerDraining
+from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SequenceOutput, failure_of
 from mesh.domain.worker import KVEndpoint
@@ -52,26 +53,6 @@ class KVDestination:
     transfer_id: str
     ready_tokens: int
     kv_endpoints: tuple[KVEndpoint, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillStarted:
-    """Computation of the prompt began `elapsed_s` ago."""
-
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFinished:
-    """The decode worker has verified the KV, `duration_s` after the transfer was opened."""
-
-    num_bytes: int
-    transport: str
-    duration_s: float
-
-
-PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
-"""The output is the first token, with prompt log-probs if requested."""
 
 
 @dataclass(eq=False, slots=True)
@@ -177,7 +158,7 @@ class PrefillService:
                 result = await prompt.transfer.commit(len(request.token_ids), output.tokens[-1].id)
                 duration_s = self._loop.time() - prompt.opened_s
                 self._metrics.sent(result.num_bytes, result.transport, duration_s)
-                yield TransferFinished(result.num_bytes, result.transport, duration_s)
+                yield TransferFinished(result.num_bytes, duration_s, result.transport)
             else:
                 # The first token tells the router to end the decode side, which ends the transfer. An abort by this
                 # worker could reach the decode worker first, and would look like lost KV.

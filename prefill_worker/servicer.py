@@ -6,9 +6,10 @@ from collections.abc import AsyncIterator, Iterator
 import grpc
 
 from mesh import wire
+from mesh.domain.prefill import PrefillEvent, PrefillStarted
 from mesh.domain.tokens import SequenceOutput
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
-from prefill_worker.service import KVDestination, PrefillEvent, PrefillService, PrefillStarted
+from prefill_worker.service import KVDestination, PrefillService
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
@@ -43,7 +44,8 @@ def _messages(event: PrefillEvent) -> Iterator[prefill_pb2.PrefillResponse]:
     elif isinstance(event, PrefillStarted):
         yield prefill_pb2.PrefillResponse(started=prefill_pb2.PrefillStarted(elapsed_ms=1000 * event.elapsed_s))
     else:
+        duration_ms = None if event.duration_s is None else 1000 * event.duration_s
         finished = prefill_pb2.TransferFinished(
-            bytes=event.num_bytes, transport=event.transport, duration_ms=1000 * event.duration_s
+            bytes=event.num_bytes, transport=event.transport, duration_ms=duration_ms
         )
         yield prefill_pb2.PrefillResponse(finished=finished)

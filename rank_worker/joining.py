@@ -324,13 +324,13 @@ class JoinedRank:
 
 
 class _RankProgress(LoadProgress):
-    """Tells the leader, which waits for this rank, that its loading gets on."""
+    """Tells the leader, which waits for this rank, that its loading makes progress."""
 
     def __init__(self, tell: Callable[[], None]) -> None:
         self._tell = tell
 
-    def looked(self, *, gets_on: bool) -> None:
-        if gets_on:
+    def checked(self, *, makes_progress: bool) -> None:
+        if makes_progress:
             self._tell()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from checkpoint.source import ModelSource, Progress, split_models
 from mesh.domain.errors import ConfigurationError
-from mesh.domain.host import Cores
+from mesh.domain.host import Cores, local_address
 from mesh.settings import Resolved, as_flags, load_settings
 from router.settings import RouterSettings
 from tandem_cli.hardware import (
@@ -35,7 +35,6 @@ _STOP_MARGIN_S = 50.0
 """A service on a busy machine may need this long to stop besides the time for running work."""
 
 _NOWHERE = "127.0.0.1:1"
-_LOOPBACK = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "::": "[::1]"}
 
 Values = Mapping[str, Mapping[str, str]]
 """Settings by role and name."""
@@ -164,7 +163,7 @@ class Deployment:
                 "router_tls_ca": router.public_tls_cert,
                 "router_tls_name": tls.latest.name,
             }
-        routers = ",".join(map(_reachable, router_addresses))
+        routers = ",".join(map(local_address, router_addresses))
         flags = as_flags(**self._config(), router=routers, **gateway_settings, **self.values.get("gateway", {}))
         return Service("gateway", "gateway", (*flags, "--follow-stdin"))
 
@@ -270,12 +269,6 @@ class Deployment:
 
     def _config(self) -> dict[str, str]:
         return {"config": self.config} if self.config else {}
-
-
-def _reachable(address: str) -> str:
-    """Replace the address of a server that listens on all interfaces by a loopback address."""
-    host, _, port = address.rpartition(":")
-    return f"{_LOOPBACK.get(host, host)}:{port}"
 
 
 @dataclass(frozen=True, slots=True)

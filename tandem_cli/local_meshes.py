@@ -162,15 +162,9 @@ class _LogFile:
                 if not line.endswith(b"\n"):
                     return
                 self._position += len(line)
-                self._time = _time_of(line) or self._time
-                yield Line(self._time, self.service, read_log_line(line).text)
-
-
-def _time_of(line: bytes) -> str:
-    try:
-        return str(json.loads(line)["timestamp"])
-    except (ValueError, TypeError, KeyError):
-        return ""
+                entry = read_log_line(line)
+                self._time = entry.time or self._time
+                yield Line(self._time, self.service, entry.text)
 
 
 def _log_paths(folder: Path, services: Sequence[str]) -> list[Path]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import stat
 import time
 from collections import deque
@@ -16,7 +17,8 @@ _REPORT_INTERVAL_S = 60.0
 # Neither follow a symbolic link of another user, nor block on a pipe without a reader.
 _FLAGS = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _WARNING_LEVELS = ("warning", "error", "critical")
-_HIDDEN = ("level", "event", "timestamp", "service", "exception")
+_PLAIN_LINE = re.compile(r"(\d{4}-\d\d-\d\dT[\d:.]+Z?) \[(\w+) *\] (.*)")
+_HIDDEN = ("level", "event", "timestamp", "service", "exception", "stack")
 
 
 class ServiceLog:
@@ -128,15 +130,22 @@ def _gap(num_lines: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A log line without timestamp, service and control characters."""
+    """A log line without service and control characters. `time` is empty if the line has none."""
 
     text: str
     is_warning: bool
+    time: str = ""
 
 
 def read_log_line(line: bytes) -> LogEntry:
-    """Read one line: JSON as services write it, or text as libraries do ("WARNING name message")."""
+    """Read one line: JSON as services write it, with `log_json=false` "TIME [warning  ] event  key=value", or text as
+    libraries do ("WARNING name message").
+    """
     text = line.decode(errors="replace").rstrip()
+    if plain := _PLAIN_LINE.fullmatch(text):
+        time_text, level, event = plain.groups()
+        event = re.sub(" {2,}", " ", event, count=1)  # the renderer's padding
+        return LogEntry(escape_controls(f"{level}: {event}"), level in _WARNING_LEVELS, time_text)
     try:
         entry = json.loads(text)
     except ValueError:
@@ -144,11 +153,14 @@ def read_log_line(line: bytes) -> LogEntry:
     if not isinstance(entry, dict) or "event" not in entry:
         return LogEntry(escape_controls(text), text.lower().startswith(_WARNING_LEVELS))
     level = str(entry.get("level", "info"))
-    return LogEntry(escape_controls(f"{level}: {_describe(entry)}"), level in _WARNING_LEVELS)
+    text = escape_controls(f"{level}: {_describe(entry)}")
+    return LogEntry(text, level in _WARNING_LEVELS, str(entry.get("timestamp", "")))
 
 
 def _describe(entry: Mapping[str, object]) -> str:
     fields = [f"{key}={value}" for key, value in entry.items() if key not in _HIDDEN]
+    if "stack" in entry:
+        fields.append("(the log file has the stack)")
     raised = entry.get("exception")
     if isinstance(raised, list) and raised and isinstance(raised[0], dict):
         fields.append(f"({raised[0].get('exc_type')}: {raised[0].get('exc_value')})")

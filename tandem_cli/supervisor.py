@@ -21,6 +21,7 @@ from functools import partial
 from typing import TypeAlias
 
 from mesh.domain.errors import ConfigurationError
+from mesh.domain.host import is_unspecified, local_address
 from mesh.interrupts import leave_terminal, stopping_signals
 from mesh.process import adopt_orphans
 from mesh.tasks import Backoff
@@ -36,13 +37,12 @@ _CONFIGURATION_STATUS = 2
 _FIRST_RESTART_S, _MAX_RESTART_S = 0.5, 30.0
 _KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _MAX_KILLS = 2
-_HINT_AFTER_S = 10.0
 _SILENT_S = 300.0
 """A start ends when no service has reported anything in so much time. Workers that load report every few seconds that
 they have not given up, so theirs are the limits on loading and on waiting for ranks.
 """
 _LISTEN_S = 5.0
-_COMPILE_HINT = "a first start compiles kernels, for 10 to 60 s, longer on a busy machine; later starts take seconds"
+_COMPILE_HINT = "compiles kernels for this CPU, for 10 to 60 s, longer on a busy machine; later starts find them"
 
 
 class MeshFailed(Exception):
@@ -98,7 +98,7 @@ class Supervisor:
         self._down: set[str] = set()
         self._removed: set[str] = set()
         self._leaving: dict[asyncio.Task[None], RunningService] = {}
-        self._compile_hint: asyncio.TimerHandle | None = None
+        self._has_told_of_compiling = False
         self._start_ends_s: float | None = None
         """When the start ends that has a limit."""
         self._is_stopping = False
@@ -113,7 +113,7 @@ class Supervisor:
             try:
                 await self._start()
                 self._show_services()
-                on_ready(",".join(self._addresses("router")), self._http_url())
+                on_ready(",".join(map(local_address, self._addresses("router"))), self._http_url())
                 async with self._scaled():
                     await self._watch()
             except _StopRequested:
@@ -124,31 +124,36 @@ class Supervisor:
                 await self._stop()
 
     def _show_services(self) -> None:
-        """Show the table of services and the URLs of their metrics."""
+        """Show the table of services, the URLs of their metrics, and which of them other machines reach."""
         self._display.table(map(_row, self._children.values()))
         metrics_urls = [
-            f"{name} http://{child.metrics_address}/metrics"
+            f"{name} http://{local_address(child.metrics_address)}/metrics"
             for name, child in self._children.items()
             if child.metrics_address
         ]
         if metrics_urls:
             self._display.line(f"metrics: {', '.join(metrics_urls)}")
+        open_to_all = [
+            name
+            for name, child in self._children.items()
+            if child.service.role in ("router", "gateway") and is_unspecified(child.address.rpartition(":")[0])
+        ]
+        if open_to_all:
+            self._display.line(
+                f"{', '.join(open_to_all)}: on all interfaces; clients on other machines use an address of this one"
+            )
 
     async def _start(self) -> None:
         """Start all services. Returns after a successful trial request through each router."""
         limit_s = self._deployment.settings.model_loading_timeout
         if limit_s is not None:
             self._start_ends_s = time.monotonic() + limit_s - self._deployment.download_s
-        try:
-            for router in self._deployment.routers():
-                await self._spawn(router)
-            await self._until_all_ready()
-            self._display.loaded()
-            for address in self._addresses("router"):
-                await self._run_trial(address)
-        finally:
-            if self._compile_hint is not None:
-                self._compile_hint.cancel()
+        for router in self._deployment.routers():
+            await self._spawn(router)
+        await self._until_all_ready()
+        self._display.loaded()
+        for address in self._addresses("router"):
+            await self._run_trial(address)
 
     async def _until_all_ready(self) -> None:
         not_ready = set(self._children)
@@ -158,7 +163,10 @@ class Supervisor:
                 continue
             name = event.child.service.name
             if event.kind == "loading":
-                self._on_loading(name, float(event.fields["fraction"]))
+                self._display.loading(name, float(event.fields["fraction"]))
+            elif event.kind == "compiling" and not self._has_told_of_compiling:
+                self._has_told_of_compiling = True
+                self._display.line(_COMPILE_HINT)
             elif event.kind == "kv_memory":
                 self._display.line(f"{name}: {event.fields['summary']}")
             elif event.kind == "waiting_for_ranks":
@@ -174,13 +182,6 @@ class Supervisor:
                     not_ready.add(service.name)
                     await self._spawn(service)
 
-    def _on_loading(self, name: str, fraction: float) -> None:
-        """Show the progress. A worker that has loaded its model and is not ready soon probably compiles."""
-        self._display.loading(name, fraction)
-        if fraction >= 1 and self._compile_hint is None:
-            loop = asyncio.get_running_loop()
-            self._compile_hint = loop.call_later(_HINT_AFTER_S, self._display.line, _COMPILE_HINT)
-
     def _services_behind_routers(self) -> list[Service]:
         """Workers and gateway, which need the addresses of the routers. With several routers, workers register in
         Redis.
@@ -194,7 +195,7 @@ class Supervisor:
         if (gateway := self._children.get("gateway")) is None:
             return ""
         has_tls = self._deployment.resolve(gateway.service, self._launch.environ).public_tls_cert
-        return f"{'https' if has_tls else 'http'}://{gateway.address}"
+        return f"{'https' if has_tls else 'http'}://{local_address(gateway.address)}"
 
     def _addresses(self, role: str) -> list[str]:
         return [child.address for child in self._children.values() if child.service.role == role]

@@ -139,7 +139,7 @@ class UpSettings:
     model_loading_timeout: float | None = setting(
         None,
         "seconds within which all services must be ready, downloads included; also applies to restarted workers; "
-        "default: as long as the start gets on",
+        "default: as long as the start makes progress",
         env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     log_dir: str = setting(

@@ -185,6 +185,7 @@ def _drain(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         for worker in args.workers:
             client.drain(worker, timeout=_TIMEOUT_S)
+            print(f"{worker} ends what it has, and gets nothing new until: tandem undrain {worker}")
     return 0
 
 
@@ -192,6 +193,7 @@ def _undrain(args: argparse.Namespace) -> int:
     with open_client(args) as client:
         for worker in args.workers:
             client.undrain(worker, timeout=_TIMEOUT_S)
+            print(f"{worker} is in service again")
     return 0
 
 

@@ -26,6 +26,7 @@ import torch
 from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import tokenizer_fingerprint
 from checkpoint.partition_manifest import WeightFiles
+from engine.compiled_code import told_of_compilation
 from engine.devices import find_device, first_device, rank_devices
 from engine.kv.block_pool import BlockPool
 from engine.kv.disk import BlockFiles, DiskCache, private_folder
@@ -230,7 +231,7 @@ def _kv_disk(
 def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load: LoadRunner) -> EngineHost:
     """Find or download the model's folder and build the engine. Raises ConfigurationError.
 
-    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, no longer gets on. The
+    Ends the process if loading takes longer than `model_loading_timeout`, or, without that, makes no progress. The
     download does not count.
     """
     located = settings.located(lambda fraction: announce("downloading", fraction=fraction))
@@ -240,7 +241,11 @@ def download_and_load_host(settings: WorkerSettings, limits: EngineLimits, load:
     listeners: list[RankListener] = []
     if settings.rank_listen or _have_own_memory(settings):
         load = partial(_load_runner_with_remote_ranks, settings, listeners, progress, load)
-    with limited(settings.model_loading_timeout, progress, waiting_s=waiting_s), measured_load() as phases:
+    with (
+        limited(settings.model_loading_timeout, progress, waiting_s=waiting_s),
+        measured_load() as phases,
+        told_of_compilation(lambda: announce("compiling")),
+    ):
         host = load_engine_host(located, limits, progress, load)
     seconds = time.monotonic() - begun_s
     phases["other"] = max(0.0, seconds - sum(phases.values()))

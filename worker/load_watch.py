@@ -18,40 +18,40 @@ from mesh.process import announce
 log = structlog.get_logger(__name__)
 
 STALLED_S = 240.0
-"""A load gets on if in so much time some weights were loaded, or the process and its ranks have read a mebibyte from
-disk or computed for _CPU_S: a large tensor on a slow disk, compiling, and hashing a file have no other progress.
+"""A load makes progress if in so much time some weights were loaded, or the process and its ranks have read a mebibyte
+from disk or computed for _CPU_S: a large tensor on a slow disk, compiling, and hashing a file show no other.
 """
 _CPU_S = 1.0
 _READ_PAGES = 256
 _COMPUTING_S = 3600.0
 """A load that does nothing but compute for so long goes in circles."""
-_LOOK_EVERY_S = 5.0
+_CHECK_EVERY_S = 5.0
 
 
 class LoadProgress:
     """Reports the loaded fraction of the weights to the parent process, and keeps it for the log."""
 
     fraction = 0.0
-    num_signs = 0
-    """How often ranks on other machines have said that they get on."""
+    num_rank_reports = 0
+    """How often ranks on other machines have reported progress."""
 
     def __call__(self, fraction: float) -> None:
         self.fraction = fraction
         announce("loading", fraction=fraction)
 
     def note_rank(self) -> None:
-        """A rank on another machine gets on. Any thread calls it."""
-        self.num_signs += 1
+        """A rank on another machine has reported progress. Any thread calls it."""
+        self.num_rank_reports += 1
 
-    def looked(self, *, gets_on: bool) -> None:
+    def checked(self, *, makes_progress: bool) -> None:
         """Tell the parent process that nobody has given up the load."""
         announce("loading", fraction=self.fraction)
 
 
 @contextmanager
 def limited(limit_s: float | None, progress: LoadProgress, *, waiting_s: float = 0.0) -> Iterator[None]:
-    """End the process after `limit_s`; without a limit, if loading has not got on for STALLED_S. `waiting_s`: besides,
-    for others.
+    """End the process after `limit_s`; without a limit, if loading has made no progress for STALLED_S. `waiting_s`:
+    besides, for others.
     """
     ended = threading.Event()
 
@@ -78,11 +78,11 @@ def limited(limit_s: float | None, progress: LoadProgress, *, waiting_s: float =
 def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> bool:
     """Wait until loading has stalled, or has ended.
 
-    Looks are counted, not time, in which the process may have been stopped.
+    Checks are counted, not time, in which the process may have been stopped.
     """
     loaded, before, num_idle, num_computing = _loaded(progress), work_done(), 0, 0
-    while num_idle * _LOOK_EVERY_S < after_s and num_computing * _LOOK_EVERY_S < _COMPUTING_S:
-        if ended.wait(_LOOK_EVERY_S):
+    while num_idle * _CHECK_EVERY_S < after_s and num_computing * _CHECK_EVERY_S < _COMPUTING_S:
+        if ended.wait(_CHECK_EVERY_S):
             return False
         now, num_idle, num_computing = work_done(), num_idle + 1, num_computing + 1
         before = Work(min(before.cpu_s, now.cpu_s), min(before.pages, now.pages))  # less if a rank has ended
@@ -91,12 +91,12 @@ def _stalls(progress: LoadProgress, ended: threading.Event, after_s: float) -> b
             num_computing = 0
         if has_read or now.cpu_s - before.cpu_s >= _CPU_S:
             loaded, before, num_idle = _loaded(progress), now, 0
-        progress.looked(gets_on=num_idle == 0)
+        progress.checked(makes_progress=num_idle == 0)
     return True
 
 
 def _loaded(progress: LoadProgress) -> tuple[float, int]:
-    return progress.fraction, progress.num_signs
+    return progress.fraction, progress.num_rank_reports
 
 
 class Work(NamedTuple):

@@ -27,7 +27,7 @@ from mesh.redis_connection import (
     stay_connected,
 )
 from mesh.rpc.credentials import MeshKey
-from mesh.sealed_messages import RecordSeal, Refused
+from mesh.signed_messages import MessageSigner, Refused
 from mesh.tasks import require_not_cancelled
 from mesh.v1 import worker_pb2
 from worker.agent import RegistryAgent
@@ -44,7 +44,7 @@ class RedisAgent:
 
     def __init__(self, url: str, key: MeshKey | None, agent: RegistryAgent) -> None:
         self._url = url
-        self._seal = RecordSeal(require_registry(url, key))
+        self._signer = MessageSigner(require_registry(url, key))
         self._agent = agent
         self._refusals: set[str] = set()
 
@@ -59,7 +59,7 @@ class RedisAgent:
             await self._send_and_listen(redis, letters)
 
     async def _send_and_listen(self, redis: Redis, letters: PubSub) -> None:
-        publication = _Publication(redis, self._seal, self._agent)
+        publication = _Publication(redis, self._signer, self._agent)
         tasks = [
             asyncio.create_task(self._agent.send_heartbeats(publication, HEARTBEAT_INTERVAL_S)),
             asyncio.create_task(self._listen(letters)),
@@ -98,7 +98,7 @@ class RedisAgent:
         """Log the refusal once. The worker stays registered: another router may accept it, or this one after an
         update."""
         try:
-            reason = self._seal.open_refusal(self._agent.info.incarnation, letter)
+            reason = self._signer.verify_refusal(self._agent.info.incarnation, letter)
         except Refused:
             return
         if reason not in self._refusals:
@@ -109,7 +109,7 @@ class RedisAgent:
         """Tell the routers, which need not wait for the record to expire then."""
         loss = worker_pb2.Heartbeat(state=wire.state_to_proto(WorkerState.LOST))
         await redis.publish(
-            name_in(redis, HEARTBEATS), self._seal.seal(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss))
+            name_in(redis, HEARTBEATS), self._signer.sign(self._agent.info, worker_pb2.RegisterRequest(heartbeat=loss))
         )
 
     async def _leave(self, redis: Redis) -> None:
@@ -123,21 +123,21 @@ class RedisAgent:
 class _Publication:
     """The HeartbeatSink to which RegistryAgent writes."""
 
-    def __init__(self, redis: Redis, seal: RecordSeal, agent: RegistryAgent) -> None:
+    def __init__(self, redis: Redis, signer: MessageSigner, agent: RegistryAgent) -> None:
         self._redis = redis
-        self._seal = seal
+        self._signer = signer
         self._info = agent.info
         self._registered = False
 
     async def write(self, request: worker_pb2.RegisterRequest) -> None:
         """Sign and publish one message. A heartbeat is also stored for routers that start later."""
-        sealed = self._seal.seal(self._info, request)
+        signed = self._signer.sign(self._info, request)
         worker_id = self._info.worker_id
         async with self._redis.pipeline(transaction=False) as pipe:
             if request.HasField("heartbeat"):
-                pipe.set(name_in(self._redis, record_key(worker_id)), sealed, px=int(RECORD_TTL_S * 1000))
+                pipe.set(name_in(self._redis, record_key(worker_id)), signed, px=int(RECORD_TTL_S * 1000))
                 pipe.zadd(name_in(self._redis, WORKERS), {worker_id: 0})
-            pipe.publish(name_in(self._redis, HEARTBEATS), sealed)
+            pipe.publish(name_in(self._redis, HEARTBEATS), signed)
             await pipe.execute()
         require_not_cancelled()
         if not self._registered:

@@ -137,7 +137,7 @@ class WorkerSettings(ModelSettings):
     load_format: str = setting("auto", "auto, or dummy: random weights, for benchmarks")
     model_loading_timeout: float | None = setting(
         None,
-        "seconds that loading the model may take, after any download; default: as long as it gets on",
+        "seconds that loading the model may take, after any download; default: as long as it makes progress",
         env=("OPTION_MODEL_LOADING_TIMEOUT",),
     )
     block_size: int = setting(16, "tokens per KV block")

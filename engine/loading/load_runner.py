@@ -10,7 +10,7 @@ from checkpoint.adapters import AdapterFiles
 from checkpoint.model_files import NO_ROPE_OVERRIDE, read_model_facts
 from engine.adapter_slots import AdapterSlots
 from engine.attention.views import block_parts
-from engine.compiled_code import reported_code
+from engine.compiled_code import compile_helpers, reported_code
 from engine.devices import find_device
 from engine.kv.cache import KVCache
 from engine.loading.graphs import graph_bytes, load_graphs
@@ -75,6 +75,8 @@ def load_model_runner(settings: RunnerSettings, on_progress: Progress | None = N
         )
     with load_phase("build"), reported_code(settings, config, layout):
         model = build(cache)
+        if model.borrows_cores:
+            compile_helpers()
         adapters = _adapter_slots(settings, model)
         graphs = load_graphs(settings, model, cache) if isinstance(model, Decoder) else None
     return assemble_runner(settings, model, cache, adapters=adapters, graphs=graphs)

@@ -263,7 +263,7 @@ class CollectiveGroup:
         residual = self._hops.receive(like, len(like))
         if layer_groups.announce is not None:
             first = self._own_layers.end
-            layer_groups.announce(first, layer_groups.num_layers - first)
+            layer_groups.announce(Span(first, layer_groups.num_layers - first))
         return residual
 
     def _shared_residual(self, like: Tensor, num_tokens: int) -> Tensor:

@@ -233,10 +233,10 @@ class SharedGroup:
             assert self._report is not None
             self._report(Report(self._command.slot))
 
-    def _report_layers(self, first: int, count: int) -> None:
+    def _report_layers(self, layers: Span) -> None:
         assert self._command is not None
         assert self._report is not None
-        self._report(Report(self._command.slot, first, count))
+        self._report(Report(self._command.slot, layers.first, layers.count))
 
     def _wait(self, slot: int) -> None:
         assert self._next_report is not None
@@ -245,7 +245,7 @@ class SharedGroup:
             if report.count == 0:
                 del self._in_flight[report.slot]
             elif (announce := self._in_flight[report.slot].announce) is not None:
-                announce(report.first, report.count)
+                announce(Span(report.first, report.count))
 
 
 def _nothing() -> None:

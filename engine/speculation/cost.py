@@ -1,17 +1,17 @@
-"""The worth of drafts: the share of them that are right (Acceptance), and a cost model of steps (CostFit, Prices).
+"""What drafts are worth: their acceptance rate (Acceptance), and a cost model of steps (CostFit, DraftCosts).
 
 A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
-free; in a large batch, or on a slow device, only drafts with a high chance pay off.
+free; in a large batch, or on a slow device, only drafts with a high acceptance rate pay off.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-_TRIAL_DECAY = 0.9
+_DRAFT_DECAY = 0.9
 _IDLE_DECAY = 0.98
-# Prior: the expected chance counts like this many trials.
-_PRIOR_TRIALS = 2.0
+# Prior: the expected rate counts like this many drafts.
+_PRIOR_DRAFTS = 2.0
 # Prior: 12 extra tokens double the step time.
 _PRIOR_TOKEN_SHARE = 1 / 12
 # Weight of the prior, in steps whose size differs by one token.
@@ -25,28 +25,28 @@ _MAX_OVERRUN = 3.0
 
 @dataclass(slots=True)
 class Acceptance:
-    """Counts of drafts that were tried, and of those that were right. A draft after a wrong one is not tried.
+    """Counts of drafts that were judged, and of those that were accepted. A draft behind a rejected one is not judged.
 
-    Old trials decay. Without new trials the chance drifts back to the prior, so a sequence that has become predictable
+    Old counts decay. Without new drafts the rate drifts back to the prior, so a sequence that has become predictable
     gets drafts again.
     """
 
-    right: float = 0.0
-    tried: float = 0.0
+    accepted: float = 0.0
+    judged: float = 0.0
 
-    def chance(self, expected: float) -> float:
-        """Probability that the next draft is right, with `expected` as the prior."""
-        return (self.right + _PRIOR_TRIALS * expected) / (self.tried + _PRIOR_TRIALS)
+    def rate(self, prior: float) -> float:
+        """Probability that the next draft is accepted."""
+        return (self.accepted + _PRIOR_DRAFTS * prior) / (self.judged + _PRIOR_DRAFTS)
 
-    def learn(self, num_right: int, num_drafts: int) -> None:
-        """Count a verified draft of `num_drafts` tokens, of which the first `num_right` were right."""
-        self.right = self.right * _TRIAL_DECAY + num_right
-        self.tried = self.tried * _TRIAL_DECAY + num_right + (num_right < num_drafts)
+    def learn(self, num_accepted: int, num_drafts: int) -> None:
+        """Count a verified draft of `num_drafts` tokens, of which the first `num_accepted` were accepted."""
+        self.accepted = self.accepted * _DRAFT_DECAY + num_accepted
+        self.judged = self.judged * _DRAFT_DECAY + num_accepted + (num_accepted < num_drafts)
 
     def idle(self) -> None:
         """Decay the counts after a step without drafts."""
-        self.right *= _IDLE_DECAY
-        self.tried *= _IDLE_DECAY
+        self.accepted *= _IDLE_DECAY
+        self.judged *= _IDLE_DECAY
 
 
 class StepCost(NamedTuple):
@@ -97,8 +97,8 @@ class CostFit:
 
 
 @dataclass(frozen=True, slots=True)
-class Prices:
-    """The cost of a draft: a token of the `step` that verifies it, and a share of the `round` that produces it."""
+class DraftCosts:
+    """The costs of a draft: a token of the `step` that verifies it, and a share of the `round` that produces it."""
 
     step: StepCost
     round: StepCost
@@ -108,34 +108,34 @@ class Prices:
         """Marginal cost of one more draft in a round that runs anyway."""
         return self.step.token_s + self.round.token_s
 
-    def min_chance(self, num_sequences: int) -> float:
-        """The acceptance chance above which a first draft pays off in a batch of `num_sequences` decodes."""
+    def min_rate(self, num_sequences: int) -> float:
+        """The acceptance rate above which a first draft pays off in a batch of `num_sequences` decodes."""
         return _MARGIN * self.draft_s * num_sequences / self.step.seconds(num_sequences)
 
 
-def plan_lengths(chances: Sequence[float], limits: Sequence[int], prices: Prices) -> list[int]:
+def plan_lengths(rates: Sequence[float], limits: Sequence[int], costs: DraftCosts) -> list[int]:
     """The number of drafts of each sequence that maximises the batch's tokens per second.
 
-    chances: probability, per sequence, that its next draft is right if the drafts before it are. limits: maximum number
-    of drafts per sequence. A further draft pays off while its expected tokens exceed the tokens that the batch would
-    produce in the time of the draft.
+    rates: probability, per sequence, that its next draft is accepted if the drafts before it are. limits: maximum
+    number of drafts per sequence. A further draft pays off while its expected tokens exceed the tokens that the batch
+    would produce in the time of the draft.
     """
-    lengths = [0] * len(chances)
-    reached = [1.0] * len(chances)  # chance that all drafts so far are right
-    tokens, seconds = float(len(chances)), prices.step.seconds(len(chances))
+    lengths = [0] * len(rates)
+    reached = [1.0] * len(rates)  # probability that all drafts so far are accepted
+    tokens, seconds = float(len(rates)), costs.step.seconds(len(rates))
     for length in range(1, max(limits, default=0) + 1):
-        worth = _MARGIN * prices.draft_s * tokens / seconds
+        worth = _MARGIN * costs.draft_s * tokens / seconds
         chosen = [
             i
-            for i, chance in enumerate(chances)
-            if lengths[i] == length - 1 and limits[i] >= length and reached[i] * chance > worth
+            for i, rate in enumerate(rates)
+            if lengths[i] == length - 1 and limits[i] >= length and reached[i] * rate > worth
         ]
-        gained = sum(reached[i] * chances[i] for i in chosen)
-        spent_s = prices.round.fixed_s + prices.draft_s * len(chosen)
+        gained = sum(reached[i] * rates[i] for i in chosen)
+        spent_s = costs.round.fixed_s + costs.draft_s * len(chosen)
         if gained * seconds <= _MARGIN * spent_s * tokens:
             break
         for i in chosen:
             lengths[i] = length
-            reached[i] *= chances[i]
+            reached[i] *= rates[i]
         tokens, seconds = tokens + gained, seconds + spent_s
     return lengths

@@ -36,8 +36,8 @@ _MAX_COMPARED = 16
 """Tokens before an occurrence that are compared."""
 _MAX_INDEXED = 4096
 """Tokens of a sequence that a step indexes, in 2 ms at most: a long prompt holds up the steps of all others."""
-# Tokens that a sequence computes per round once it has caught up: the last right draft and the token sampled after it.
 _MAX_ROUND_TOKENS = 2
+"""Tokens that a sequence computes in a round once it has caught up: the last accepted draft and the token after it."""
 
 
 class Drafter(Protocol):
@@ -224,9 +224,9 @@ class DraftModel:
             shadow = self._shadows[sequence.key] = SequenceState(request)
         first = shadow.num_tokens - shadow.num_drafted
         drafts, verified = shadow.token_ids[first:], sequence.token_ids[first:]
-        num_right = next((i for i, pair in enumerate(zip(drafts, verified, strict=False)) if pair[0] != pair[1]), None)
-        num_right = min(len(drafts), len(verified)) if num_right is None else num_right
-        shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_right)
+        rejected = (i for i, (draft, token) in enumerate(zip(drafts, verified, strict=False)) if draft != token)
+        num_accepted = next(rejected, min(len(drafts), len(verified)))
+        shadow.num_computed_tokens = min(shadow.num_computed_tokens, first + num_accepted)
         shadow.token_ids[first:] = verified
         shadow.num_drafted = 0
         count = len(self._windows)

@@ -12,11 +12,11 @@ from engine.batch import ScheduledBatch, ScheduledSequence, batch_order
 from engine.runner import RunnerOutput
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceKey, SequenceState
-from engine.speculation.cost import Acceptance, CostFit, Prices, plan_lengths
+from engine.speculation.cost import Acceptance, CostFit, DraftCosts, plan_lengths
 from engine.speculation.drafters import Drafter, Drafts
 
-# Prior chance of a draft, before the first one and after long pauses.
-_PRIOR_CHANCE = 0.8
+# Prior acceptance rate of a draft, before the first one and after long pauses.
+_PRIOR_RATE = 0.8
 
 Clock = Callable[[], float]
 
@@ -41,9 +41,9 @@ class Speculator:
 
     def extend(self, batch: ScheduledBatch, scheduler: Scheduler) -> ScheduledBatch:
         """The batch with drafts appended to sequences that decode. Call `learn` with it after the step."""
-        prices = Prices(self._fit.cost, self.drafter.round_cost())
+        costs = DraftCosts(self._fit.cost, self.drafter.round_cost())
         sequences = [item.sequence for item in batch.items if _decodes(item)]
-        lengths = self._plan(sequences, scheduler, prices) if sequences else []
+        lengths = self._plan(sequences, scheduler, costs) if sequences else []
         budget = max(0, scheduler.config.max_batch_tokens - batch.num_tokens)
         for index, length in enumerate(lengths):
             lengths[index] = scheduler.allocate_for_drafts(sequences[index], min(length, budget)) if length else 0
@@ -81,26 +81,26 @@ class Speculator:
         self._undrafted.discard(sequence.key)
         self.drafter.forget(sequence)
 
-    def _plan(self, sequences: list[SequenceState], scheduler: Scheduler, prices: Prices) -> list[int]:
+    def _plan(self, sequences: list[SequenceState], scheduler: Scheduler, costs: DraftCosts) -> list[int]:
         """Number of drafts per sequence. The drafter is not called for sequences with a low acceptance."""
-        chances, min_chance = list(map(self._chance, sequences)), prices.min_chance(len(sequences))
+        rates, min_rate = list(map(self._rate, sequences)), costs.min_rate(len(sequences))
         limits = [
-            self._limit(sequence, scheduler) if chance > min_chance and sequence.key not in self._undrafted else 0
-            for sequence, chance in zip(sequences, chances, strict=True)
+            self._limit(sequence, scheduler) if rate > min_rate and sequence.key not in self._undrafted else 0
+            for sequence, rate in zip(sequences, rates, strict=True)
         ]
         if not any(limits):
             return limits
-        return plan_lengths(chances, self.drafter.limits(sequences, limits), prices)
+        return plan_lengths(rates, self.drafter.limits(sequences, limits), costs)
 
     def _limit(self, sequence: SequenceState, scheduler: Scheduler) -> int:
         """Drafts that the sequence can emit, together with the token sampled after them."""
         max_tokens = min(sequence.request.max_total_tokens, scheduler.config.max_model_len)
         return max(0, min(self._max_drafts, max_tokens - sequence.num_tokens - 1))
 
-    def _chance(self, sequence: SequenceState) -> float:
-        overall = self._overall.chance(_PRIOR_CHANCE)
+    def _rate(self, sequence: SequenceState) -> float:
+        overall = self._overall.rate(_PRIOR_RATE)
         acceptance = self._acceptance.get(sequence.key)
-        return overall if acceptance is None else acceptance.chance(overall)
+        return overall if acceptance is None else acceptance.rate(overall)
 
 
 def _decodes(item: ScheduledSequence) -> bool:

@@ -9,9 +9,9 @@ from gateway.answers import SSE_NAMED_PING, drain, stream_answer
 from gateway.anthropic.requests import NAMES, MessagesBody, PromptBody, chat_of
 from gateway.errors import Problem, anthropic_error_body
 from gateway.exchange import Exchange
+from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
 from gateway.openai.arguments import parsed_arguments
 from gateway.openai.parameters import tokenize_arguments
-from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
 from gateway.schema import Json
 from tandem import FinishReason, TokenEvent, Usage
@@ -26,8 +26,10 @@ async def messages(exchange: Exchange) -> Response:
     chat = await exchange.check(ChatBody, chat_of(body))
     field_names = ClientFieldNames.of(chat).renamed(NAMES, MessagesBody)
     with field_names.translating_errors():
-        arguments, reading = await plan_chat(exchange, chat)
-        renderer = MessageEvents(body.model or exchange.served_name, reading, body.stop_sequences or (), field_names)
+        arguments, answer_format = await plan_chat(exchange, chat)
+        renderer = MessageEvents(
+            body.model or exchange.served_name, answer_format, body.stop_sequences or (), field_names
+        )
         feed = exchange.feed([arguments])
         if body.stream:
             return await stream_answer(exchange, feed, renderer, SSE_NAMED_PING)
@@ -50,13 +52,13 @@ class MessageEvents:
     """
 
     def __init__(
-        self, model: str, reading: Reading, stop_sequences: Iterable[str], field_names: ClientFieldNames
+        self, model: str, answer_format: AnswerFormat, stop_sequences: Iterable[str], field_names: ClientFieldNames
     ) -> None:
         self._id = f"msg_{uuid4().hex}"
         self._model = model
         self._stop_sequences = tuple(stop_sequences)
         self._field_names = field_names
-        self._answer = BlockReader(reading)
+        self._answer = BlockParser(answer_format)
         self._num_prompt_tokens: int | None = None
         self._stop_sequence: str | None = None
         self._stop_reason: str | None = None

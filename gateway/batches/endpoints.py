@@ -14,7 +14,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from gateway.access import key_in
 from gateway.batches.files import URLS
 from gateway.batches.runner import Batches
-from gateway.batches.store import Shelf
+from gateway.batches.store import CallerStore
 from gateway.errors import InvalidField
 from gateway.exchange import Exchange
 from gateway.schema import Body, Json, Name
@@ -39,7 +39,7 @@ class BatchBody(Body):
 
 async def upload_file(exchange: Exchange) -> Response:
     """Keep the input of a batch. Its lines are checked when a batch reads them."""
-    shelf = _shelf(exchange)
+    store = _store(exchange)
     content_type = exchange.request.headers.get("content-type", "")
     if not content_type.startswith("multipart/form-data"):
         raise InvalidRequest("send the file as multipart/form-data, with a purpose")
@@ -57,7 +57,7 @@ async def upload_file(exchange: Exchange) -> Response:
         content = await file.read()
     finally:
         await form.close()
-    return JSONResponse(await asyncio.to_thread(shelf.add_file, file.filename or "input.jsonl", content))
+    return JSONResponse(await asyncio.to_thread(store.add_file, file.filename or "input.jsonl", content))
 
 
 def _without_charset(content_type: str) -> Headers:
@@ -73,25 +73,25 @@ async def list_files(exchange: Exchange) -> Response:
     purpose, order = query.get("purpose"), query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise InvalidField("order must be 'asc' or 'desc'", field="order")
-    files = await asyncio.to_thread(_shelf(exchange).files)
+    files = await asyncio.to_thread(_store(exchange).files)
     shown = [file for file in files if purpose in (None, file["purpose"])]
     shown = shown if order == "desc" else shown[::-1]
     return _page(exchange, shown, default=_MAX_FILES_A_PAGE, most=_MAX_FILES_A_PAGE)
 
 
 async def get_file(exchange: Exchange) -> Response:
-    return JSONResponse(_shelf(exchange).file(_id(exchange)))
+    return JSONResponse(_store(exchange).file(_id(exchange)))
 
 
 async def file_content(exchange: Exchange) -> Response:
-    shelf, file_id = _shelf(exchange), _id(exchange)
-    shelf.file(file_id)
-    return FileResponse(shelf.path_of(file_id), media_type="application/octet-stream")
+    store, file_id = _store(exchange), _id(exchange)
+    store.file(file_id)
+    return FileResponse(store.path_of(file_id), media_type="application/octet-stream")
 
 
 async def delete_file(exchange: Exchange) -> Response:
     file_id = _id(exchange)
-    await asyncio.to_thread(_shelf(exchange).delete_file, file_id)
+    await asyncio.to_thread(_store(exchange).delete_file, file_id)
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
 
@@ -100,27 +100,27 @@ async def create_batch(exchange: Exchange) -> Response:
     body = await exchange.parse(BatchBody)
     if body.endpoint not in URLS:
         raise InvalidField(f"endpoint must be one of {', '.join(URLS)}", field="endpoint")
-    shelf = _shelf(exchange)
-    shelf.file(body.input_file_id)
+    store = _store(exchange)
+    store.file(body.input_file_id)
     app, key = exchange.request.app, key_in(exchange.request.headers)
-    batch = await _batches(exchange).create(shelf, app, key, body.endpoint, body.input_file_id, body.metadata or {})
+    batch = await _batches(exchange).create(store, app, key, body.endpoint, body.input_file_id, body.metadata or {})
     return JSONResponse(_shown(batch))
 
 
 async def list_batches(exchange: Exchange) -> Response:
-    shelf, batches = await _resumed(exchange)
-    shown = [_shown(batches.state(batch)) for batch in await asyncio.to_thread(shelf.batches)]
+    store, batches = await _resumed(exchange)
+    shown = [_shown(batches.state(batch)) for batch in await asyncio.to_thread(store.batches)]
     return _page(exchange, shown, default=20, most=_MAX_BATCHES_A_PAGE)
 
 
 async def get_batch(exchange: Exchange) -> Response:
-    shelf, batches = await _resumed(exchange)
-    return JSONResponse(_shown(batches.state(shelf.batch(_id(exchange)))))
+    store, batches = await _resumed(exchange)
+    return JSONResponse(_shown(batches.state(store.batch(_id(exchange)))))
 
 
 async def cancel_batch(exchange: Exchange) -> Response:
-    shelf, batches = await _resumed(exchange)
-    return JSONResponse(_shown(batches.cancel(shelf, _id(exchange))))
+    store, batches = await _resumed(exchange)
+    return JSONResponse(_shown(batches.cancel(store, _id(exchange))))
 
 
 def _batches(exchange: Exchange) -> Batches:
@@ -131,15 +131,15 @@ def _batches(exchange: Exchange) -> Batches:
     return batches
 
 
-def _shelf(exchange: Exchange) -> Shelf:
+def _store(exchange: Exchange) -> CallerStore:
     return _batches(exchange).store.of(key_in(exchange.request.headers))
 
 
-async def _resumed(exchange: Exchange) -> tuple[Shelf, Batches]:
-    """Return the caller's shelf. Its batches of an earlier process go on: this call brings the key that they need."""
-    batches, shelf = _batches(exchange), _shelf(exchange)
-    await batches.resume(shelf, exchange.request.app, key_in(exchange.request.headers))
-    return shelf, batches
+async def _resumed(exchange: Exchange) -> tuple[CallerStore, Batches]:
+    """Return the caller's store. Its batches of an earlier process go on: this call brings the key that they need."""
+    batches, store = _batches(exchange), _store(exchange)
+    await batches.resume(store, exchange.request.app, key_in(exchange.request.headers))
+    return store, batches
 
 
 def _id(exchange: Exchange) -> str:

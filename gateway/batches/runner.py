@@ -22,7 +22,7 @@ from starlette.types import ASGIApp
 import tandem
 from gateway.batches.files import AnswerFile, BadLine, check_requests, read_requests
 from gateway.batches.send import KeyRefused, Sender
-from gateway.batches.store import ENDED, Shelf, Store, new_id
+from gateway.batches.store import ENDED, CallerStore, Store, new_id
 from gateway.errors import NotStored
 from gateway.schema import Json
 from gateway.settings import GatewaySettings
@@ -48,7 +48,7 @@ class Batches:
         self._concurrency = settings.batch_concurrency
         self._slots = asyncio.Semaphore(settings.batch_concurrency)
         self._runs: dict[str, Run] = {}
-        self._resumed: set[Shelf] = set()
+        self._resumed: set[CallerStore] = set()
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -63,34 +63,34 @@ class Batches:
             self.store.close()
 
     async def create(
-        self, shelf: Shelf, app: ASGIApp, key: str | None, endpoint: str, file_id: str, metadata: Json
+        self, store: CallerStore, app: ASGIApp, key: str | None, endpoint: str, file_id: str, metadata: Json
     ) -> Json:
         """Begin a batch. Raises Overloaded if the caller has too many that have not ended."""
-        await self.resume(shelf, app, key)
-        await asyncio.to_thread(shelf.forget_old_batches)
+        await self.resume(store, app, key)
+        await asyncio.to_thread(store.forget_old_batches)
         # From here to the start nothing waits, so batches that are begun together are counted.
-        if sum(run.shelf is shelf for run in self._runs.values()) >= MAX_OPEN:
+        if sum(run.store is store for run in self._runs.values()) >= MAX_OPEN:
             raise tandem.Overloaded(f"you may have {MAX_OPEN} batches that have not ended")
         batch = _new_batch(endpoint, file_id, metadata)
-        shelf.save_batch(batch)
-        self._start(shelf, app, key, batch)
+        store.save_batch(batch)
+        self._start(store, app, key, batch)
         return batch
 
-    async def resume(self, shelf: Shelf, app: ASGIApp, key: str | None) -> None:
+    async def resume(self, store: CallerStore, app: ASGIApp, key: str | None) -> None:
         """Go on with the caller's batches that were left: by an earlier process of the gateway, or by a full disk."""
-        if shelf in self._resumed:
+        if store in self._resumed:
             return
-        for listed in await asyncio.to_thread(shelf.batches):
+        for listed in await asyncio.to_thread(store.batches):
             if listed["status"] in ENDED or listed["id"] in self._runs:
                 continue
-            batch = shelf.batch(listed["id"])  # another call may have resumed it, to its end, since it was listed
+            batch = store.batch(listed["id"])  # another call may have resumed it, to its end, since it was listed
             if batch["status"] not in ENDED:
-                self._start(shelf, app, key, batch)
-        self._resumed.add(shelf)
+                self._start(store, app, key, batch)
+        self._resumed.add(store)
 
-    def cancel(self, shelf: Shelf, batch_id: str) -> Json:
+    def cancel(self, store: CallerStore, batch_id: str) -> Json:
         """Give up a batch that runs; answers that are there are kept. A batch that has ended stays as it is."""
-        batch = shelf.batch(batch_id)
+        batch = store.batch(batch_id)
         run = self._runs.get(batch_id)
         if run is not None:
             run.cancel()
@@ -101,13 +101,13 @@ class Batches:
         run = self._runs.get(batch["id"])
         return batch if run is None else run.batch
 
-    def _start(self, shelf: Shelf, app: ASGIApp, key: str | None, batch: Json) -> None:
+    def _start(self, store: CallerStore, app: ASGIApp, key: str | None, batch: Json) -> None:
         http = httpx2.AsyncClient(
             transport=httpx2.ASGITransport(app, raise_app_exceptions=False),
             base_url="http://127.0.0.1",
             headers={"authorization": f"Bearer {key}"} if key else {},
         )
-        run = Run(shelf, batch, http, self._slots, self._concurrency)
+        run = Run(store, batch, http, self._slots, self._concurrency)
         self._runs[batch["id"]] = run
         run.task.add_done_callback(lambda task: self._stopped(run, task))
 
@@ -116,16 +116,16 @@ class Batches:
         del self._runs[run.batch["id"]]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("the end of a batch cannot be written", batch=run.batch["id"], exc_info=error)
-            self._resumed.discard(run.shelf)
+            self._resumed.discard(run.store)
 
 
 class Run:
     """One batch under way."""
 
     def __init__(
-        self, shelf: Shelf, batch: Json, http: httpx2.AsyncClient, slots: asyncio.Semaphore, concurrency: int
+        self, store: CallerStore, batch: Json, http: httpx2.AsyncClient, slots: asyncio.Semaphore, concurrency: int
     ) -> None:
-        self.shelf = shelf
+        self.store = store
         self.batch = batch
         self._http = http
         self._slots = slots
@@ -153,7 +153,7 @@ class Run:
         except asyncio.CancelledError:
             if self.batch["status"] != "cancelling":  # the gateway stops
                 with contextlib.suppress(OSError):
-                    self.shelf.save_batch(self.batch)  # with the counts so far: the time may end before it goes on
+                    self.store.save_batch(self.batch)  # with the counts so far: the time may end before it goes on
                 raise
             return "cancelled"
         except TimeoutError:
@@ -171,15 +171,15 @@ class Run:
             return self._failed("server_error", "something went wrong; the gateway's log has the details")
 
     async def _answer_all(self) -> None:
-        batch, shelf = self.batch, self.shelf
-        shelf.file(batch["input_file_id"])  # its owner may have deleted it in the moment in which the batch was made
-        path = shelf.path_of(batch["input_file_id"])
+        batch, store = self.batch, self.store
+        store.file(batch["input_file_id"])  # its owner may have deleted it in the moment in which the batch was made
+        path = store.path_of(batch["input_file_id"])
         limits = {"max_requests": MAX_REQUESTS, "max_line_bytes": MAX_LINE_BYTES}
         ids = await asyncio.to_thread(check_requests, path, url=batch["endpoint"], **limits)
         batch["request_counts"]["total"] = len(ids)
         if batch["status"] == "validating":
             self._enter("in_progress")
-        with contextlib.closing(await _open_answers(shelf, batch)) as answers:
+        with contextlib.closing(await _open_answers(store, batch)) as answers:
             patience_s = max(0.0, batch["expires_at"] - time.time())
             sender = Sender(self._http, patience_s=patience_s, on_wait=self._say_why, slots=self._slots)
             requests = read_requests(path, answers.done, keeps_priority=False)
@@ -195,7 +195,7 @@ class Run:
     def _enter(self, status: str) -> None:
         """Raises OSError, and the batch stays as it was."""
         changes = {"status": status, f"{status}_at": int(time.time())}
-        self.shelf.save_batch(self.batch | changes)
+        self.store.save_batch(self.batch | changes)
         self.batch.update(changes)
 
     def _failed(self, code: str, message: str, line: int | None = None) -> str:
@@ -209,9 +209,9 @@ class Run:
             file_id = self.batch.pop(f"_{member}", None)
             if file_id is None:
                 continue
-            path = self.shelf.path_of(file_id)
+            path = self.store.path_of(file_id)
             if path.exists() and path.stat().st_size:
-                self.shelf.describe_file(file_id, f"{self.batch['id']}_{name}.jsonl", "batch_output")
+                self.store.describe_file(file_id, f"{self.batch['id']}_{name}.jsonl", "batch_output")
                 self.batch[member] = file_id
             else:
                 path.unlink(missing_ok=True)
@@ -222,13 +222,13 @@ class Run:
 class AnswerFiles:
     """The two files of a batch: answers, and errors. Answers that they hold already count, and are in `done`."""
 
-    def __init__(self, shelf: Shelf, batch: Json) -> None:
+    def __init__(self, store: CallerStore, batch: Json) -> None:
         self._counts = batch["request_counts"]
         with contextlib.ExitStack() as opened:
-            self._output = opened.enter_context(AnswerFile(shelf.path_of(batch["_output_file_id"])))
-            self._errors = opened.enter_context(AnswerFile(shelf.path_of(batch["_error_file_id"])))
+            self._output = opened.enter_context(AnswerFile(store.path_of(batch["_output_file_id"])))
+            self._errors = opened.enter_context(AnswerFile(store.path_of(batch["_error_file_id"])))
             self._opened = opened.pop_all()
-        self._shelf = shelf
+        self._store = store
         self._bytes_left = self._bytes_uncounted = 0
         self._count()
 
@@ -237,8 +237,8 @@ class AnswerFiles:
         return frozenset(self._output.done | self._errors.done)
 
     def write(self, custom_id: str, status: int, request_id: str, body: object) -> None:
-        if self._bytes_uncounted <= 0:  # other batches of the caller fill the same shelf
-            self._bytes_left = self._shelf.bytes_left()
+        if self._bytes_uncounted <= 0:  # other batches of the caller fill the same store
+            self._bytes_left = self._store.bytes_left()
             self._bytes_uncounted = _RECOUNT_BYTES
         if self._bytes_left <= 0:
             raise StorageFull
@@ -256,9 +256,9 @@ class AnswerFiles:
         self._opened.close()
 
 
-async def _open_answers(shelf: Shelf, batch: Json) -> AnswerFiles:
+async def _open_answers(store: CallerStore, batch: Json) -> AnswerFiles:
     """Open the files on a thread. A cancel cannot stop the thread, so it waits until they can be closed."""
-    opening = asyncio.create_task(asyncio.to_thread(AnswerFiles, shelf, batch))
+    opening = asyncio.create_task(asyncio.to_thread(AnswerFiles, store, batch))
     try:
         return await asyncio.shield(opening)
     except asyncio.CancelledError:

@@ -37,7 +37,7 @@ class Store:
         """`max_bytes` is for each caller. Raises ConfigurationError if the folder cannot be used."""
         self._folder = folder
         self._max_bytes = max_bytes
-        self._shelves: dict[str, Shelf] = {}
+        self._by_caller: dict[str, CallerStore] = {}
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = (folder / "lock").open("w")
@@ -51,14 +51,14 @@ class Store:
     def close(self) -> None:
         self._lock.close()
 
-    def of(self, key: str | None) -> "Shelf":
+    def of(self, key: str | None) -> "CallerStore":
         name = sha256(key.encode()).hexdigest()[:32] if key else "anyone"
-        if name not in self._shelves:
-            self._shelves[name] = Shelf(self._folder / name, self._max_bytes)
-        return self._shelves[name]
+        if name not in self._by_caller:
+            self._by_caller[name] = CallerStore(self._folder / name, self._max_bytes)
+        return self._by_caller[name]
 
 
-class Shelf:
+class CallerStore:
     """One caller's files and batches; there is one object for them.
 
     Methods that look first and then change something hold the lock, on a thread. Reading takes no lock, so that the

@@ -31,7 +31,7 @@ class Thought:
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """The start of a call, as soon as its function is known. AnswerReader sets `call_id`."""
+    """The start of a call, as soon as its function is known. AnswerParser sets `call_id`."""
 
     index: int
     name: str

@@ -7,8 +7,8 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_DONE, Answer, Framing, collect, stream_answer, total_usage
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
+from gateway.openai.answer_parser import AnswerFormat, AnswerParser, plan_chat
 from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Thought
-from gateway.openai.reading import AnswerReader, Reading, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_ranges
 from gateway.openai.response_parts import (
     Envelope,
@@ -34,27 +34,29 @@ async def answer_chat(exchange: Exchange, body: ChatBody, framing: Framing) -> R
     field_names = ClientFieldNames.of(body)
     envelope = Envelope.new("chat.completion", "chatcmpl", body.model or exchange.served_name)
     with field_names.translating_errors():
-        arguments, reading = await plan_chat(exchange, body)
+        arguments, answer_format = await plan_chat(exchange, body)
         feed = exchange.feed([arguments], body.n or 1)
         if body.stream:
-            renderer = ChatChunks(body, envelope, reading, field_names)
+            renderer = ChatChunks(body, envelope, answer_format, field_names)
             return await stream_answer(exchange, feed, renderer, framing)
-        return JSONResponse(chat_json(await collect(feed), body, envelope, reading))
+        return JSONResponse(chat_json(await collect(feed), body, envelope, answer_format))
 
 
-def chat_json(answer: Answer, body: ChatBody, envelope: Envelope, reading: Reading) -> Json:
+def chat_json(answer: Answer, body: ChatBody, envelope: Envelope, answer_format: AnswerFormat) -> Json:
     usage = total_usage(without_stop_tokens(answer.choices), body.n or 1)
-    choices = [_choice(choice, body, reading.reader(in_reasoning=answer.in_reasoning)) for choice in answer.choices]
+    choices = [
+        _choice(choice, body, answer_format.parser(in_reasoning=answer.in_reasoning)) for choice in answer.choices
+    ]
     return envelope.json(choices) | {"usage": usage_json(usage)}
 
 
-def _choice(choice: Choice, body: ChatBody, reader: AnswerReader) -> Json:
+def _choice(choice: Choice, body: ChatBody, parser: AnswerParser) -> Json:
     tokens = visible_tokens(choice.tokens, choice.finish_reason)
     return {
         "index": choice.index,
-        "message": build_message([*reader.push(choice.text), *reader.finish(choice.finish_reason)]),
+        "message": build_message([*parser.push(choice.text), *parser.finish(choice.finish_reason)]),
         "logprobs": chat_logprobs(tokens, body),
-        "finish_reason": reader.reason(choice.finish_reason),
+        "finish_reason": parser.reason(choice.finish_reason),
     } | token_ids(body, choice.tokens)
 
 
@@ -96,11 +98,13 @@ def delta_json(piece: Piece) -> Json:
 class ChatChunks:
     """Renders a stream: per choice the role, then text and tool calls, then the finish reason."""
 
-    def __init__(self, body: ChatBody, envelope: Envelope, reading: Reading, field_names: ClientFieldNames) -> None:
+    def __init__(
+        self, body: ChatBody, envelope: Envelope, answer_format: AnswerFormat, field_names: ClientFieldNames
+    ) -> None:
         self._body = body
         self._field_names = field_names
-        self._reading = reading
-        self._readers = [reading.reader() for _ in range(body.n or 1)]
+        self._format = answer_format
+        self._parsers = [answer_format.parser() for _ in range(body.n or 1)]
         self._envelope = envelope.as_chunk()
         self._usage = StreamUsage(body)
         self._tokens = StreamTokens()
@@ -113,9 +117,9 @@ class ChatChunks:
         """Render one event. A token whose text is held back gives no chunk, unless token ids are requested."""
         self._usage.add(event)
         if event.in_reasoning:  # set on the first event only, and true for all choices
-            self._readers = [self._reading.reader(in_reasoning=True) for _ in self._readers]
-        tokens, reader = self._tokens.take(event), self._readers[event.index]
-        deltas = list(map(delta_json, reader.push(event.text)))
+            self._parsers = [self._format.parser(in_reasoning=True) for _ in self._parsers]
+        tokens, parser = self._tokens.take(event), self._parsers[event.index]
+        deltas = list(map(delta_json, parser.push(event.text)))
         if (self._body.logprobs and tokens) or (self._body.return_token_ids and event.token):
             deltas = deltas or [{"content": ""}]
         for number, delta in enumerate(deltas):
@@ -124,8 +128,8 @@ class ChatChunks:
             chunk["choices"][0] |= token_ids(self._body, (event.token,) if event.token and number == 0 else ())
             yield chunk
         if event.finish_reason is not None:
-            yield from (self._chunk(event.index, delta_json(piece)) for piece in reader.finish(event.finish_reason))
-            yield self._chunk(event.index, {}, reason=reader.reason(event.finish_reason))
+            yield from (self._chunk(event.index, delta_json(piece)) for piece in parser.finish(event.finish_reason))
+            yield self._chunk(event.index, {}, reason=parser.reason(event.finish_reason))
 
     def end(self) -> Iterable[Json]:
         return self._usage.last_chunk(self._envelope)

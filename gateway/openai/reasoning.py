@@ -57,7 +57,7 @@ class _State(Enum):
     ANSWER = auto()
 
 
-class ReasoningReader:
+class ReasoningParser:
     """Splits reasoning from one streamed answer.
 
         START ──opening mark──▶ REASONING ──closing mark──▶ ANSWER

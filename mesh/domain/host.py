@@ -32,6 +32,14 @@ def is_unspecified(host: str) -> bool:
         return False
 
 
+def local_address(address: str) -> str:
+    """The HOST:PORT at which this machine reaches a listener: with loopback in place of 0.0.0.0 and ::."""
+    host, _, port = address.rpartition(":")
+    if not is_unspecified(host):
+        return address
+    return f"{'[::1]' if ':' in host else '127.0.0.1'}:{port}"
+
+
 def join_host(host: str, port: int) -> str:
     """HOST:PORT, with an IPv6 address in brackets, which `host` may have or not."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"

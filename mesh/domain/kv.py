@@ -3,7 +3,7 @@
 A worker is a group of ranks. With pipeline degree P and tensor degree T it has P * T ranks; rank `stage * T + t` holds
 the layers of pipeline stage `stage` and the KV heads of tensor rank `t`: a rectangle, layers x heads. With more tensor
 ranks than heads, several ranks hold copies of one head. A prefill and a decode worker may have different degrees:
-`flows` plans which rank sends which rectangle to which rank.
+`plan_shards` says which rank sends which rectangle, a shard of the transfer, to which rank.
 
 Prefix caches and KV-aware placement name full blocks by chained hashes. A block's hash covers the block's tokens and
 the parent block's hash; through the parent it covers all earlier tokens and the scope (model, tenant and adapter).
@@ -229,8 +229,8 @@ class Degrees:
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """Rank `source` of one worker sends `span` to rank `target` of another."""
+class Shard:
+    """The part of a transfer that rank `source` of one worker sends to rank `target` of another."""
 
     source: int
     target: int
@@ -260,8 +260,8 @@ def kv_spans(num_layers: int, num_kv_heads: int, degrees: Degrees) -> tuple[KVSp
     return tuple(KVSpan(stage, share) for stage in equal_parts(num_layers, degrees.pipeline) for share in heads)
 
 
-def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, ...]:
-    """Plan the flows that bring every target all of its KV, each (layer, head) exactly once. Of several sources that
+def plan_shards(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Shard, ...]:
+    """Plan the shards that bring every target all of its KV, each (layer, head) exactly once. Of several sources that
     hold the same, one sends to a target: each in turn.
 
     Raises LayoutMismatch if the sources lack KV that a target needs, or hold it twice in unequal spans.
@@ -269,14 +269,14 @@ def flows(sources: Sequence[KVSpan], targets: Sequence[KVSpan]) -> tuple[Flow, .
     holders: dict[KVSpan, list[int]] = {}
     for source, span in enumerate(sources):
         holders.setdefault(span, []).append(source)
-    plan: list[Flow] = []
+    plan: list[Shard] = []
     for target, target_span in enumerate(targets):
         pieces = [
-            Flow(of_span[target % len(of_span)], target, piece)
+            Shard(of_span[target % len(of_span)], target, piece)
             for span, of_span in holders.items()
             if (piece := span.intersection(target_span)) is not None
         ]
-        if sum(flow.span.num_layer_heads for flow in pieces) != target_span.num_layer_heads:
+        if sum(shard.span.num_layer_heads for shard in pieces) != target_span.num_layer_heads:
             raise LayoutMismatch(f"the sending ranks do not hold each of {target_span} exactly once")
         plan += pieces
     return tuple(plan)

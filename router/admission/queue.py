@@ -314,5 +314,5 @@ class PlacementQueue:
                 waiter.reservation.set_exception(NoWorkers(message))
         else:
             waiter.reservation.set_exception(
-                NoWorkers(f"no decode worker has been there for {self._outage.patience_s:g} s; try again later")
+                NoWorkers(f"no decode worker has taken requests for {self._outage.patience_s:g} s; try again later")
             )

@@ -113,10 +113,10 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         """Take a worker out of service, or back into it."""
         tenant = self._callers.tenant_of(context.invocation_metadata())
         tenant.require_operator()
+        await self._control.set_draining(request.worker_id, draining=request.draining)
         log.warning(
             "an operator changes a worker", operator=tenant.name, worker=request.worker_id, draining=request.draining
         )
-        await self._control.set_draining(request.worker_id, draining=request.draining)
         return mesh_pb2.SetDrainingResponse()
 
     async def SwitchRole(
@@ -126,8 +126,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         tenant = self._callers.tenant_of(context.invocation_metadata())
         tenant.require_operator()
         role = _role_from_proto(request.role)
-        log.warning("an operator changes a role", operator=tenant.name, worker=request.worker_id, next_role=role.value)
         await self._control.switch_role(request.worker_id, role)
+        log.warning("an operator changes a role", operator=tenant.name, worker=request.worker_id, next_role=role.value)
         return mesh_pb2.SwitchRoleResponse()
 
     async def SetTraffic(
@@ -137,8 +137,8 @@ class MeshServicer(mesh_pb2_grpc.MeshServicer):
         tenant = self._callers.tenant_of(context.invocation_metadata())
         tenant.require_operator()
         name, shares = request.traffic.name, dict(request.traffic.shares)
-        log.warning("an operator changes the traffic", operator=tenant.name, model=name, shares=shares)
         self._traffic.share_out(name, shares)
+        log.warning("an operator changes the traffic", operator=tenant.name, model=name, shares=shares)
         await self._tell_traffic()
         return mesh_pb2.SetTrafficResponse()
 

@@ -8,8 +8,9 @@ prefix-cache namespace is used once, so that its KV is computed and moved every 
 """
 
 import asyncio
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -98,20 +99,17 @@ class CanaryRunner:
         """Send one canary and record its result."""
         started_s = asyncio.get_running_loop().time()
         prefill = canary.placement.prefill
-        names = {
-            "worker": canary.subject.worker_id,
-            "prefill": None if prefill is None else prefill.worker_id,
-            "decode": canary.placement.decode.worker_id,
-        }
+        names = {"worker": canary.subject.worker_id}
+        if prefill is not None:
+            names |= {"prefill": prefill.worker_id, "decode": canary.placement.decode.worker_id}
         try:
             await self._send(canary.placement)
         except asyncio.CancelledError:
             self._health.failed(canary)
             raise
         except Exception as error:
-            self._health.failed(canary, str(error) or type(error).__name__)
-            unexpected = None if isinstance(error, MeshError) else error
-            log.warning("canary failed", **names, error=str(error), exc_info=unexpected)
+            num_failed = self._health.failed(canary, str(error) or type(error).__name__)
+            _log_failure(canary, names, error, num_failed)
             self.wake()
             return
         self._health.passed(canary)
@@ -166,3 +164,20 @@ class CanaryRunner:
         ids = tuple(position % self._model.facts.vocab_size for position in range(num_tokens))
         sampling = SamplingParams(max_new_tokens=_NUM_GENERATED, seed=0, temperature=0.0, ignore_eos=True)
         return ValidRequest(mint_id(), ids, sampling, GenerateParams(prompt=None), decoder_prompt=decoder_prompt)
+
+
+def _log_failure(canary: Canary, names: Mapping[str, str], error: Exception, num_failed: int) -> None:
+    """The first one that is merely late is no warning: a machine that is busy with a start makes it so."""
+    if canary.before is Trust.LOCAL:
+        effect = "the worker gets only prompts that it computes itself"
+    else:
+        effect = "the worker gets no requests"
+    log.log(
+        logging.INFO if num_failed == 1 and isinstance(error, DeadlineExceeded) else logging.WARNING,
+        "canary failed",
+        **names,
+        error=str(error),
+        failed_in_a_row=num_failed,
+        effect=f"{effect} until a canary, which is sent again, succeeds",
+        exc_info=None if isinstance(error, MeshError) else error,
+    )

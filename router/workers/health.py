@@ -137,14 +137,17 @@ class WorkerHealth:
         if placement.prefill is not None and decode.trust is Trust.LOCAL:
             self._raise(decode, Trust.FULL)
 
-    def failed(self, canary: Canary, error: str = "") -> None:
-        """The canary has failed or was cancelled; `error` is shown to operators."""
+    def failed(self, canary: Canary, error: str = "") -> int:
+        """The canary has failed or was cancelled; `error` is shown to operators. Returns how many of its worker have
+        failed in a row.
+        """
         subject = self._record(canary.subject)
         self._num_helping -= Counter(_partners_of(canary))
         subject.is_testing = False
         subject.num_failed_canaries += 1
         subject.canary_error = error
         subject.next_try_s = self._clock() + _backoff_s(subject.num_failed_canaries)
+        return subject.num_failed_canaries
 
     @property
     def _room(self) -> int:

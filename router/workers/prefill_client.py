@@ -21,8 +21,8 @@ from mesh.domain.errors import (
     TransferFailed,
     WorkerLost,
 )
+from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceOutput
 from mesh.domain.worker import WorkerInfo
 from mesh.rpc.status import ERROR_KEY
 from mesh.v1 import prefill_pb2, prefill_pb2_grpc
@@ -33,29 +33,8 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillStarted:
-    """The prompt's first step began `elapsed_s` ago; the KV of its first layers exists by now."""
-
-    elapsed_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TransferFinished:
-    """The decode worker has all KV.
-
-    `duration_s`: since the transfer was opened; None if the worker does not report it.
-    """
-
-    num_bytes: int
-    duration_s: float | None
-
-
-PrefillEvent = PrefillStarted | SequenceOutput | TransferFinished
-
-
-@dataclass(frozen=True, slots=True)
-class KVDestination:
-    """The destination of a prompt's KV: blocks that a decode worker holds under `transfer_id`."""
+class ReservedBlocks:
+    """Blocks that a decode worker holds for a prompt's KV, under `transfer_id`."""
 
     decode: WorkerInfo
     transfer_id: str
@@ -67,7 +46,7 @@ class PrefillCaller(Protocol):
     (tandem_cli/simulation/workers.py)."""
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         """Yield the events of one prefill. Closing the generator cancels it.
 
@@ -88,12 +67,12 @@ class PrefillClient:
         self._timeout_s = timeout_s
 
     async def run(
-        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
         stub = prefill_pb2_grpc.PrefillStub(self._channels.get(worker))
         time_left_s = self._timeout_s if request.time_left_s is None else request.time_left_s
         call = stub.Prefill(
-            _message(request, destination),
+            _message(request, reserved),
             timeout=min(self._timeout_s, time_left_s),
             metadata=self._identity.metadata,
         )
@@ -148,14 +127,14 @@ def _is_too_large(error: MeshError) -> bool:
     )
 
 
-def _message(request: SequenceSpec, destination: KVDestination) -> prefill_pb2.PrefillRequest:
+def _message(request: SequenceSpec, reserved: ReservedBlocks) -> prefill_pb2.PrefillRequest:
     proto = prefill_pb2.KvDestination(
-        address=destination.decode.address,
-        worker_id=destination.decode.worker_id,
-        incarnation=destination.decode.incarnation,
-        transfer_id=destination.transfer_id,
-        ready_tokens=destination.ready_tokens,
-        ranks=wire.kv_endpoints_to_proto(destination.decode.kv_endpoints),
+        address=reserved.decode.address,
+        worker_id=reserved.decode.worker_id,
+        incarnation=reserved.decode.incarnation,
+        transfer_id=reserved.transfer_id,
+        ready_tokens=reserved.ready_tokens,
+        ranks=wire.kv_endpoints_to_proto(reserved.decode.kv_endpoints),
     )
     return prefill_pb2.PrefillRequest(sequence=wire.spec_to_proto(request), destination=proto)
 

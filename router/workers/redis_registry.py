@@ -43,7 +43,7 @@ from mesh.redis_connection import (
 )
 from mesh.rpc.channel import open_channel
 from mesh.rpc.credentials import Credentials
-from mesh.sealed_messages import FreshnessGuard, RecordSeal, Refused, WorkerMessage, signature_of
+from mesh.signed_messages import FreshnessGuard, MessageSigner, Refused, WorkerMessage, signature_of
 from mesh.tasks import is_cancelled, require_not_cancelled
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.admission.limiter import ConcurrencyLimiter
@@ -88,7 +88,7 @@ class RedisRegistry:
         self._url = url
         self._membership = membership
         self._traffic = traffic
-        self._seal = RecordSeal(key)
+        self._signer = MessageSigner(key)
         self._guard = FreshnessGuard()
         self._checks = DirectChecks(membership, credentials)
         self._twins = TwinWatch(membership)
@@ -148,18 +148,20 @@ class RedisRegistry:
 
     async def exchange_traffic(self, redis: Redis) -> None:
         """Adopt the shares in Redis that are newer than this router's; write those there that are older, or lost."""
-        [sealed] = await redis.mget([name_in(redis, TRAFFIC)])
+        [signed] = await redis.mget([name_in(redis, TRAFFIC)])
         found = TrafficTable({})
         try:
-            if isinstance(sealed, bytes):
-                found = traffic_from_json(self._seal.open_traffic(sealed))
+            if isinstance(signed, bytes):
+                found = traffic_from_json(self._signer.verify_traffic(signed))
         except (Refused, InvalidRequest) as refused:
             if self._log_limit.admit(str(refused)) is not None:
                 log.warning("traffic refused", cause=str(refused))
         self._traffic.adopt(found)
         if self._traffic.table.set_at != found.set_at:
             try:
-                await redis.set(name_in(redis, TRAFFIC), self._seal.seal_traffic(traffic_to_json(self._traffic.table)))
+                await redis.set(
+                    name_in(redis, TRAFFIC), self._signer.sign_traffic(traffic_to_json(self._traffic.table))
+                )
             except ResponseError as error:  # the user may not SET; discovery must go on
                 if self._log_limit.admit(str(error)) is not None:
                     log.warning("other routers do not get the traffic of this one", cause=str(error))
@@ -169,11 +171,11 @@ class RedisRegistry:
         for worker_id, message in messages.items():
             await redis.publish(name_in(redis, ask_channel(worker_id)), message)
 
-    def _take(self, sealed: bytes) -> None:
+    def _take(self, signed: bytes) -> None:
         try:
-            received = self._seal.open(sealed)
+            received = self._signer.verify(signed)
             if self._guard.is_new(received):
-                self._taken[received.info.worker_id] = signature_of(sealed)
+                self._taken[received.info.worker_id] = signature_of(signed)
                 self._apply(received)
             elif self._guard.lag_s(received) > _OVERLAP_S:
                 raise Refused("it is older than a heartbeat that its worker has sent before: replayed")
@@ -209,7 +211,7 @@ class RedisRegistry:
                 self._misfits[info.worker_id] = info.incarnation
                 log.error("worker refused", worker=info.worker_id, address=info.address, error=str(mismatch))
             # Sent again with every heartbeat: the worker may not have subscribed yet.
-            self._outbox[info.worker_id] = self._seal.seal_refusal(info.incarnation, str(mismatch))
+            self._outbox[info.worker_id] = self._signer.sign_refusal(info.incarnation, str(mismatch))
             return False
         self._misfits.pop(info.worker_id, None)
         return True

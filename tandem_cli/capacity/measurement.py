@@ -68,7 +68,7 @@ def load_format_of(model_dir: Path) -> str:
 
 
 def _tell() -> None:
-    sys.stderr.write("tandem: compiling kernels for this CPU, which is done once and takes up to a minute\n")
+    sys.stderr.write("tandem: compiles kernels for this arithmetic and CPU, for up to a minute; later runs find them\n")
 
 
 @dataclass(frozen=True, slots=True)

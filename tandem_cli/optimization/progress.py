@@ -63,6 +63,9 @@ class ShownProgress:
             f"TTFT p99 {figures.get(TTFT, 0):,.0f} ms, gap p99 {figures.get(GAP, 0):,.1f} ms{time_left}"
         )
 
+    def left_out(self, round_number: int) -> None:
+        self._say(f"round {round_number + 1}: left out: so few candidates all go on to round {round_number + 2}")
+
     def skipped(self, candidate: Candidate, reason: str) -> None:
         self._say(f"{candidate.name}: not tried: {candidate.precision} {reason}")
 

@@ -2,7 +2,8 @@
 
     round 0      all candidates without speculation. The first of each precision answers all questions that are judged;
                  a precision that loses too much is not tried further
-    round 1      the better half, with twice as many requests; and the same with speculation
+    round 1      the better half, with twice as many requests; and the same with speculation. Left out
+                 if these are so few that nobody would drop out
     round 2, 3   the best of these, each twice, with five times as many requests
     up to 7      as round 3, while it is open which of them are within 5 % of the fastest: that one and those
 
@@ -59,6 +60,10 @@ class Watcher(Protocol):
 
     def ended(self, result: Result) -> None:
         """Called when a measurement has ended or failed."""
+        ...
+
+    def left_out(self, round_number: int) -> None:
+        """Called in place of a round out of which no candidate would drop."""
         ...
 
     def skipped(self, candidate: Candidate, reason: str) -> None:
@@ -164,7 +169,8 @@ class Search:
         pool = [candidate for candidate in self.candidates if candidate.speculation == "none"]
         for round_number in range(len(ROUNDS_S)):
             if round_number == 1 and len(pool) <= FINALISTS:
-                continue  # nobody would drop out
+                self.watcher.left_out(round_number)
+                continue
             results = self._round(pool, round_number)
             able = [result for result in results if not self._is_out(result)]
             if round_number + 1 == len(ROUNDS_S):

@@ -15,6 +15,7 @@ from itertools import count
 from pathlib import Path
 
 from mesh.domain.errors import WorkerLost
+from mesh.domain.prefill import PrefillEvent
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken
 from mesh.domain.worker import WorkerInfo, WorkerRole, WorkerState
@@ -23,7 +24,7 @@ from router.journal import Journal
 from router.model_router import ModelRouter
 from router.settings import RouterSettings
 from router.workers.membership import Membership, WorkerView
-from router.workers.prefill_client import KVDestination, PrefillEvent
+from router.workers.prefill_client import ReservedBlocks
 from tandem_cli.model_folders import BUNDLED, write_without_weights
 from tandem_cli.simulation.observed import RoleSample, Sample
 from tandem_cli.simulation.profile import MeshProfile
@@ -66,9 +67,9 @@ class ModelledPrefills:
         self._links = links
 
     def run(
-        self, worker: WorkerInfo, request: SequenceSpec, destination: KVDestination
+        self, worker: WorkerInfo, request: SequenceSpec, reserved: ReservedBlocks
     ) -> AsyncGenerator[PrefillEvent, None]:
-        prefill, decode = self.workers.get(worker.incarnation), self._links.find(destination.decode)
+        prefill, decode = self.workers.get(worker.incarnation), self._links.find(reserved.decode)
         if prefill is None or decode is None:
             raise WorkerLost("the worker is lost")
         return prefill.run(request, decode)

@@ -18,12 +18,12 @@ from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, WorkerBusy, WorkerDraining, WorkerLost
 from mesh.domain.kv import KVLayout
+from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import SampledToken, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
 from router.served_model import ServedModel
 from router.workers.decode_link import SequenceKey, SequenceListener
-from router.workers.prefill_client import PrefillEvent, PrefillStarted, TransferFinished
 from tandem_cli.simulation.engine import ModelledEngine, StepsDone
 from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 

@@ -438,6 +438,33 @@ def test_a_second_start_compiles_nothing(checkpoint: Checkpoint) -> None:
     assert code_counts().since(before).num_compiled == 0
 
 
+STEPS_WITH_A_LENT_CORE = """
+import os, sys
+from pathlib import Path
+
+import torch
+
+from engine.compiled_code import _run, code_counts
+from engine.loading.load_runner import load_model_runner
+from engine.runner_settings import RunnerSettings
+
+torch.set_num_threads(1)
+runner = load_model_runner(RunnerSettings(Path(sys.argv[1]), num_blocks=4))
+before = code_counts()
+runner.use_cores((min(os.sched_getaffinity(0)),))
+_run(runner, 4)
+since = code_counts().since(before)
+print(since.num_loaded, since.num_compiled)
+"""
+
+
+def test_a_worker_that_gets_its_first_lent_core_has_its_code(checkpoint: Checkpoint) -> None:
+    """Else its first request would wait for a compilation, as if the engine hung."""
+    words = (sys.executable, "-c", STEPS_WITH_A_LENT_CORE, str(checkpoint("llama")))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=280, env=os.environ | {"EXECUTED": "1"})
+    assert done.stdout.splitlines()[-1:] == ["0 0"], done.stderr
+
+
 def test_bad_words_of_the_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

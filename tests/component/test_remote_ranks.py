@@ -440,7 +440,7 @@ async def test_memory_that_others_have_taken_meanwhile_is_no_wrong_setting(
 async def test_a_rank_that_loads_tells_the_leader_that_it_gets_on(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(load_watch, "_LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(load_watch, "_CHECK_EVERY_S", 0.05)
     monkeypatch.setattr(load_watch, "_CPU_S", 0.01)
     signs: list[None] = []
 

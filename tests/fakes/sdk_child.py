@@ -44,7 +44,8 @@ async def router(flags: dict[str, str], plan: str) -> None:
 
     async with running_router(port=int(flags["port"])) as running:
         registry_port = flags["registry-port"] if int(flags["registry-port"]) else "1"
-        announce("listening", address=running.address, registry_address=f"127.0.0.1:{registry_port}")
+        address = running.address.replace("127.0.0.1", flags.get("host", "127.0.0.1"))
+        announce("listening", address=address, registry_address=f"127.0.0.1:{registry_port}")
         announce("ready")
         if plan == "dies later":
             await until_file("die")
@@ -54,7 +55,9 @@ async def router(flags: dict[str, str], plan: str) -> None:
 
 async def worker(flags: dict[str, str], plan: str) -> None:
     announce("loading", fraction=0.5)
-    announce("listening", address="127.0.0.1:2")
+    if plan == "compiles":
+        announce("compiling")
+    announce("listening", address=f"{flags.get('host', '127.0.0.1')}:2")
     if plan == "stubborn":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if plan != "never ready":

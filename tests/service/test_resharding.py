@@ -1,4 +1,4 @@
-"""KV from rank to rank: prefill and decode workers of any degrees, and the end of all flows when one fails."""
+"""KV from rank to rank: prefill and decode workers of any degrees, and the end of all shards when one fails."""
 
 import asyncio
 import itertools
@@ -202,7 +202,7 @@ class Broken(FakeKVStore):
 @pytest.mark.parametrize("number", range(2))
 @pytest.mark.parametrize(("prefill", "decode"), [(Degrees(2), Degrees(1)), (Degrees(2), Degrees(2))], ids=str)
 async def test_one_flow_that_fails_ends_all(prefill: Degrees, decode: Degrees, number: int) -> None:
-    """The leader's, or another rank's. Nothing is committed, although the other flow is complete."""
+    """The leader's, or another rank's. Nothing is committed, although the other shard is complete."""
     async with workers(prefill, decode) as running:
         running.sources[number].__class__ = Broken
         transfer = await running.begin()

@@ -44,7 +44,7 @@ class RankListener(rank_pb2_grpc.RanksServicer):
     """The ranks of `degrees` but the first. Implements engine.ranks.remote_messages.RemoteRanks.
 
     The constructor binds the port. `on_leaving` is called on a thread once a rank has been asked to stop, `on_progress`
-    when the loading of one gets on. `local`: the
+    when the loading of one makes progress. `local`: the
     processes of ranks on this machine, which are started here once it listens; others start by themselves.
     """
 

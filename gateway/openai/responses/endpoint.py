@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from gateway.answers import SSE_NAMED, drain, stream_answer
 from gateway.errors import Problem, openai_error_body
 from gateway.exchange import Exchange
-from gateway.openai.reading import Block, BlockAdded, BlockBegun, BlockReader, BlockStep, Reading, plan_chat
+from gateway.openai.answer_parser import AnswerFormat, Block, BlockAdded, BlockBegun, BlockParser, BlockStep, plan_chat
 from gateway.openai.requests import ChatBody, ClientFieldNames, check_numbers
 from gateway.openai.responses.requests import NAMES, ResponsesBody, chat_of, check_stateless
 from gateway.openai.responses.tools import callees, free_text_of
@@ -33,10 +33,10 @@ async def create_response(exchange: Exchange) -> Response:
     chat = await exchange.check(ChatBody, chat_of(body))
     field_names = ClientFieldNames.of(chat).renamed(NAMES, ResponsesBody)
     with field_names.translating_errors():
-        arguments, reading = await plan_chat(exchange, chat)
+        arguments, answer_format = await plan_chat(exchange, chat)
         applied = {name: arguments.get(name) for name in ("temperature", "top_p") if getattr(body, name) is None}
         body = body.model_copy(update=applied)  # the response says what the server has chosen
-        renderer = ResponseEvents(body, body.model or exchange.served_name, reading, field_names)
+        renderer = ResponseEvents(body, body.model or exchange.served_name, answer_format, field_names)
         feed = exchange.feed([arguments])
         if body.stream:
             return await stream_answer(exchange, feed, renderer, SSE_NAMED)
@@ -47,12 +47,14 @@ async def create_response(exchange: Exchange) -> Response:
 class ResponseEvents:
     """Renders a stream, and keeps its response. Each block of the answer is an output item."""
 
-    def __init__(self, body: ResponsesBody, model: str, reading: Reading, field_names: ClientFieldNames) -> None:
+    def __init__(
+        self, body: ResponsesBody, model: str, answer_format: AnswerFormat, field_names: ClientFieldNames
+    ) -> None:
         self._body = body
         self._model = model
         self._field_names = field_names
         self._callees = callees(body.all_tools)
-        self._answer = BlockReader(reading)
+        self._answer = BlockParser(answer_format)
         self._created_s = int(time.time())
         self._id = f"resp_{uuid4().hex}"
         self._item_ids: list[str] = []

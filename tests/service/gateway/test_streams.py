@@ -17,7 +17,7 @@ from gateway.errors import Problem
 from gateway.feed import Feed
 from gateway.lmi.requests import InvocationBody
 from gateway.lmi.responses import FORMATS, Lines, LmiShape
-from gateway.openai.chat import ChatChunks, Reading
+from gateway.openai.chat import AnswerFormat, ChatChunks
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.response_parts import Envelope
 from gateway.tgi.endpoints import StreamEvents, TgiShape
@@ -56,7 +56,7 @@ async def events(num_tokens: int, fault: Exception | None) -> AsyncGenerator[Tok
 def chat() -> Any:
     body = ChatBody(messages=[])
     envelope = Envelope.new("chat.completion", "chatcmpl", "m")
-    return ChatChunks(body, envelope, Reading(None, "none"), ClientFieldNames.of(body))
+    return ChatChunks(body, envelope, AnswerFormat(None, "none"), ClientFieldNames.of(body))
 
 
 def tgi() -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from gateway.openai import reading
+from gateway.openai import answer_parser
 from gateway.openai.tool_choice import parse_tool_use
 from tandem.v1 import generation_pb2 as pb
 from tests.defects import Repaired
@@ -127,7 +127,7 @@ async def test_large_tools_are_worked_on_beside_the_event_loop(
         threads.append(threading.current_thread().name)
         return parse_tool_use(*arguments)
 
-    monkeypatch.setattr(reading, "parse_tool_use", parse)
+    monkeypatch.setattr(answer_parser, "parse_tool_use", parse)
     gateway.script.story = CALL
     async with client_of(gateway) as client:
         for num_values in (1, 16_000):

@@ -278,9 +278,9 @@ async def test_a_worker_that_does_not_fit_hears_of_it(redis_server: RedisServer,
             took_s = time.monotonic() - started_s
             # Forged, and for another run: no effect.
             async with redis_server.client() as redis:
-                seal = router.registry._seal
+                signer = router.registry._signer
                 await redis.publish("tandem:asks:misfit", b"noise")
-                await redis.publish("tandem:asks:misfit", seal.seal_refusal("former-run", "old news"))
+                await redis.publish("tandem:asks:misfit", signer.sign_refusal("former-run", "old news"))
             await asyncio.sleep(1.2)  # two more beats: it is said once
             assert router.membership.workers() == []
     assert not worker.task.done()

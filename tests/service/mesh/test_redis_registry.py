@@ -16,7 +16,7 @@ from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole, WorkerState
 from mesh.redis_connection import HEARTBEATS, WORKERS, record_key
 from mesh.rpc.credentials import Credentials, MeshKey
 from mesh.rpc.server import Listen, Server
-from mesh.sealed_messages import RecordSeal
+from mesh.signed_messages import MessageSigner
 from mesh.v1 import worker_pb2, worker_pb2_grpc
 from router.workers import redis_registry
 from router.workers.membership import Membership, WorkerView
@@ -139,26 +139,26 @@ async def test_redis_away_and_back_empty(
 async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server: RedisServer, router: Router) -> None:
     """`last` is read in the same round as the forged record, or in a later one."""
     forged = replace(INFO, worker_id="forged", address="evil:1")
-    seal, evil = RecordSeal(KEY), RecordSeal(MeshKey("not-the-key-of-this-mesh"))
-    genuine = seal.seal(INFO, beat(num_running=1))
-    old = RecordSeal(KEY, lambda: time.time() - 60).seal(replace(INFO, worker_id="old"), beat())
+    signer, evil = MessageSigner(KEY), MessageSigner(MeshKey("not-the-key-of-this-mesh"))
+    genuine = signer.sign(INFO, beat(num_running=1))
+    old = MessageSigner(KEY, lambda: time.time() - 60).sign(replace(INFO, worker_id="old"), beat())
     other_address = genuine.replace(b"h:1", b"h:9")
     assert other_address != genuine
-    overtaken = RecordSeal(KEY, lambda: time.time() - 5).seal(replace(INFO, address="former:1"), beat())
+    overtaken = MessageSigner(KEY, lambda: time.time() - 5).sign(replace(INFO, address="former:1"), beat())
     last = replace(INFO, worker_id="last", incarnation="last")
     began_s = time.monotonic()
     async with redis_server.client() as redis:
         with capture_logs() as logs:
             await redis.publish(HEARTBEATS, genuine)
             for _ in range(50):
-                for message in (evil.seal(forged, beat()), other_address, old, overtaken, b"noise", b""):
+                for message in (evil.sign(forged, beat()), other_address, old, overtaken, b"noise", b""):
                     await redis.publish(HEARTBEATS, message)
-            await redis.set(record_key("forged"), evil.seal(forged, beat()))
+            await redis.set(record_key("forged"), evil.sign(forged, beat()))
             await redis.zadd(WORKERS, {"forged": 0, b"\xff\xfe": 0})
-            await redis.set(record_key("last"), seal.seal(last, beat()))
+            await redis.set(record_key("last"), signer.sign(last, beat()))
             await redis.zadd(WORKERS, {"last": 0})
             await router.until(lambda view: True, "last")
-            await redis.publish(HEARTBEATS, seal.seal(INFO, beat(num_running=2)))
+            await redis.publish(HEARTBEATS, signer.sign(INFO, beat(num_running=2)))
             view = await router.until(lambda view: view.load.num_running == 2)
     took_s = time.monotonic() - began_s
     assert view.info == INFO
@@ -174,7 +174,7 @@ async def test_an_expired_record_disappears(
     monkeypatch.setattr(redis_registry, "SILENT_S", 1.0)
     info: WorkerInfo = replace(INFO, address="127.0.0.1:9")
     async with redis_server.client() as redis:
-        await redis.set(record_key(info.worker_id), RecordSeal(KEY).seal(info, beat(num_running=1)), px=2500)
+        await redis.set(record_key(info.worker_id), MessageSigner(KEY).sign(info, beat(num_running=1)), px=2500)
         await redis.zadd(WORKERS, {info.worker_id: 0})
         await router.until(lambda view: view.load.num_running == 1)
         await router.until(lambda view: view.state is WorkerState.LOST)

@@ -13,7 +13,7 @@ from mesh.rpc.credentials import Credentials
 from router.workers.canary import NAMESPACE
 from router.workers.connections import RouterIdentity
 from router.workers.health import Trust
-from router.workers.prefill_client import KVDestination, PrefillClient
+from router.workers.prefill_client import PrefillClient, ReservedBlocks
 from tandem.v1 import mesh_pb2, mesh_pb2_grpc
 from tests.defects import Repaired
 from tests.evidence import Evidence
@@ -320,7 +320,7 @@ async def test_a_request_that_runs_out_of_time_blames_nobody(
     client = PrefillClient(mesh.router.membership, mesh.router._channels, caller, timeout_s=timeout_s)
     request = make_spec("r", PROMPT, time_left_s=time_left_s)
     with pytest.raises(expected):
-        async for _ in client.run(prefill.info, request, KVDestination(decode.info, "t", 0)):
+        async for _ in client.run(prefill.info, request, ReservedBlocks(decode.info, "t", 0)):
             pass
 
 

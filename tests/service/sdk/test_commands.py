@@ -163,8 +163,12 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_workers_are_drained_and_taken_back(run: Run, threaded_router: FakeRouter) -> None:
-    assert run("drain", "decode-0", "prefill-0")[0] == 0
-    assert run("undrain", "decode-0")[0] == 0
+    status, out, _ = run("drain", "decode-0", "prefill-0")
+    assert (status, out.splitlines()[1]) == (
+        0,
+        "prefill-0 ends what it has, and gets nothing new until: tandem undrain prefill-0",
+    )
+    assert run("undrain", "decode-0")[:2] == (0, "decode-0 is in service again\n")
     assert threaded_router.mesh.drained == [("decode-0", True), ("prefill-0", True), ("decode-0", False)]
 
 

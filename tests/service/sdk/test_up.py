@@ -138,6 +138,26 @@ def test_a_gateway_starts_beside_the_mesh_and_stops_before_the_workers(tmp_path:
     assert sorted(up.stopped()[:2]) == ["gateway", "router"]
 
 
+def test_addresses_of_all_interfaces_are_shown_as_this_machine_reaches_them(tmp_path: Path, started: list[Up]) -> None:
+    up = Up(tmp_path, "--host=0.0.0.0", "--http-host=0.0.0.0", "--http-port=0", "--allow-anonymous")
+    started.append(up)
+    with tandem.Client(up.wait_ready(), timeout=10) as client:
+        assert client.generate(prompt="").finish_reason == "eos_token"
+    assert up.process.stdout is not None
+    assert up.process.stdout.readline() == "chat http://127.0.0.1:2\n"
+    assert "router, gateway: on all interfaces" in up.stderr()
+    assert up.end(signal.SIGTERM) == 0
+
+
+@pytest.mark.parametrize("plan", [{}, {"decode-0": "compiles", "prefill-0": "compiles"}])
+def test_only_a_start_that_compiles_says_so_and_once(tmp_path: Path, started: list[Up], plan: dict[str, str]) -> None:
+    up = Up(tmp_path, plan=plan)
+    started.append(up)
+    up.wait_ready()
+    assert up.stderr().count("compiles kernels for this CPU") == bool(plan)
+    assert up.end(signal.SIGTERM) == 0
+
+
 def test_a_serving_properties_file_is_enough(tmp_path: Path, started: list[Up]) -> None:
     file = tmp_path / "serving.properties"
     file.write_text("option.max_rolling_batch_size=7\noption.tgi_compat=true\noption.odd=1\noption.block_size=4\n")

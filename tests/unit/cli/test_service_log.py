@@ -107,7 +107,7 @@ def test_a_folder_of_ones_own(tmp_path: Path, repaired: Repaired) -> None:
 
 def test_log_lines_are_shortened() -> None:
     line = b'{"event": "worker left", "level": "warning", "timestamp": "t", "service": "r", "worker": "d-0"}\n'
-    assert read_log_line(line) == LogEntry("warning: worker left worker=d-0", True)
+    assert read_log_line(line) == LogEntry("warning: worker left worker=d-0", True, "t")
     assert read_log_line(b'{"event": "settings", "level": "info"}') == LogEntry("info: settings", False)
 
 
@@ -116,7 +116,15 @@ def test_an_exception_is_named() -> None:
     assert read_log_line(line) == LogEntry("error: call failed (KeyError: 7)", True)
 
 
+def test_a_stack_is_left_to_the_file() -> None:
+    line = b'{"event": "engine stalled", "level": "error", "for_s": 12.3, "stack": "  File a\\n    b()"}'
+    assert read_log_line(line) == LogEntry("error: engine stalled for_s=12.3 (the log file has the stack)", True)
+
+
 def test_other_peoples_lines_stay_as_they_are() -> None:
+    plain = b"2026-11-29T13:34:17.098360Z [warning  ] worker left                    worker=d-0\n"
+    assert read_log_line(plain) == LogEntry("warning: worker left worker=d-0", True, "2026-11-29T13:34:17.098360Z")
+    assert not read_log_line(plain.replace(b"warning  ", b"info     ")).is_warning
     assert read_log_line(b"WARNING grpc something\n") == LogEntry("WARNING grpc something", True)
     assert read_log_line(b"I0000 noise\n") == LogEntry("I0000 noise", False)
     assert read_log_line(b"[1, 2]") == LogEntry("[1, 2]", False)

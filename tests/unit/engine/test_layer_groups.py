@@ -5,7 +5,7 @@ from engine.model import LayerGroups
 
 def test_a_group_is_announced_once_the_next_is_asked_for() -> None:
     events: list[tuple[str, int, int]] = []
-    for first, end in LayerGroups(7, 3, lambda first, count: events.append(("written", first, count))):
+    for first, end in LayerGroups(7, 3, lambda layers: events.append(("written", layers.first, layers.count))):
         events.append(("run", first, end))
     assert events == [
         *(("run", 0, 3), ("written", 0, 3)),

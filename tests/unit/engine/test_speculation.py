@@ -14,7 +14,7 @@ from engine.runner import FinishBatch, LayerHook
 from engine.scheduler import Scheduler
 from engine.sequence import SequenceState
 from engine.settings import SchedulerConfig, Speculation
-from engine.speculation.cost import Acceptance, CostFit, Prices, StepCost, plan_lengths
+from engine.speculation.cost import Acceptance, CostFit, DraftCosts, StepCost, plan_lengths
 from engine.speculation.drafters import DraftModel, NgramDrafter
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.model_folders import BUNDLED_MODELS
@@ -25,7 +25,7 @@ from tests.fakes.runner import FakeKVStore, FakeRunner, fake_continuation
 DRAFT = BUNDLED_MODELS / "tandem-draft"
 
 # int8, 135M parameters, one core: 10.4, 16.6 and 33.9 ms for 1, 8 and 32 tokens.
-_CPU = Prices(StepCost(0.0097, 0.00076), StepCost())
+_CPU = DraftCosts(StepCost(0.0097, 0.00076), StepCost())
 
 
 def look_up(token_ids: list[int], length: int) -> tuple[int, ...]:
@@ -118,24 +118,24 @@ def test_guesses_stop_where_they_do_not_pay() -> None:
 
 
 def test_a_slow_guesser_must_be_good() -> None:
-    as_slow_as_the_model = Prices(_CPU.step, _CPU.step)
+    as_slow_as_the_model = DraftCosts(_CPU.step, _CPU.step)
     assert plan_lengths([0.7], [8], as_slow_as_the_model) == [0]
-    a_tenth = Prices(_CPU.step, StepCost(0.001, 0.0001))
+    a_tenth = DraftCosts(_CPU.step, StepCost(0.001, 0.0001))
     assert plan_lengths([0.7], [8], a_tenth)[0] > 1
 
 
 @given(st.lists(st.floats(0, 1), max_size=12), st.integers(0, 6), st.floats(0, 0.02), st.floats(0, 0.002))
 def test_planned_guesses_make_more_tokens_a_second_than_none(
-    chances: list[float], most: int, fixed_s: float, token_s: float
+    rates: list[float], most: int, fixed_s: float, token_s: float
 ) -> None:
-    prices = Prices(_CPU.step, StepCost(fixed_s, token_s))
-    lengths = plan_lengths(chances, [most] * len(chances), prices)
+    costs = DraftCosts(_CPU.step, StepCost(fixed_s, token_s))
+    lengths = plan_lengths(rates, [most] * len(rates), costs)
     assert all(length <= most for length in lengths)
-    tokens = sum(sum(chance**n for n in range(length + 1)) for chance, length in zip(chances, lengths, strict=True))
+    tokens = sum(sum(rate**n for n in range(length + 1)) for rate, length in zip(rates, lengths, strict=True))
     rounds = [sum(length >= n for length in lengths) for n in range(1, max(lengths, default=0) + 1)]
-    drafting_s = sum(prices.round.seconds(count) for count in rounds)
-    speed = tokens / (prices.step.seconds(len(chances) + sum(lengths)) + drafting_s)
-    assert speed >= len(chances) / prices.step.seconds(len(chances)) * 0.999
+    drafting_s = sum(costs.round.seconds(count) for count in rounds)
+    speed = tokens / (costs.step.seconds(len(rates) + sum(lengths)) + drafting_s)
+    assert speed >= len(rates) / costs.step.seconds(len(rates)) * 0.999
 
 
 def test_cost_is_learnt_from_steps_and_survives_interruptions() -> None:
@@ -157,16 +157,16 @@ def test_cost_of_steps_that_are_all_alike_is_split_as_usual() -> None:
 
 def test_acceptance_follows_what_happens_and_forgets() -> None:
     acceptance = Acceptance()
-    assert acceptance.chance(0.8) == 0.8
+    assert acceptance.rate(0.8) == 0.8
     for _ in range(20):
         acceptance.learn(0, 3)
-    assert acceptance.chance(0.8) < 0.2
+    assert acceptance.rate(0.8) < 0.2
     for _ in range(200):
         acceptance.idle()
-    assert acceptance.chance(0.8) > 0.7
+    assert acceptance.rate(0.8) > 0.7
     for _ in range(20):
         acceptance.learn(4, 4)
-    assert acceptance.chance(0.8) > 0.95
+    assert acceptance.rate(0.8) > 0.95
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 import tandem
 from gateway.batches import runner
 from gateway.batches.runner import Batches
-from gateway.batches.store import ENDED, Json, Shelf
+from gateway.batches.store import ENDED, CallerStore, Json
 from gateway.settings import GatewaySettings
 from tests.waiting import LIMIT_S, until
 
@@ -29,7 +29,7 @@ class Caller:
 
     def __init__(self, batches: Batches) -> None:
         self.batches = batches
-        self.shelf: Shelf = batches.store.of("key")
+        self.store: CallerStore = batches.store.of("key")
         self.num_asked = 0
         self.may_answer = asyncio.Event()
         self.may_answer.set()
@@ -40,8 +40,8 @@ class Caller:
         await JSONResponse({"text": "Fine."})(scope, receive, send)
 
     async def create(self) -> Json:
-        file = self.shelf.add_file("in.jsonl", LINE)
-        return await self.batches.create(self.shelf, self.app, "key", CHAT, file["id"], {})
+        file = self.store.add_file("in.jsonl", LINE)
+        return await self.batches.create(self.store, self.app, "key", CHAT, file["id"], {})
 
     async def create_asked(self) -> Json:
         """A batch whose request is on its way and is not answered yet."""
@@ -51,8 +51,8 @@ class Caller:
         return batch
 
     async def poll(self, batch: Json) -> Json:
-        await self.batches.resume(self.shelf, self.app, "key")
-        return self.batches.state(self.shelf.batch(batch["id"]))
+        await self.batches.resume(self.store, self.app, "key")
+        return self.batches.state(self.store.batch(batch["id"]))
 
 
 @asynccontextmanager
@@ -63,8 +63,8 @@ async def caller_of(folder: Path) -> AsyncIterator[Caller]:
 
 
 async def ended(caller: Caller, batch: Json) -> Json:
-    await until(lambda: caller.shelf.batch(batch["id"])["status"] in ENDED)
-    return caller.shelf.batch(batch["id"])
+    await until(lambda: caller.store.batch(batch["id"])["status"] in ENDED)
+    return caller.store.batch(batch["id"])
 
 
 async def test_batches_together_keep_to_their_number(tmp_path: Path) -> None:
@@ -73,10 +73,10 @@ async def test_batches_together_keep_to_their_number(tmp_path: Path) -> None:
         made = await asyncio.gather(*(caller.create() for _ in range(runner.MAX_OPEN + 4)), return_exceptions=True)
         assert sum(isinstance(each, dict) for each in made) == runner.MAX_OPEN
         assert sum(isinstance(each, tandem.Overloaded) for each in made) == 4
-        assert len(caller.shelf.batches()) == runner.MAX_OPEN
+        assert len(caller.store.batches()) == runner.MAX_OPEN
 
 
-def fail(shelf: Shelf, batch: Json) -> None:
+def fail(store: CallerStore, batch: Json) -> None:
     raise OSError(errno.ENOSPC, "no space left on device")
 
 
@@ -85,10 +85,10 @@ async def test_a_batch_goes_on_once_the_disk_has_room(tmp_path: Path, monkeypatc
     async with caller_of(tmp_path) as caller:
         batch = await caller.create_asked()
         with monkeypatch.context() as full:
-            full.setattr(Shelf, "save_batch", fail)
+            full.setattr(CallerStore, "save_batch", fail)
             caller.may_answer.set()
             await until(lambda: not caller.batches._runs)
-            assert caller.shelf.batch(batch["id"])["status"] == "in_progress"
+            assert caller.store.batch(batch["id"])["status"] == "in_progress"
         await caller.poll(batch)
         batch = await ended(caller, batch)
         assert batch["status"] == "completed"
@@ -100,9 +100,9 @@ async def test_a_cancel_that_cannot_be_written_cancels_nothing(tmp_path: Path, m
     async with caller_of(tmp_path) as caller:
         batch = await caller.create_asked()
         with monkeypatch.context() as full:
-            full.setattr(Shelf, "save_batch", fail)
+            full.setattr(CallerStore, "save_batch", fail)
             with pytest.raises(OSError, match="no space"):
-                caller.batches.cancel(caller.shelf, batch["id"])
+                caller.batches.cancel(caller.store, batch["id"])
         assert (await caller.poll(batch))["status"] == "in_progress"
         caller.may_answer.set()
         assert (await ended(caller, batch))["status"] == "completed"
@@ -110,17 +110,17 @@ async def test_a_cancel_that_cannot_be_written_cancels_nothing(tmp_path: Path, m
 
 async def test_a_batch_that_has_just_ended_is_not_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with caller_of(tmp_path) as caller:
-        save = Shelf.save_batch
+        save = CallerStore.save_batch
 
-        def save_and_cancel(shelf: Shelf, saved: Json) -> None:
-            save(shelf, saved)
+        def save_and_cancel(store: CallerStore, saved: Json) -> None:
+            save(store, saved)
             if saved["status"] == "completed":
-                asyncio.get_running_loop().call_soon(caller.batches.cancel, shelf, saved["id"])
+                asyncio.get_running_loop().call_soon(caller.batches.cancel, store, saved["id"])
 
-        monkeypatch.setattr(Shelf, "save_batch", save_and_cancel)
+        monkeypatch.setattr(CallerStore, "save_batch", save_and_cancel)
         batch = await caller.create()
         await until(lambda: not caller.batches._runs)
-        batch = caller.shelf.batch(batch["id"])
+        batch = caller.store.batch(batch["id"])
         assert (batch["status"], batch["cancelling_at"]) == ("completed", None)
 
 
@@ -129,19 +129,19 @@ async def test_a_cancel_while_files_are_opened_leaves_none_open(
 ) -> None:
     """Their locks would keep the batch from going on."""
     is_opening, may_open = threading.Event(), threading.Event()
-    path_of = Shelf.path_of
+    path_of = CallerStore.path_of
 
-    def open_slowly(shelf: Shelf, file_id: str) -> Path:
+    def open_slowly(store: CallerStore, file_id: str) -> Path:
         if threading.current_thread() is not threading.main_thread():
             is_opening.set()
             assert may_open.wait(LIMIT_S)
-        return path_of(shelf, file_id)
+        return path_of(store, file_id)
 
     async with caller_of(tmp_path) as caller:
-        monkeypatch.setattr(Shelf, "path_of", open_slowly)
+        monkeypatch.setattr(CallerStore, "path_of", open_slowly)
         batch = await caller.create()
         await until(is_opening.is_set)
-        caller.batches.cancel(caller.shelf, batch["id"])
+        caller.batches.cancel(caller.store, batch["id"])
         asyncio.get_running_loop().call_later(0.02, may_open.set)
         batch = await ended(caller, batch)
         assert batch["status"] == "cancelled"
@@ -154,7 +154,7 @@ async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> 
     async with caller_of(tmp_path) as caller:
         batch = await caller.create_asked()
     async with caller_of(tmp_path) as caller:
-        listed = caller.shelf.batches
+        listed = caller.store.batches
         asked = 0
 
         def list_slowly_once() -> list[Json]:
@@ -168,7 +168,7 @@ async def test_calls_that_resume_together_start_a_batch_once(tmp_path: Path) -> 
             return found
 
         first_is_listed, batch_ended = threading.Event(), threading.Event()
-        caller.shelf.batches = list_slowly_once  # type: ignore[method-assign]
+        caller.store.batches = list_slowly_once  # type: ignore[method-assign]
         first = asyncio.create_task(caller.poll(batch))
         await until(first_is_listed.is_set)
         await caller.poll(batch)
@@ -199,13 +199,13 @@ async def test_a_batch_whose_time_ends_with_the_gateway_away_counts_its_answers(
             is_first = False
             await JSONResponse({"text": "Fine."})(scope, receive, send)
 
-        file = caller.shelf.add_file("in.jsonl", LINE + b"\n" + LINE.replace(b'"a"', b'"b"'))
-        batch = await caller.batches.create(caller.shelf, app, "key", CHAT, file["id"], {})
+        file = caller.store.add_file("in.jsonl", LINE + b"\n" + LINE.replace(b'"a"', b'"b"'))
+        batch = await caller.batches.create(caller.store, app, "key", CHAT, file["id"], {})
         await until(lambda: caller.batches.state(batch)["request_counts"]["completed"] == 1)
     async with caller_of(tmp_path) as caller:
-        caller.shelf.save_batch(caller.shelf.batch(batch["id"]) | {"expires_at": 0})
+        caller.store.save_batch(caller.store.batch(batch["id"]) | {"expires_at": 0})
         await caller.poll(batch)
         batch = await ended(caller, batch)
         assert batch["status"] == "expired"
         assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 0}
-        assert len(caller.shelf.path_of(batch["output_file_id"]).read_text().splitlines()) == 1
+        assert len(caller.store.path_of(batch["output_file_id"]).read_text().splitlines()) == 1

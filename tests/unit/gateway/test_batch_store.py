@@ -11,7 +11,7 @@ from typing import TypeVar
 import pytest
 
 from gateway.batches import store
-from gateway.batches.store import Shelf, Store, new_id
+from gateway.batches.store import CallerStore, Store, new_id
 from gateway.errors import BodyTooLarge, InvalidField, NotStored
 
 T = TypeVar("T")
@@ -20,7 +20,7 @@ NUM_THREADS = 8
 
 
 @pytest.fixture
-def shelf(tmp_path: Path) -> Iterator[Shelf]:
+def caller_store(tmp_path: Path) -> Iterator[CallerStore]:
     kept = Store(tmp_path, 100_000)
     yield kept.of("key")
     kept.close()
@@ -52,56 +52,60 @@ def slow_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "new_id", slow_id)
 
 
-def test_what_goes_while_it_is_listed_is_left_out(shelf: Shelf, tmp_path: Path) -> None:
+def test_what_goes_while_it_is_listed_is_left_out(caller_store: CallerStore, tmp_path: Path) -> None:
     """Entries of a folder whose files are gone by the time that they are read."""
-    kept = shelf.add_file("in.jsonl", b"x" * 1000)
-    num_left = shelf.bytes_left()
+    kept = caller_store.add_file("in.jsonl", b"x" * 1000)
+    num_left = caller_store.bytes_left()
     (folder,) = (path for path in tmp_path.iterdir() if path.is_dir())
     (folder / "batches" / f"{new_id('batch')}.json").symlink_to("gone")
     for suffix in (".json", ".jsonl"):
         (folder / "files" / f"{new_id('file')}{suffix}").symlink_to("gone")
-    assert shelf.bytes_left() == num_left
-    assert shelf.files() == [kept]
-    assert shelf.batches() == []
+    assert caller_store.bytes_left() == num_left
+    assert caller_store.files() == [kept]
+    assert caller_store.batches() == []
 
 
 @pytest.mark.usefixtures("slow_writes")
-def test_files_together_keep_to_the_limit_of_bytes(shelf: Shelf) -> None:
-    kept = at_once(lambda: shelf.add_file("in.jsonl", b"x" * 45_000), BodyTooLarge)
+def test_files_together_keep_to_the_limit_of_bytes(caller_store: CallerStore) -> None:
+    kept = at_once(lambda: caller_store.add_file("in.jsonl", b"x" * 45_000), BodyTooLarge)
     assert len(kept) == 2
-    assert {file["id"] for file in shelf.files()} == {file["id"] for file in kept}
+    assert {file["id"] for file in caller_store.files()} == {file["id"] for file in kept}
 
 
 @pytest.mark.usefixtures("slow_writes")
-def test_files_together_keep_to_their_number(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_together_keep_to_their_number(caller_store: CallerStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_FILES", 3)
-    assert len(at_once(lambda: shelf.add_file("in.jsonl", b"x"), InvalidField)) == 3
-    assert len(shelf.files()) == 3
+    assert len(at_once(lambda: caller_store.add_file("in.jsonl", b"x"), InvalidField)) == 3
+    assert len(caller_store.files()) == 3
 
 
-def test_files_of_one_second_are_listed_newest_first(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_one_second_are_listed_newest_first(
+    caller_store: CallerStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000.5)
-    made = [shelf.add_file("in.jsonl", b"x")["id"] for _ in range(20)]
-    assert [file["id"] for file in shelf.files()] == made[::-1]
+    made = [caller_store.add_file("in.jsonl", b"x")["id"] for _ in range(20)]
+    assert [file["id"] for file in caller_store.files()] == made[::-1]
 
 
-def test_a_file_is_deleted_once(shelf: Shelf) -> None:
+def test_a_file_is_deleted_once(caller_store: CallerStore) -> None:
     for _ in range(20):
-        file_id = shelf.add_file("in.jsonl", b"x")["id"]
-        deletes = at_once(lambda file_id=file_id: shelf.delete_file(file_id), NotStored)  # type: ignore[misc]
+        file_id = caller_store.add_file("in.jsonl", b"x")["id"]
+        deletes = at_once(lambda file_id=file_id: caller_store.delete_file(file_id), NotStored)  # type: ignore[misc]
         assert len(deletes) == 1
 
 
-def test_old_batches_are_forgotten_by_several(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_batches_are_forgotten_by_several(caller_store: CallerStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "MAX_BATCHES", 5)
     for number in range(30):
-        shelf.save_batch({"id": new_id("batch"), "created_at": number, "status": "completed"})
-    at_once(shelf.forget_old_batches, NotStored)
-    assert [batch["created_at"] for batch in shelf.batches()] == [29, 28, 27, 26, 25]
+        caller_store.save_batch({"id": new_id("batch"), "created_at": number, "status": "completed"})
+    at_once(caller_store.forget_old_batches, NotStored)
+    assert [batch["created_at"] for batch in caller_store.batches()] == [29, 28, 27, 26, 25]
 
 
 @pytest.mark.parametrize("failing", [".jsonl", ".json"])
-def test_a_full_disk_leaves_nothing_behind(shelf: Shelf, monkeypatch: pytest.MonkeyPatch, failing: str) -> None:
+def test_a_full_disk_leaves_nothing_behind(
+    caller_store: CallerStore, monkeypatch: pytest.MonkeyPatch, failing: str
+) -> None:
     """Whichever of a file's two parts it is that cannot be written."""
     replace = Path.replace
 
@@ -112,8 +116,8 @@ def test_a_full_disk_leaves_nothing_behind(shelf: Shelf, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "replace", fail)
     with pytest.raises(OSError, match="no space"):
-        shelf.add_file("in.jsonl", b"x" * 1000)
-    assert shelf.bytes_left() == shelf.max_bytes
+        caller_store.add_file("in.jsonl", b"x" * 1000)
+    assert caller_store.bytes_left() == caller_store.max_bytes
 
 
 def test_what_a_gateway_left_half_written_is_removed(tmp_path: Path) -> None:

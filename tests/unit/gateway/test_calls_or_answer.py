@@ -7,9 +7,9 @@ import pytest
 
 from checkpoint.grammar import GrammarCompiler
 from gateway.errors import Problem
+from gateway.openai.answer_parser import AnswerFormat
 from gateway.openai.chat import build_message
 from gateway.openai.parameters import chat_arguments
-from gateway.openai.reading import Reading
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.tool_choice import CALL_FORMATS, parse_tool_use
 from mesh.domain.request import MAX_GRAMMAR_CHARS, Structure, StructureKind
@@ -64,8 +64,8 @@ def accepts(compiler: GrammarCompiler, grammar: str | None, text: str) -> bool:
 
 
 def read(name: str, text: str) -> tuple[str | None, list[str]]:
-    reader = Reading(parse_tool_use(chat(), CALL_FORMATS[name]), "none").reader()
-    message = build_message([*reader.push(text), *reader.finish(FinishReason.EOS_TOKEN)])
+    parser = AnswerFormat(parse_tool_use(chat(), CALL_FORMATS[name]), "none").parser()
+    message = build_message([*parser.push(text), *parser.finish(FinishReason.EOS_TOKEN)])
     return message["content"], [call["function"]["name"] for call in message.get("tool_calls", [])]
 
 

@@ -9,10 +9,10 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from checkpoint.grammar import GrammarCompiler
+from gateway.openai.answer_parser import AnswerParser
 from gateway.openai.chat import build_message
 from gateway.openai.harmony import HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
-from gateway.openai.reading import AnswerReader
 from gateway.openai.tool_choice import HARMONY_FORMATS, Function, ToolUse
 from mesh.domain.request import Structure, StructureKind
 from tandem import FinishReason, GenerateArguments, InvalidRequest
@@ -48,12 +48,12 @@ CASES: list[tuple[str, Parts]] = [
 
 
 def parts_of(text: str, size: int, *, joins_thoughts: bool = False) -> Parts:
-    reader = AnswerReader(HarmonyParser(["weather"], joins_thoughts=joins_thoughts), num_id_chars=24)
-    pushed = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
-    message = build_message([*pushed, *reader.finish(FinishReason.EOS_TOKEN)])
+    parser = AnswerParser(HarmonyParser(["weather"], joins_thoughts=joins_thoughts), num_id_chars=24)
+    pushed = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+    message = build_message([*pushed, *parser.finish(FinishReason.EOS_TOKEN)])
     made = [call["function"] for call in message.get("tool_calls", ())]
     content, calls = message["content"], [(call["name"], call["arguments"]) for call in made]
-    assert reader.reason(FinishReason.EOS_TOKEN) == ("tool_calls" if calls else "stop")
+    assert parser.reason(FinishReason.EOS_TOKEN) == ("tool_calls" if calls else "stop")
     return message.get("reasoning_content", ""), content, calls
 
 

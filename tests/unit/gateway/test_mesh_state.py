@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.verdict import judge
+from gateway.bottleneck import find_bottleneck
 from gateway.web import state_json
 from tandem import Mesh, Worker, WorkerLoad
 
@@ -76,20 +76,20 @@ PREFILL, DECODE = worker("prefill-0"), worker("decode-0")
         (Mesh((PREFILL, DECODE), 0, 0), ("ok", ""), "Idle"),
     ],
 )
-def test_verdicts(mesh: Mesh, expected: tuple[str, str], words: str) -> None:
-    verdict = judge(mesh)
-    assert (verdict.level, verdict.side) == expected
-    assert words in f"{verdict.headline}. {verdict.detail}"
+def test_bottlenecks(mesh: Mesh, expected: tuple[str, str], words: str) -> None:
+    found = find_bottleneck(mesh)
+    assert (found.level, found.side) == expected
+    assert words in f"{found.headline}. {found.detail}"
 
 
 @pytest.mark.parametrize("side", ["decode", "prefill"])
 def test_with_several_models_no_load_of_all_explains_the_shortage_of_one(side: str) -> None:
     """The full worker's model waits; the other model's worker is idle."""
     workers = (PREFILL, worker("decode-0", load=FULL), worker("decode-1", model="other"))
-    verdict = judge(Mesh(workers, 2, 6, shortage=f"{side} capacity"))
-    assert (verdict.level, verdict.side) == ("busy", side)
-    assert verdict.detail.startswith("2 requests wait for ")
-    assert not any(words in verdict.detail for words in (" of 8", "%", "One more", "to compute"))
+    found = find_bottleneck(Mesh(workers, 2, 6, shortage=f"{side} capacity"))
+    assert (found.level, found.side) == ("busy", side)
+    assert found.detail.startswith("2 requests wait for ")
+    assert not any(words in found.detail for words in (" of 8", "%", "One more", "to compute"))
 
 
 def test_the_state_is_json() -> None:

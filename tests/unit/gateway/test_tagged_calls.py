@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.answer_parser import AnswerParser
 from gateway.openai.call_reader import CallBegun
 from gateway.openai.chat import build_message
-from gateway.openai.reading import AnswerReader
 from gateway.openai.reasoning import REASONING_FORMATS
 from gateway.openai.tagged_calls import TaggedCallParser, as_json, parameter_types
 from gateway.openai.tagged_formats import TAGGED_FORMATS
@@ -42,9 +42,9 @@ Found = tuple[str | None, list[tuple[str, Any]]]
 def read(name: str, *texts: str) -> Found:
     """Content, and calls with their parsed arguments."""
     style = TAGGED_FORMATS[name]
-    reader = AnswerReader(TaggedCallParser(style, FUNCTIONS), num_id_chars=style.num_id_chars)
-    parts = [piece for text in texts for piece in reader.push(text)]
-    message = build_message([*parts, *reader.finish(FinishReason.EOS_TOKEN)])
+    parser = AnswerParser(TaggedCallParser(style, FUNCTIONS), num_id_chars=style.num_id_chars)
+    parts = [piece for text in texts for piece in parser.push(text)]
+    message = build_message([*parts, *parser.finish(FinishReason.EOS_TOKEN)])
     calls = message.get("tool_calls", [])
     return message["content"], [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in calls]
 
@@ -267,8 +267,8 @@ def test_a_text_that_is_cut_off_has_the_calls_so_far(name: str, text: str, expec
     """Behind any character: the names so far, and whole arguments of all calls but the last."""
     for length in range(len(text)):
         style = TAGGED_FORMATS[name]
-        reader = AnswerReader(TaggedCallParser(style, FUNCTIONS), num_id_chars=style.num_id_chars)
-        message = build_message([*reader.push(text[:length]), *reader.finish(FinishReason.LENGTH)])
+        parser = AnswerParser(TaggedCallParser(style, FUNCTIONS), num_id_chars=style.num_id_chars)
+        message = build_message([*parser.push(text[:length]), *parser.finish(FinishReason.LENGTH)])
         calls = [call["function"] for call in message.get("tool_calls", [])]
         assert [call["name"] for call in calls] == [known for known, _ in expected[1]][: len(calls)]
         for call, (_, arguments) in zip(calls[:-1], expected[1], strict=False):
@@ -367,9 +367,9 @@ def test_what_a_chat_template_writes_is_read_back(
         )
         text = f"<tool_call>f\n{items}</tool_call>"
     style = TAGGED_FORMATS[name]
-    reader = AnswerReader(TaggedCallParser(style, {"f": schema}), num_id_chars=style.num_id_chars)
-    parts = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
-    message = build_message([*parts, *reader.finish(FinishReason.EOS_TOKEN)])
+    parser = AnswerParser(TaggedCallParser(style, {"f": schema}), num_id_chars=style.num_id_chars)
+    parts = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+    message = build_message([*parts, *parser.finish(FinishReason.EOS_TOKEN)])
     assert message["content"] is None
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [arguments]
 
@@ -385,9 +385,9 @@ PIECES = st.sampled_from(
 @given(st.sampled_from(sorted(TAGGED_FORMATS)), st.lists(PIECES, max_size=14).map("".join), st.integers(1, 9))
 def test_text_that_is_not_a_call_is_kept(name: str, text: str, size: int) -> None:
     def pieces(step: int) -> Any:
-        reader = AnswerReader(TaggedCallParser(TAGGED_FORMATS[name], FUNCTIONS), num_id_chars=24)
-        parts = [piece for at in range(0, len(text), step) for piece in reader.push(text[at : at + step])]
-        message = build_message([*parts, *reader.finish(FinishReason.EOS_TOKEN)])
+        parser = AnswerParser(TaggedCallParser(TAGGED_FORMATS[name], FUNCTIONS), num_id_chars=24)
+        parts = [piece for at in range(0, len(text), step) for piece in parser.push(text[at : at + step])]
+        message = build_message([*parts, *parser.finish(FinishReason.EOS_TOKEN)])
         return message["content"], [call["function"] for call in message.get("tool_calls", [])]
 
     content, calls = pieces(size)

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.call_reader import CallBegun
 from gateway.openai.chat import build_message
 from gateway.openai.parameters import messages_of
-from gateway.openai.reading import AnswerReader, Reading
 from gateway.openai.requests import ChatBody
 from gateway.openai.tool_choice import CallParser, ToolUse, parse_tool_use
 from gateway.openai.tool_parser import FORCED_FORMAT, TOOL_FORMATS, ToolCallParser, ToolFormat
@@ -35,12 +35,12 @@ Found = tuple[str | None, list[tuple[str, str]]]
 
 def read(style: ToolFormat, text: str, size: int = 10_000, reason: FinishReason = FinishReason.LENGTH) -> Found:
     """Content and calls, where the text comes in pieces of so many characters."""
-    reader = AnswerReader(ToolCallParser(style, NAMES), num_id_chars=style.num_id_chars)
-    parts = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
-    message = build_message([*parts, *reader.finish(reason)])
+    parser = AnswerParser(ToolCallParser(style, NAMES), num_id_chars=style.num_id_chars)
+    parts = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+    message = build_message([*parts, *parser.finish(reason)])
     calls = message.get("tool_calls", [])
-    assert (reader.reason(FinishReason.EOS_TOKEN) == "tool_calls") == bool(calls)
-    assert reader.reason(FinishReason.LENGTH) == "length"
+    assert (parser.reason(FinishReason.EOS_TOKEN) == "tool_calls") == bool(calls)
+    assert parser.reason(FinishReason.LENGTH) == "length"
     assert len({call["id"] for call in calls}) == len(calls)
     assert all(call["type"] == "function" for call in calls)
     return message["content"], [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
@@ -454,11 +454,11 @@ def test_parallel_calls_may_be_turned_off(size: int) -> None:
     calls = {}
     for is_parallel in (True, False):
         use = parse_tool_use(body(parallel_tool_calls=is_parallel), TOOL_FORMATS["hermes"])
-        reader = Reading(use, "none").reader()
-        parts = [piece for at in range(0, len(text), size) for piece in reader.push(text[at : at + size])]
-        message = build_message([*parts, *reader.finish(FinishReason.EOS_TOKEN)])
+        parser = AnswerFormat(use, "none").parser()
+        parts = [piece for at in range(0, len(text), size) for piece in parser.push(text[at : at + size])]
+        message = build_message([*parts, *parser.finish(FinishReason.EOS_TOKEN)])
         calls[is_parallel] = [call["function"]["name"] for call in message["tool_calls"]]
-        assert reader.reason(FinishReason.EOS_TOKEN) == "tool_calls"
+        assert parser.reason(FinishReason.EOS_TOKEN) == "tool_calls"
     assert calls == {True: ["add", "look_up"], False: ["add"]}
 
 

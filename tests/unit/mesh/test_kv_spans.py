@@ -8,7 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mesh.domain.errors import ConfigurationError, LayoutMismatch
-from mesh.domain.kv import Degrees, Flow, KVSpan, Span, flows, kv_spans
+from mesh.domain.kv import Degrees, KVSpan, Shard, Span, kv_spans, plan_shards
 
 MODELS = st.tuples(st.integers(1, 40), st.integers(1, 16))
 DEGREES = st.builds(Degrees, st.integers(1, 16), st.integers(1, 4))
@@ -40,21 +40,23 @@ def test_ranks_hold_everything_equally_often(model: tuple[int, int], degrees: De
 def test_flows_bring_each_target_all_it_holds_once(model: tuple[int, int], ours: Degrees, theirs: Degrees) -> None:
     sources, targets = spans_or_nothing(model, ours), spans_or_nothing(model, theirs)
     assume(sources and targets)
-    found = flows(sources, targets)
+    found = plan_shards(sources, targets)
     for rank, target in enumerate(targets):
-        arrived = Counter(cell for flow in found if flow.target == rank for cell in cells(flow.span))
+        arrived = Counter(cell for shard in found if shard.target == rank for cell in cells(shard.span))
         assert arrived.keys() == cells(target)
         assert set(arrived.values()) == {1}
-    assert all(flow.span.is_inside(sources[flow.source]) for flow in found)
+    assert all(shard.span.is_inside(sources[shard.source]) for shard in found)
 
 
 @given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 4))
 def test_ranks_with_copies_take_turns(num_heads: int, num_copies: int, num_others: int) -> None:
     """To as many ranks, each sends its own; to several that need the same, no copy sends two more than another."""
     holders = kv_spans(2, num_heads, Degrees(num_heads * num_copies))
-    assert [(flow.source, flow.target) for flow in flows(holders, holders)] == [(i, i) for i in range(len(holders))]
+    assert [(shard.source, shard.target) for shard in plan_shards(holders, holders)] == [
+        (i, i) for i in range(len(holders))
+    ]
     for targets in (kv_spans(2, num_heads, Degrees(num_heads * num_others)), kv_spans(2, num_heads, Degrees())):
-        sent = Counter(flow.source for flow in flows(holders, targets))
+        sent = Counter(shard.source for shard in plan_shards(holders, targets))
         for head in range(num_heads):
             of_head = [sent[rank] for rank, span in enumerate(holders) if span.heads.first == head]
             assert max(of_head) - min(of_head) <= 1
@@ -63,7 +65,7 @@ def test_ranks_with_copies_take_turns(num_heads: int, num_copies: int, num_other
 def test_one_rank_sends_all_it_has_to_one() -> None:
     [span] = kv_spans(30, 3, Degrees())
     assert span == KVSpan(Span(0, 30), Span(0, 3))
-    assert flows([span], [span]) == (Flow(0, 0, span),)
+    assert plan_shards([span], [span]) == (Shard(0, 0, span),)
 
 
 def test_heads_are_shared_out_unequally_if_they_must() -> None:
@@ -86,7 +88,7 @@ def test_degrees_that_cannot_be_are_refused_with_those_that_can(degrees: Degrees
 def test_missing_kv_is_refused() -> None:
     whole = KVSpan(Span(0, 4), Span(0, 2))
     with pytest.raises(LayoutMismatch, match=r"layers 0\.\.3, KV heads 0\.\.1 exactly once"):
-        flows([KVSpan(Span(0, 3), Span(0, 2))], [whole])
+        plan_shards([KVSpan(Span(0, 3), Span(0, 2))], [whole])
 
 
 def test_heads_have_copies_if_there_are_more_ranks() -> None:
@@ -95,6 +97,6 @@ def test_heads_have_copies_if_there_are_more_ranks() -> None:
 
 def test_kv_that_two_ranks_hold_in_unequal_parts_is_refused() -> None:
     whole, part = KVSpan(Span(0, 4), Span(0, 2)), KVSpan(Span(0, 4), Span(0, 1))
-    assert flows([whole, whole], [whole]) == (Flow(0, 0, whole),)
+    assert plan_shards([whole, whole], [whole]) == (Shard(0, 0, whole),)
     with pytest.raises(LayoutMismatch, match="exactly once"):
-        flows([whole, part], [whole])
+        plan_shards([whole, part], [whole])

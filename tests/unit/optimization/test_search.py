@@ -4,18 +4,21 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from io import StringIO
 from math import exp
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from rich.console import Console
+from rich.progress import Progress as RichProgress
 
 from mesh.domain.errors import ConfigurationError
 from tandem_cli.load_test.figures import RunFailed
 from tandem_cli.optimization.candidates import BASE, USUAL, Candidate, Layout, combine
 from tandem_cli.optimization.choice import OTHER_LOAD, PrecisionQuality, Result, choose
-from tandem_cli.optimization.progress import TimeLeft, show_time
+from tandem_cli.optimization.progress import ShownProgress, TimeLeft, show_time
 from tandem_cli.optimization.recipe import Recipe
 from tandem_cli.optimization.search import (
     FINALISTS,
@@ -42,6 +45,8 @@ class Watcher:
         assert plan[0] == requests_of(NUM_QUESTIONS, 0.0 if is_first else RATE, round_number)
 
     def ended(self, result: Result) -> None: ...
+
+    def left_out(self, round_number: int) -> None: ...
 
     def skipped(self, candidate: Candidate, reason: str) -> None: ...
 
@@ -112,6 +117,18 @@ def test_rounds_grow_while_candidates_become_fewer(state: State) -> None:
     assert by_requests[160] == finalists + finalists[::-1], "to and fro, so that a change of the machine meets all"
     assert [result.candidate.name for result in final] == finalists
     assert mesh.judged == [BASE, "int8", "int4"], "once for each precision"
+
+
+def test_a_round_that_nobody_would_drop_out_of_is_left_out_and_the_console_says_so(state: State) -> None:
+    mesh, screen = Mesh(state), StringIO()
+    search = mesh.search()
+    search.candidates = CANDIDATES[:2]
+    with RichProgress(console=Console(file=screen)) as bar:
+        search.watcher = ShownProgress(bar)
+        search.run()
+    words = [line.split(":")[0] for line in screen.getvalue().splitlines() if line.startswith("round")]
+    assert list(dict.fromkeys(words))[:4] == ["round 1", "round 2", "round 3", "round 4"]
+    assert "round 2: left out: so few candidates all go on to round 3" in screen.getvalue()
 
 
 def test_all_finalists_are_measured_twice(state: State) -> None:

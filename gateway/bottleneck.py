@@ -1,4 +1,4 @@
-"""The verdict on a mesh for operators: which side is the bottleneck. Pure: from the SDK's Mesh to a few words."""
+"""The bottleneck of a mesh, in a few words for operators. Pure: from the SDK's Mesh."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ _NEARLY_FULL = 0.85
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A verdict for operators. `level`: ok, busy or down. `side`: the side to look at, prefill or decode, or ""."""
+class Bottleneck:
+    """What limits the mesh, if anything. `level`: ok, busy or down. `side`: prefill or decode, or "" for neither."""
 
     level: str
     side: str
@@ -18,46 +18,50 @@ class Verdict:
     detail: str
 
 
-def judge(mesh: Mesh) -> Verdict:
+def find_bottleneck(mesh: Mesh) -> Bottleneck:
     """Find the bottleneck: what the queue waits for, or, without a queue, the fuller side."""
     decode = [worker for worker in mesh.workers if worker.role == "decode"]
     serving = [worker for worker in decode if worker.serving]
     prefill = [worker for worker in mesh.workers if worker.role == "prefill" and worker.serving]
     if not serving:
-        return Verdict("down", "decode", "No model is served: no decode worker takes requests", _worker_states(decode))
+        return Bottleneck(
+            "down", "decode", "No model is served: no decode worker takes requests", _worker_states(decode)
+        )
     # The shortage is of one model, and the mesh does not say of which: sums over the workers of all would mislead.
     has_several_models = len({worker.model for worker in mesh.workers}) > 1
     if mesh.shortage == "decode worker":
-        return Verdict(
+        return Bottleneck(
             "down", "decode", "A model has no decode worker that takes requests", f"{_waiting(mesh)} for one."
         )
     if mesh.shortage == "decode capacity":
         waiting = f"{_waiting(mesh)} for a batch slot or KV memory"
         detail = f"{waiting}: {_decode_load(serving)}. {_more_decode(mesh, serving)}"
-        return Verdict("busy", "decode", "Decode is the bottleneck", f"{waiting}." if has_several_models else detail)
+        return Bottleneck("busy", "decode", "Decode is the bottleneck", f"{waiting}." if has_several_models else detail)
     if mesh.shortage == "prefill capacity":
         waiting = f"{_waiting(mesh)} for prefill"
         detail = f"{waiting}: {_prefill_load(prefill)}. {_more_prefill(prefill)}"
-        return Verdict("busy", "prefill", "Prefill is the bottleneck", f"{waiting}." if has_several_models else detail)
-    return _judge_without_queue(mesh, prefill, serving)
+        return Bottleneck(
+            "busy", "prefill", "Prefill is the bottleneck", f"{waiting}." if has_several_models else detail
+        )
+    return _without_queue(mesh, prefill, serving)
 
 
-def _judge_without_queue(mesh: Mesh, prefill: list[Worker], decode: list[Worker]) -> Verdict:
+def _without_queue(mesh: Mesh, prefill: list[Worker], decode: list[Worker]) -> Bottleneck:
     load = f"Decode: {_decode_load(decode)}. Prefill: {_prefill_load(prefill)}."
     away = [f"{worker.worker_id} is {worker.state}" for worker in mesh.workers if worker.state in ("lost", "stalled")]
     if away:
-        return Verdict("busy", "", f"{', '.join(away)}; no request waits", load)
+        return Bottleneck("busy", "", f"{', '.join(away)}; no request waits", load)
     if not prefill:
-        return Verdict("ok", "prefill", "No prefill worker serves: decode workers run prefill themselves", load)
+        return Bottleneck("ok", "prefill", "No prefill worker serves: decode workers run prefill themselves", load)
     if max(_slot_use(decode), _kv_use(decode)) >= _NEARLY_FULL:
-        return Verdict("busy", "decode", "Decode is nearly full, but no request waits", load)
+        return Bottleneck("busy", "decode", "Decode is nearly full, but no request waits", load)
     num_waiting = sum(worker.load.num_waiting for worker in prefill)
     if num_waiting:
-        return Verdict(
+        return Bottleneck(
             "busy", "prefill", f"Prefill is the busier side: {_count(num_waiting, 'prompt')} in its queue", load
         )
     headline = "No bottleneck: no request waits" if mesh.active_requests else "Idle: ready for requests"
-    return Verdict("ok", "", headline, load)
+    return Bottleneck("ok", "", headline, load)
 
 
 def _worker_states(decode: Iterable[Worker]) -> str:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from gateway.anthropic.messages import MessageEvents
 from gateway.anthropic.requests import MessagesBody, chat_of
+from gateway.openai.answer_parser import AnswerFormat, AnswerParser
 from gateway.openai.chat import build_message
-from gateway.openai.reading import AnswerReader, Reading
-from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
+from gateway.openai.reasoning import REASONING_FORMATS, ReasoningParser
 from gateway.openai.requests import ChatBody, ClientFieldNames
 from gateway.openai.responses.requests import ResponsesBody
 from gateway.openai.responses.requests import chat_of as chat_of_response
@@ -44,7 +44,7 @@ PIECES = st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think", ">
 def message(texts: list[str], reason: FinishReason, *, stops: tuple[str, ...] = (), tools: bool = False) -> Any:
     """The message that a stream builds; it must be the same as the one that the events add up to."""
     use = ToolUse((Function(name="add"),), TOOL_FORMATS["hermes"]) if tools else None
-    renderer = MessageEvents("m", Reading(use, "none"), stops, NAMES)
+    renderer = MessageEvents("m", AnswerFormat(use, "none"), stops, NAMES)
     events: list[Any] = []
     for number, text in enumerate(texts):
         is_last = number == len(texts) - 1
@@ -131,9 +131,9 @@ def test_items_of_one_turn_are_one_message() -> None:
 
 
 def read(begins_within: bool, pieces: list[str], name: str = "qwen3") -> tuple[str | None, str | None]:
-    reader = AnswerReader(None, ReasoningReader(REASONING_FORMATS[name], begins_within=begins_within))
-    parts = [piece for text in pieces for piece in reader.push(text)]
-    message = build_message([*parts, *reader.finish(FinishReason.LENGTH)])
+    parser = AnswerParser(None, ReasoningParser(REASONING_FORMATS[name], begins_within=begins_within))
+    parts = [piece for text in pieces for piece in parser.push(text)]
+    message = build_message([*parts, *parser.finish(FinishReason.LENGTH)])
     return message.get("reasoning_content"), message["content"]
 
 

@@ -65,7 +65,7 @@ class WorkerMessage:
     message: worker_pb2.RegisterRequest
 
 
-class RecordSeal:
+class MessageSigner:
     """Signs and verifies messages with the mesh key. `wall_clock` returns seconds since the epoch."""
 
     def __init__(self, key: MeshKey, wall_clock: Callable[[], float] = time.time) -> None:
@@ -73,14 +73,14 @@ class RecordSeal:
         self._wall_clock = wall_clock
         self._number = self._now_us()
 
-    def seal(self, info: WorkerInfo, message: worker_pb2.RegisterRequest) -> bytes:
+    def sign(self, info: WorkerInfo, message: worker_pb2.RegisterRequest) -> bytes:
         """Sign one message of the worker `info`."""
         parts = (wire.worker_to_proto(info), message)
         return self._frame(_MESSAGE, *(part.SerializeToString(deterministic=True) for part in parts))
 
-    def open(self, sealed: bytes) -> WorkerMessage:
+    def verify(self, signed: bytes) -> WorkerMessage:
         """Verify a worker's message, then parse it. Raises Refused."""
-        freshness_us, number, parts = self._verified(_MESSAGE, sealed)
+        freshness_us, number, parts = self._verified(_MESSAGE, signed)
         message = worker_pb2.RegisterRequest()
         try:
             message.ParseFromString(parts[1])
@@ -88,24 +88,24 @@ class RecordSeal:
         except (DecodeError, MeshError) as error:
             raise Refused("it cannot be read") from error
 
-    def seal_refusal(self, incarnation: str, reason: str) -> bytes:
+    def sign_refusal(self, incarnation: str, reason: str) -> bytes:
         """Sign a router's refusal of one run of a worker."""
         return self._frame(_REFUSAL, incarnation.encode(), reason[:_MAX_REASON_CHARS].encode())
 
-    def open_refusal(self, incarnation: str, sealed: bytes) -> str:
+    def verify_refusal(self, incarnation: str, signed: bytes) -> str:
         """Return the reason of a refusal. Raises Refused if it is for another run, or not from this mesh."""
-        _, _, (receiver, reason) = self._verified(_REFUSAL, sealed)
+        _, _, (receiver, reason) = self._verified(_REFUSAL, signed)
         if receiver != incarnation.encode():
             raise Refused("it is for another run of this worker")
         return reason.decode(errors="replace")
 
-    def seal_traffic(self, text: str) -> bytes:
+    def sign_traffic(self, text: str) -> bytes:
         """Sign how routers share out requests among revisions. It never gets stale: it holds until the next one."""
         return self._frame(_TRAFFIC, b"", text.encode())
 
-    def open_traffic(self, sealed: bytes) -> str:
-        """Return what `seal_traffic` has signed. Raises Refused."""
-        _, _, (_, text) = self._verified(_TRAFFIC, sealed, max_age_s=math.inf)
+    def verify_traffic(self, signed: bytes) -> str:
+        """Return what `sign_traffic` has signed. Raises Refused."""
+        _, _, (_, text) = self._verified(_TRAFFIC, signed, max_age_s=math.inf)
         return text.decode()
 
     def _frame(self, magic: bytes, *contents: bytes) -> bytes:
@@ -115,12 +115,12 @@ class RecordSeal:
         return body + self._mac(body)
 
     def _verified(
-        self, expected: bytes, sealed: bytes, *, max_age_s: float = MAX_AGE_S
+        self, expected: bytes, signed: bytes, *, max_age_s: float = MAX_AGE_S
     ) -> tuple[int, int, tuple[bytes, bytes]]:
         """Return freshness, number and the two parts. Raises Refused."""
-        if not _HEAD.size + _MAC_BYTES < len(sealed) <= MAX_MESSAGE_BYTES:
+        if not _HEAD.size + _MAC_BYTES < len(signed) <= MAX_MESSAGE_BYTES:
             raise Refused("its length is wrong")
-        body, mac = sealed[:-_MAC_BYTES], sealed[-_MAC_BYTES:]
+        body, mac = signed[:-_MAC_BYTES], signed[-_MAC_BYTES:]
         if not hmac.compare_digest(mac, self._mac(body)):
             raise Refused("its signature is wrong: forged, tampered with, or of a mesh with another key")
         magic, freshness_us = _HEAD.unpack_from(body)
@@ -139,9 +139,9 @@ class RecordSeal:
         return int(self._wall_clock() * 1e6)
 
 
-def signature_of(sealed: bytes) -> bytes:
+def signature_of(signed: bytes) -> bytes:
     """Return the MAC at the end of a message, unverified: messages that have been verified differ if it does."""
-    return sealed[-_MAC_BYTES:]
+    return signed[-_MAC_BYTES:]
 
 
 @lru_cache(maxsize=_MAX_RECORDS)
@@ -178,7 +178,7 @@ class _Run:
 
 class FreshnessGuard:
     """Rejects replayed and reordered messages: numbers must increase within a run, and a former run never returns.
-    `wall_clock` is the clock of RecordSeal, which may be set back; `clock` returns monotonic seconds.
+    `wall_clock` is the clock of MessageSigner, which may be set back; `clock` returns monotonic seconds.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """From the model's text to the parts of a chat's answer (content, reasoning, calls), for every API that answers chats.
 
-token events ─▶ AnswerReader ─▶ pieces (reasoning, text, calls) ─▶ chunks of chat completions
-                                                                └▶ BlockReader ─▶ Anthropic's blocks, items of Responses
+token events ─▶ AnswerParser ─▶ pieces (reasoning, text, calls) ─▶ chunks of chat completions
+                                                                └▶ BlockParser ─▶ Anthropic's blocks, items of Responses
 """
 
 import json
@@ -15,7 +15,7 @@ from gateway.openai.call_reader import CallArguments, CallBegun, Piece, Text, Th
 from gateway.openai.harmony import HarmonyFormat, HarmonyParser
 from gateway.openai.harmony_structure import in_harmony
 from gateway.openai.parameters import chat_arguments
-from gateway.openai.reasoning import REASONING_FORMATS, ReasoningReader
+from gateway.openai.reasoning import REASONING_FORMATS, ReasoningParser
 from gateway.openai.requests import ChatBody
 from gateway.openai.response_parts import finish_reason
 from gateway.openai.tool_choice import CALL_FORMATS, CallParser, ToolUse, parse_tool_use
@@ -25,19 +25,19 @@ from tandem import FinishReason, GenerateArguments, TokenEvent, Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class AnswerFormat:
     """The parsers of the model's text: for tool calls, and for reasoning. One of harmony parses both."""
 
     tool_use: ToolUse | None
     reasoning_parser: str
     is_harmony: bool = False
 
-    def reader(self, *, in_reasoning: bool = False) -> "AnswerReader":
-        """Return a reader for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
+    def parser(self, *, in_reasoning: bool = False) -> "AnswerParser":
+        """Return a parser for one choice. `in_reasoning`: the prompt ends inside a reasoning block."""
         use, num_id_chars, is_parallel = self.tool_use, HarmonyFormat.num_id_chars, True
         if use is not None:
             num_id_chars, is_parallel = use.num_id_chars, use.is_parallel
-        reasoning: ReasoningReader | None = None
+        reasoning: ReasoningParser | None = None
         if self.is_harmony:
             names = [function.name for function in use.functions] if use is not None else []
             calls: CallParser | None = HarmonyParser(names, joins_thoughts=self.reasoning_parser == "none")
@@ -45,31 +45,31 @@ class Reading:
             calls = None if use is None else use.parser()
             if self.reasoning_parser != "none":
                 style = REASONING_FORMATS[self.reasoning_parser]
-                reasoning = ReasoningReader(style, begins_within=in_reasoning or style.begins_within)
-        return AnswerReader(calls, reasoning, num_id_chars=num_id_chars, is_parallel=is_parallel)
+                reasoning = ReasoningParser(style, begins_within=in_reasoning or style.begins_within)
+        return AnswerParser(calls, reasoning, num_id_chars=num_id_chars, is_parallel=is_parallel)
 
 
-async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
-    """Return the router call for a chat, and how to read its text. Raises InvalidRequest.
+async def plan_chat(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, AnswerFormat]:
+    """Return the router call for a chat, and how to parse its text. Raises InvalidRequest.
 
     Large bodies are worked on a thread: the schema of forced calls, sent as text, is made of all their tools.
     """
     return await exchange.read(lambda _: _plan(exchange, body))
 
 
-def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, Reading]:
+def _plan(exchange: Exchange, body: ChatBody) -> tuple[GenerateArguments, AnswerFormat]:
     style = CALL_FORMATS.get(_call_format(exchange, body.model))
     tool_use = parse_tool_use(body, style)
     arguments = chat_arguments(body, exchange.model(body.model), tool_use)
     if isinstance(style, HarmonyFormat):
         parser = "openai_gptoss" if body.separate_reasoning else "none"
-        return in_harmony(arguments, tool_use), Reading(tool_use, parser, is_harmony=True)
+        return in_harmony(arguments, tool_use), AnswerFormat(tool_use, parser, is_harmony=True)
     if isinstance(arguments.get("json_schema"), dict):
         arguments["json_schema"] = json.dumps(arguments["json_schema"])
     parser = _reasoning_parser(exchange, body, tool_use)
     if parser != "none" and REASONING_FORMATS[parser].has_control_marks and body.skip_special_tokens is None:
         arguments |= GenerateArguments(skip_special_tokens=False, include_eos=False)
-    return arguments, Reading(tool_use, parser)
+    return arguments, AnswerFormat(tool_use, parser)
 
 
 def _call_format(exchange: Exchange, model: str) -> str:
@@ -128,15 +128,15 @@ class BlockEnded:
 BlockStep = BlockBegun | BlockAdded | BlockEnded
 
 
-class BlockReader:
-    """Reads the events of one choice as blocks, one after the other. Its attributes are the answer so far.
+class BlockParser:
+    """Parses the events of one choice into blocks, one after the other. Its attributes are the answer so far.
 
     `reason` is OpenAI's finish reason, "" until the end. Reasoning tokens include the mark that ends the reasoning.
     """
 
-    def __init__(self, reading: Reading) -> None:
-        self._reading = reading
-        self._answer = reading.reader()
+    def __init__(self, answer_format: AnswerFormat) -> None:
+        self._format = answer_format
+        self._answer = answer_format.parser()
         self.blocks: list[Block] = []
         self.usage = Usage()
         self.num_reasoning_tokens = 0
@@ -145,7 +145,7 @@ class BlockReader:
     def read(self, event: TokenEvent, text: str) -> list[BlockStep]:
         """Return what an event changes. `text` is the event's text as the client may see it."""
         if event.in_reasoning:  # set on the first event only
-            self._answer = self._reading.reader(in_reasoning=True)
+            self._answer = self._format.parser(in_reasoning=True)
         steps = list(self._steps(self._answer.push(text)))
         if event.token is not None and self.blocks and self.blocks[-1].kind == "reasoning":
             self.num_reasoning_tokens += 1
@@ -181,8 +181,8 @@ class BlockReader:
         yield BlockBegun(block)
 
 
-class AnswerReader:
-    """Reads the text of one choice as pieces: reasoning, text and calls. Stateful.
+class AnswerParser:
+    """Parses the text of one choice into pieces: reasoning, text and calls. Stateful.
 
     `reasoning` splits off reasoning in front, if the model may write any there; `calls` finds the calls in the rest.
     The answer has the first call only, unless `is_parallel`. `num_id_chars` is the length of the ids of calls.
@@ -191,7 +191,7 @@ class AnswerReader:
     def __init__(
         self,
         calls: CallParser | None = None,
-        reasoning: ReasoningReader | None = None,
+        reasoning: ReasoningParser | None = None,
         *,
         num_id_chars: int = HarmonyFormat.num_id_chars,
         is_parallel: bool = True,

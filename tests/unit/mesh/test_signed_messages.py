@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from mesh import wire
 from mesh.domain.worker import WorkerLoad
 from mesh.rpc.credentials import MeshKey
-from mesh.sealed_messages import MAX_AGE_S, MAX_MESSAGE_BYTES, FreshnessGuard, RecordSeal, Refused
+from mesh.signed_messages import MAX_AGE_S, MAX_MESSAGE_BYTES, FreshnessGuard, MessageSigner, Refused
 from mesh.v1 import worker_pb2
 from tests.defects import Repaired
 from tests.unit.router.test_membership import INFO
@@ -28,48 +28,48 @@ class WallClock:
         return self.now
 
 
-def test_what_is_sealed_comes_out() -> None:
-    beat = RecordSeal(KEY).open(RecordSeal(KEY).seal(INFO, BEAT))
+def test_what_is_signed_comes_out() -> None:
+    beat = MessageSigner(KEY).verify(MessageSigner(KEY).sign(INFO, BEAT))
     assert (beat.info, beat.message) == (INFO, BEAT)
 
 
 @given(st.data())
 def test_any_changed_byte_is_refused(data: st.DataObject) -> None:
-    sealed = bytearray(RecordSeal(KEY).seal(INFO, BEAT))
-    sealed[data.draw(st.integers(0, len(sealed) - 1))] ^= data.draw(st.integers(1, 255))
+    signed = bytearray(MessageSigner(KEY).sign(INFO, BEAT))
+    signed[data.draw(st.integers(0, len(signed) - 1))] ^= data.draw(st.integers(1, 255))
     with pytest.raises(Refused, match="signature"):
-        RecordSeal(KEY).open(bytes(sealed))
+        MessageSigner(KEY).verify(bytes(signed))
 
 
 @given(st.binary(max_size=200))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(Refused):
-        RecordSeal(KEY).open(noise)
+        MessageSigner(KEY).verify(noise)
 
 
 def test_another_key_a_cut_and_a_giant_are_refused() -> None:
-    sealed = RecordSeal(KEY).seal(INFO, BEAT)
-    for wrong in (sealed[:-1], sealed[1:], sealed + b"x", b"", bytes(MAX_MESSAGE_BYTES + 1)):
+    signed = MessageSigner(KEY).sign(INFO, BEAT)
+    for wrong in (signed[:-1], signed[1:], signed + b"x", b"", bytes(MAX_MESSAGE_BYTES + 1)):
         with pytest.raises(Refused):
-            RecordSeal(KEY).open(wrong)
+            MessageSigner(KEY).verify(wrong)
     with pytest.raises(Refused, match="another key"):
-        RecordSeal(MeshKey("another-key-entirely")).open(sealed)
+        MessageSigner(MeshKey("another-key-entirely")).verify(signed)
 
 
 @pytest.mark.parametrize("skew_s", [MAX_AGE_S + 1, -MAX_AGE_S - 1])
 def test_stale_and_future_ones_are_refused(skew_s: float) -> None:
     clock = WallClock()
-    sealed = RecordSeal(KEY, clock).seal(INFO, BEAT)
+    signed = MessageSigner(KEY, clock).sign(INFO, BEAT)
     clock.now += skew_s
     with pytest.raises(Refused, match="stale"):
-        RecordSeal(KEY, clock).open(sealed)
+        MessageSigner(KEY, clock).verify(signed)
 
 
 def test_each_message_counts_once_and_only_forwards() -> None:
     clock = WallClock()  # it stands still, and numbers grow all the same
     monotonic = WallClock()
-    seal, guard = RecordSeal(KEY, clock), FreshnessGuard(clock, monotonic)
-    first, second, third = (seal.open(seal.seal(INFO, BEAT)) for _ in range(3))
+    signer, guard = MessageSigner(KEY, clock), FreshnessGuard(clock, monotonic)
+    first, second, third = (signer.verify(signer.sign(INFO, BEAT)) for _ in range(3))
     assert [guard.is_new(beat) for beat in (first, first, third, second, third)] == [True, False, True, False, False]
     guard.forget_silent()
     assert not guard.is_new(second)
@@ -82,23 +82,23 @@ class Worker:
     """One run of a worker, on a machine whose clock may be set."""
 
     def __init__(self, clock: WallClock, incarnation: str) -> None:
-        self._seal = RecordSeal(KEY, clock)
+        self._signer = MessageSigner(KEY, clock)
         self._info = replace(INFO, incarnation=incarnation)
 
     def beat(self) -> bytes:
-        return self._seal.seal(self._info, BEAT)
+        return self._signer.sign(self._info, BEAT)
 
 
 class Router:
     """Takes beats as the registry does."""
 
     def __init__(self, clock: WallClock) -> None:
-        self._seal = RecordSeal(KEY, clock)
+        self._signer = MessageSigner(KEY, clock)
         self._guard = FreshnessGuard(clock)
 
-    def hears(self, sealed: bytes) -> bool:
+    def hears(self, signed: bytes) -> bool:
         try:
-            return self._guard.is_new(self._seal.open(sealed))
+            return self._guard.is_new(self._signer.verify(signed))
         except Refused:
             return False
 
@@ -127,25 +127,25 @@ def test_a_clock_that_is_set_hides_no_worker(step_s: float, repaired: Repaired) 
 
 def test_messages_without_a_number_are_ordered_by_their_time() -> None:
     clock = WallClock()
-    seal, guard = RecordSeal(KEY, clock), FreshnessGuard(clock)
+    signer, guard = MessageSigner(KEY, clock), FreshnessGuard(clock)
     beats = []
     for _ in range(3):
-        body = seal.seal(INFO, BEAT)[: -32 - 8]
-        beats.append(seal.open(body + hmac.digest(seal._key, body, "sha256")))
+        body = signer.sign(INFO, BEAT)[: -32 - 8]
+        beats.append(signer.verify(body + hmac.digest(signer._key, body, "sha256")))
         clock.now += 0.5
     assert [beat.number for beat in beats] == [beat.freshness_us for beat in beats]
     assert [guard.is_new(beats[place]) for place in (0, 2, 1)] == [True, True, False]
 
 
 def test_a_reason_is_for_one_run_only() -> None:
-    seal = RecordSeal(KEY)
-    letter = seal.seal_refusal("one", "x" * 5000)
-    assert seal.open_refusal("one", letter) == "x" * 1000
+    signer = MessageSigner(KEY)
+    letter = signer.sign_refusal("one", "x" * 5000)
+    assert signer.verify_refusal("one", letter) == "x" * 1000
     with pytest.raises(Refused, match="another run"):
-        seal.open_refusal("two", letter)
+        signer.verify_refusal("two", letter)
     with pytest.raises(Refused, match="format"):
-        seal.open(letter)
+        signer.verify(letter)
     with pytest.raises(Refused, match="format"):
-        seal.open_refusal(INFO.incarnation, seal.seal(INFO, worker_pb2.RegisterRequest()))
+        signer.verify_refusal(INFO.incarnation, signer.sign(INFO, worker_pb2.RegisterRequest()))
     with pytest.raises(Refused, match="signature"):
-        seal.open_refusal("one", letter[:-1] + bytes([letter[-1] ^ 1]))
+        signer.verify_refusal("one", letter[:-1] + bytes([letter[-1] ^ 1]))

@@ -30,6 +30,7 @@ from gateway.schema import (
     StructuredBody,
     TokenIds,
     check,
+    require_members,
 )
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
@@ -139,6 +140,12 @@ class ContentPart(Body):
     type: Name
     text: str = ""
     refusal: str = ""
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> "ContentPart":
+        if self.type.endswith("text"):
+            require_members(self, "text")
+        return self
 
     @property
     def shown(self) -> str:

@@ -33,6 +33,9 @@ _MAX_SHOWN_CHARS = 300
 # Members of a body. Not pydantic's names for the alternatives of a union, such as `list[str]`, nor long keys.
 _MEMBER = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_]{1,64}")
 
+# pydantic's name for an alternative with a validator of its own.
+_VALIDATED = re.compile(r"function-after\[\w{1,64}\(\), (\w{1,64})\]")
+
 # Maximum number of strings, lists and objects in a body, and of all its values. Only lists of token ids have a
 # legitimate reason to be long: half a million ids are four times the longest prompt of today's models.
 _MAX_COMPOUNDS = 65_536
@@ -153,7 +156,7 @@ def _explain(error: ValidationError) -> InvalidField:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     messages: dict[str, str] = {}
     for problem in problems:
-        path = ".".join(map(str, problem["loc"]))[:_MAX_SHOWN_CHARS]
+        path = _VALIDATED.sub(r"\1", ".".join(map(str, problem["loc"])))[:_MAX_SHOWN_CHARS]
         message = str(problem["msg"])[:_MAX_SHOWN_CHARS]
         messages.setdefault(path, f"{path}: {message}" if path else message)
     return InvalidField("; ".join(list(messages.values())[:_MAX_SHOWN]), field=_member_path(problems[0]["loc"]))

@@ -332,9 +332,12 @@ async def test_best_of_is_checked_by_the_router(gateway: RunningGateway) -> None
         assert not gateway.script.requests[-1].HasField("best_of"), "all are returned: they come as they come"
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-async def test_what_the_cache_is_told(gateway: RunningGateway, path: str) -> None:
-    body = {"model": "fake", "messages": MESSAGES, "prompt": "One", "input": "One"}
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "One"}), ("responses", {"input": "One"})],
+)
+async def test_what_the_cache_is_told(gateway: RunningGateway, path: str, asked: dict[str, object]) -> None:
+    body = {"model": "fake", **asked}
     for hints in ({"prompt_cache_key": "a", "prompt_cache_retention": "24h"}, {"keep_priority": "low"}, {}):
         assert (await gateway.post(f"/v1/{path}", body | hints)).status_code == 200
     long, low, none = (request.cache_hints for request in gateway.script.requests[-3:])

@@ -24,8 +24,12 @@ from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest, NoWor
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
 _NO_CONNECTION = "failed to connect"
-# Messages of gRPC for a connection that was established and lost. Proxies have other messages.
-_BROKEN_SIGNS = ("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY")
+# Messages of gRPC for a connection that was established and lost. Proxies have other messages. "Cancelling all calls" is
+# what a server that stops says in its last GOAWAY.
+_BROKEN_SIGNS = (
+    *("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY"),
+    "Cancelling all calls",
+)
 # Of a stream that something between router and client has reset, often with a status code of another meaning. A router
 # says how a call ends.
 _RESET_SIGNS = ("RST_STREAM", "Stream removed")

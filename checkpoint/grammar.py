@@ -56,6 +56,8 @@ _NO_OTHER_PATTERN = frozenset({"patternProperties", "minProperties", "maxPropert
 # The compiler recurses along chains of rules and references. The longest chain that fits into a structure needs about
 # 50 MiB of stack; untouched stack takes no memory.
 _STACK_BYTES = 256 << 20
+# What llguidance says of a grammar without any text.
+_NO_TEXT = "NoExtensionBias"
 _MAX_CACHED_SIZE = 256 << 10
 _MAX_MESSAGE_CHARS = 300
 _stack_size = threading.Lock()
@@ -143,7 +145,7 @@ def _compile(structure: Structure, tokenizer: LLTokenizer) -> LLMatcher:
 
 def _source(structure: Structure) -> str:
     if structure.kind is StructureKind.REGEX:
-        return LLMatcher.grammar_from_regex(structure.source)
+        return LLMatcher.grammar_from_regex(_whole_pattern(structure.source))
     if structure.kind is StructureKind.GRAMMAR:
         return LLMatcher.grammar_from_lark(_with_sound_schemas(_lark(structure.source)))
     if structure.kind is StructureKind.CHOICE:
@@ -227,7 +229,15 @@ def _sound_pattern(pattern: str) -> str:
     """llguidance 1.9 lets a class with all control characters match an escaped quote and an escaped backslash, even if
     it excludes them, as `[^"]` does. So every negated class excludes one control character, U+0000.
     """
-    return _NEGATED_CLASS.sub(lambda found: found[0] if found[0][0] == "\\" else found[0] + _NUL, pattern)
+    whole = _whole_pattern(pattern)
+    return _NEGATED_CLASS.sub(lambda found: found[0] if found[0][0] == "\\" else found[0] + _NUL, whole)
+
+
+def _whole_pattern(pattern: str) -> str:
+    """The pattern. Raises ValueError for a backslash that escapes nothing, which llguidance would drop."""
+    if (len(pattern) - len(pattern.rstrip("\\"))) % 2:
+        raise ValueError("the pattern ends in a backslash that escapes nothing")
+    return pattern
 
 
 def _lark(source: str) -> str:
@@ -292,6 +302,8 @@ def _escape(text: str) -> str:
 
 def _refused(structure: Structure, message: str) -> InvalidRequest:
     reason = message.strip().partition("\n<")[0]
+    if reason == _NO_TEXT:
+        reason = "no text fits it, or none that ends: does a rule or $ref need itself?"
     return InvalidRequest(f"{structure.kind} cannot be used: {reason[:_MAX_MESSAGE_CHARS]}")
 
 

@@ -40,8 +40,8 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def require_absent(out: Path) -> None:
-    """Raise ConfigurationError if a folder that is to be written exists."""
-    if out.exists():
+    """Raise ConfigurationError if a folder that is to be written exists, or a link that leads nowhere."""
+    if os.path.lexists(out):
         raise ConfigurationError(f"{out} exists already")
 
 

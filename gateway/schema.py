@@ -33,6 +33,9 @@ _MAX_SHOWN_CHARS = 300
 # Members of a body. Not pydantic's names for the alternatives of a union, such as `list[str]`, nor long keys.
 _MEMBER = re.compile(r"(?!(?:str|int|float|bool|dict|list)$)[a-z_]{1,64}")
 
+# pydantic's name for an alternative with a validator of its own.
+_VALIDATED = re.compile(r"function-after\[\w{1,64}\(\), (\w{1,64})\]")
+
 # Maximum number of strings, lists and objects in a body, and of all its values. Only lists of token ids have a
 # legitimate reason to be long: half a million ids are four times the longest prompt of today's models.
 _MAX_COMPOUNDS = 65_536
@@ -64,6 +67,13 @@ def _check_num_entries(value: T) -> T:
     return value
 
 
+def _check_digits(key: T) -> T:
+    """Refuse what else Python reads as a number, such as "1_2", " 12" and "012": two keys could be one token."""
+    if isinstance(key, str) and not (key.isascii() and key.isdigit() and (key == "0" or key[0] != "0")):
+        raise ValueError("should be the number of a token")
+    return key
+
+
 # Numbers in the range of the protocol's fields; the router checks narrower ranges.
 Count = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 Seed = Annotated[int, Field(ge=-(2**63), lt=MAX_SEED + 1)]
@@ -76,7 +86,7 @@ Name = Annotated[str, Field(max_length=1024)]
 Few = Annotated[list[T], Field(max_length=256, fail_fast=True)]
 Many = Annotated[list[T], Field(max_length=MAX_PROMPTS, fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(max_length=_MAX_VALUES, fail_fast=True)]
-Bias = Annotated[dict[int, Real], BeforeValidator(_check_num_entries)]
+Bias = Annotated[dict[Annotated[TokenId, BeforeValidator(_check_digits)], Real], BeforeValidator(_check_num_entries)]
 JsonObject = Annotated[dict[str, Any], AfterValidator(_check_num_values)]
 AnyJson = Annotated[Any, AfterValidator(_check_num_values)]
 KeepPriority = Literal["low", "normal", "high"]
@@ -93,6 +103,12 @@ class Body(BaseModel):
     @classmethod
     def _without_nulls(cls, data: object) -> object:
         return {name: value for name, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+def require_members(body: Body, *names: str) -> None:
+    """Raise ValueError, for use in validators, if a member is absent that only this type of body needs."""
+    if missing := [name for name in names if name not in body.model_fields_set]:
+        raise ValueError(f"should have {missing[0]}")
 
 
 def parse(schema: type[M], body: bytes) -> M:
@@ -140,7 +156,7 @@ def _explain(error: ValidationError) -> InvalidField:
     problems = error.errors(include_url=False, include_context=False, include_input=False)
     messages: dict[str, str] = {}
     for problem in problems:
-        path = ".".join(map(str, problem["loc"]))[:_MAX_SHOWN_CHARS]
+        path = _VALIDATED.sub(r"\1", ".".join(map(str, problem["loc"])))[:_MAX_SHOWN_CHARS]
         message = str(problem["msg"])[:_MAX_SHOWN_CHARS]
         messages.setdefault(path, f"{path}: {message}" if path else message)
     return InvalidField("; ".join(list(messages.values())[:_MAX_SHOWN]), field=_member_path(problems[0]["loc"]))

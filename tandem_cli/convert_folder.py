@@ -5,6 +5,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
+from shlex import quote
 from typing import Any
 
 import torch
@@ -44,9 +45,10 @@ def convert_folder(folder: Path, out: Path) -> int:
             (unfinished / SINGLE_FILE).rename(unfinished / ADAPTER_WEIGHTS)
         copy_other_files(folder, unfinished)
         (unfinished / _INDEX).unlink(missing_ok=True)
+    shown = quote(str(out))
     sys.stdout.write(
         f"{out}: {len(writer.names)} tensors, {writer.num_bytes / 1e6:.0f} MB in {time.monotonic() - began_s:.1f} s; "
-        f"serve it with: tandem up {f'MODEL --adapter NAME={out}' if is_adapter else out}\n"
+        f"serve it with: tandem up {f'MODEL --adapter NAME={shown}' if is_adapter else shown}\n"
     )
     return 0
 

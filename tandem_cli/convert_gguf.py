@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def convert_gguf(path: Path, out: Path, tokenizer: Path | None) -> int:
         writer.finish()
     sys.stdout.write(
         f"{out}: {len(writer.names)} tensors in {model.dtype}, {writer.num_bytes / 1e6:.0f} MB in "
-        f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {out}\n"
+        f"{time.monotonic() - began_s:.1f} s; serve it with: tandem up {quote(str(out))}\n"
     )
     return 0
 

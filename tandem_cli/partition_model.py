@@ -4,6 +4,7 @@ import argparse
 import sys
 import time
 from dataclasses import replace
+from shlex import quote
 
 from checkpoint.partition_manifest import Partition, read_partition, source_of
 from checkpoint.source import ModelSource
@@ -60,7 +61,7 @@ def partition_model(args: argparse.Namespace) -> int:
     sys.stdout.write(
         f"{args.out}: {len(shares)} x {partition.num_bytes / len(shares) / 1e6:.0f} MB "
         f"in {time.monotonic() - began_s:.1f} s; "
-        f"serve it with: tandem up {args.out}{flags}\n"
+        f"serve it with: tandem up {quote(str(args.out))}{flags}\n"
     )
     return 0
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
+from shlex import quote
 
 from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
@@ -65,7 +66,8 @@ def quantize_model(args: argparse.Namespace) -> int:
         wide_console().print(FittingTable(_table(made.quality, checkpoint.num_bytes, made.num_bytes)))
         sys.stdout.write(_about_rare(made.num_rare_experts, config))
         sys.stdout.write(
-            f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; serve it with: tandem up {args.out}\n"
+            f"{args.out}: {args.scheme} in {time.monotonic() - began_s:.1f} s; "
+            f"serve it with: tandem up {quote(str(args.out))}\n"
         )
     return 0
 

@@ -18,13 +18,18 @@ from typing import TypeVar
 import grpc
 
 from tandem import exceptions
+from tandem._fields import wrong_value
 from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest, NoWorkers, Overloaded, TandemError
 
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
 _NO_CONNECTION = "failed to connect"
-# Messages of gRPC for a connection that was established and lost. Proxies have other messages.
-_BROKEN_SIGNS = ("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY")
+# Messages of gRPC for a connection that was established and lost. Proxies have other messages. "Cancelling all calls" is
+# what a server that stops says in its last GOAWAY.
+_BROKEN_SIGNS = (
+    *("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY"),
+    "Cancelling all calls",
+)
 # Of a stream that something between router and client has reset, often with a status code of another meaning. A router
 # says how a call ends.
 _RESET_SIGNS = ("RST_STREAM", "Stream removed")
@@ -132,6 +137,17 @@ def _retry_after_s(trailing: Mapping[str, str]) -> float | None:
     return int(text) / 1000 if text.isascii() and text.isdigit() else None
 
 
+def seconds(value: float, name: str) -> float:
+    """Return the value of the argument `name`. Raises InvalidRequest if it is no number, or NaN."""
+    try:
+        is_number = not math.isnan(min(value, _LONGEST_S))
+    except (TypeError, OverflowError):
+        is_number = False
+    if not is_number:
+        raise wrong_value(name, "a number of seconds", value)
+    return value
+
+
 @dataclass(frozen=True, slots=True)
 class Deadline:
     """A point in time, in seconds of the monotonic clock. One deadline covers all attempts of a call."""
@@ -140,10 +156,8 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float) -> "Deadline":
-        """The deadline `timeout_s` from now, which may be infinity. Raises InvalidRequest for NaN."""
-        if math.isnan(timeout_s):
-            raise InvalidRequest("timeout must be a number of seconds, got nan")
-        return cls(time.monotonic() + min(timeout_s, _LONGEST_S))
+        """The deadline `timeout_s` from now, which may be infinity. Raises InvalidRequest for what is no number."""
+        return cls(time.monotonic() + min(seconds(timeout_s, "timeout"), _LONGEST_S))
 
     def remaining_s(self) -> float:
         """Seconds until the deadline; 0 after it."""
@@ -157,6 +171,10 @@ class RetryPolicy:
     max_retries: int = 2
     initial_backoff_s: float = 0.1
     max_backoff_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.max_retries, int):
+            raise wrong_value("max_retries", "an integer", self.max_retries)
 
     def delay_s(self, error: TandemError, num_retries: int, remaining_s: float) -> float | None:
         """Seconds to wait before the next attempt; None to raise `error` instead."""

@@ -200,6 +200,8 @@ def _trace_headers() -> Iterable[tuple[str, str]]:
 
 def _credentials(api_key: str | None) -> tuple[tuple[str, str], ...]:
     """Raises InvalidRequest for a key that no header can carry, such as one with the line break of its file."""
+    if api_key is not None and not isinstance(api_key, str):
+        raise InvalidRequest(f"api_key must be a text, got a value of type {type(api_key).__name__}")
     if api_key and not (api_key.isascii() and api_key.isprintable()):
         raise InvalidRequest("api_key may have printable ASCII characters only, and no line break")
     return (("authorization", f"Bearer {api_key}"),) if api_key else ()

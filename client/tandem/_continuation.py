@@ -2,12 +2,13 @@
 that generation continues exactly where it stopped.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, Unpack
 
 from tandem._calls import Deadline
-from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments, has_structure
+from tandem._fields import wrong_value
+from tandem._requests import STRUCTURES, GenerateArguments, TokenizeArguments, generate_request, has_structure
 from tandem.exceptions import InvalidRequest
 from tandem.models import Choice, FinishReason, Model, Result, Token, Usage
 
@@ -52,8 +53,11 @@ async def continue_until_done(
     client: Generator, arguments: GenerateArguments, *, max_rounds: int, max_total: int | None, deadline: Deadline
 ) -> Result:
     """Send requests while the finish reason is "length". See AsyncClient.generate_until_done."""
-    if max_rounds < 1 or (max_total is not None and max_total < 1):
-        raise InvalidRequest("max_rounds and max_total must be at least 1")
+    for name, limit in (("max_rounds", max_rounds), ("max_total", 1 if max_total is None else max_total)):
+        if not isinstance(limit, int):
+            raise wrong_value(name, "an integer", limit)
+        if limit < 1:
+            raise InvalidRequest("max_rounds and max_total must be at least 1")
     if (arguments.get("n") or 1) != 1 or (arguments.get("best_of") or 1) != 1:
         raise InvalidRequest("generate_until_done continues one choice: n and best_of must be 1")
     if used := [name for name in STRUCTURES if has_structure(name, arguments)]:
@@ -61,8 +65,10 @@ async def continue_until_done(
             f"generate_until_done cannot continue a structure, which begins anew with each round: {used[0]}"
         )
     truncation = arguments.get("truncate_prompt_tokens")
-    if truncation is not None and truncation < 1:
+    if isinstance(truncation, int) and truncation < 1:
         raise InvalidRequest(f"truncate_prompt_tokens must be at least 1, got {truncation}")
+    arguments = _repeatable(arguments)
+    generate_request(arguments)  # refuses arguments of wrong types before they are taken apart
     model = await client.model(arguments.get("model") or "", timeout=deadline.remaining_s())
     prompt_ids = await _prompt_ids(client, arguments, deadline)
     prompt_ids = prompt_ids[-truncation:] if truncation else prompt_ids
@@ -84,6 +90,12 @@ async def continue_until_done(
         if result.model:
             arguments = {**arguments, "model": result.model}
     return answer.result()
+
+
+def _repeatable(arguments: GenerateArguments) -> GenerateArguments:
+    """The arguments with lists in place of iterators, which the first request would use up."""
+    lists = {name: list(value) for name, value in arguments.items() if isinstance(value, Iterator)}
+    return GenerateArguments(**{**arguments, **lists})  # type: ignore[typeddict-item]
 
 
 def complete_characters(tokens: Sequence[Token]) -> tuple[Token, ...]:

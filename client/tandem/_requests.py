@@ -5,8 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from google.protobuf.message import Message
-
+from tandem._fields import elements, extend_field, set_field, set_seconds, update_map, wrong_value
 from tandem.exceptions import InvalidRequest
 from tandem.models import KeepPriority, Priority
 from tandem.v1 import cache_pb2, generation_pb2, mesh_pb2, sampling_pb2
@@ -123,18 +122,18 @@ def generate_request(arguments: GenerateArguments) -> generation_pb2.GenerateReq
     values = _without_none(arguments, GenerateArguments)
     request = generation_pb2.GenerateRequest()
     _set_input(request, values)
-    _set(request, "model", values.get("model"))
-    _set(request, "adapter", values.get("adapter"))
-    _set(request, "client_request_id", values.get("client_request_id"))
-    _set(request, "num_choices", values.get("n"), shown_name="n")
-    _set(request, "best_of", values.get("best_of"))
-    _set(request, "priority", _number("priority", values.get("priority"), Priority, generation_pb2.Priority))
-    _set_seconds(request, "ttft_target", values.get("ttft_target"))
+    set_field(request, "model", values.get("model"))
+    set_field(request, "adapter", values.get("adapter"))
+    set_field(request, "client_request_id", values.get("client_request_id"))
+    set_field(request, "num_choices", values.get("n"), shown_name="n")
+    set_field(request, "best_of", values.get("best_of"))
+    set_field(request, "priority", _number("priority", values.get("priority"), Priority, generation_pb2.Priority))
+    set_seconds(request, "ttft_target", values.get("ttft_target"))
     _set_cache_hints(request, values)
     request.sampling.SetInParent()
     _set_sampling(request.sampling, values)
     for name in _OUTPUT:
-        _set(request.output, name, values.get(name))
+        set_field(request.output, name, values.get(name))
     return request
 
 
@@ -143,27 +142,42 @@ def tokenize_request(arguments: TokenizeArguments) -> generation_pb2.TokenizeReq
     values = _without_none(arguments, TokenizeArguments)
     request = generation_pb2.TokenizeRequest()
     _set_input(request, values)
-    _set(request, "model", values.get("model"))
+    set_field(request, "model", values.get("model"))
     return request
 
 
 def switch_role_request(worker_id: str, role: str) -> mesh_pb2.SwitchRoleRequest:
     """Raises InvalidRequest for an unknown role."""
-    if role not in _ROLES:
-        raise InvalidRequest(f"role must be {' or '.join(_ROLES)}, got {role!r}")
-    return mesh_pb2.SwitchRoleRequest(worker_id=worker_id, role=_ROLES[role])
+    if not isinstance(role, str) or role not in _ROLES:
+        raise wrong_value("role", " or ".join(_ROLES), role)
+    request = mesh_pb2.SwitchRoleRequest(role=_ROLES[role])
+    set_field(request, "worker_id", worker_id)
+    return request
 
 
 def set_traffic_request(name: str, shares: Mapping[str, float]) -> mesh_pb2.SetTrafficRequest:
-    try:
-        return mesh_pb2.SetTrafficRequest(traffic=mesh_pb2.Traffic(name=name, shares=shares))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"shares: {error}") from error
+    request = mesh_pb2.SetTrafficRequest()
+    request.traffic.SetInParent()
+    set_field(request.traffic, "name", name)
+    update_map(request.traffic, "shares", shares)
+    return request
+
+
+def model_request(name: str) -> generation_pb2.GetModelRequest:
+    request = generation_pb2.GetModelRequest()
+    set_field(request, "model", name, shown_name="name")
+    return request
+
+
+def set_draining_request(worker_id: str, *, draining: bool) -> mesh_pb2.SetDrainingRequest:
+    request = mesh_pb2.SetDrainingRequest(draining=draining)
+    set_field(request, "worker_id", worker_id)
+    return request
 
 
 def history_request(span_s: float | None) -> mesh_pb2.GetHistoryRequest:
     request = mesh_pb2.GetHistoryRequest()
-    _set_seconds(request, "span", span_s, shown_name="span_s")
+    set_seconds(request, "span", span_s, shown_name="span_s")
     return request
 
 
@@ -184,31 +198,45 @@ def _set_input(request: Any, arguments: Mapping[str, Any]) -> None:
     value = arguments[name]
     if name == "messages":
         request.chat.SetInParent()
-        request.chat.messages.extend(_message(turn) for turn in value)
+        if isinstance(value, Mapping):  # its keys would be the messages
+            raise wrong_value(name, "a list of messages", value)
+        request.chat.messages.extend(_message(index, turn) for index, turn in enumerate(elements(value, name)))
         _set_rendering(request.chat, arguments)
     elif name == "token_ids":
         request.token_ids.SetInParent()
-        _extend(request.token_ids.ids, value, name)
+        extend_field(request.token_ids, "ids", value, shown_name=name)
     else:
-        _set(request, name, value)
+        set_field(request, name, value)
 
 
 def _set_rendering(chat: generation_pb2.Chat, arguments: Mapping[str, Any]) -> None:
     """Set the inputs of the chat template other than the messages."""
-    if arguments.get("tools"):
-        chat.tools_json = _json("tools", list(arguments["tools"]))
-    if arguments.get("chat_template_kwargs"):
-        chat.template_kwargs_json = _json("chat_template_kwargs", dict(arguments["chat_template_kwargs"]))
-    _set(chat, "add_generation_prompt", arguments.get("add_generation_prompt"))
-    _set(chat, "continue_final_message", arguments.get("continue_final_message"))
+    if tools := arguments.get("tools"):
+        chat.tools_json = _json("tools", _tools(tools))
+    if kwargs := arguments.get("chat_template_kwargs"):
+        if not isinstance(kwargs, Mapping):
+            raise wrong_value("chat_template_kwargs", "a mapping from names to values", kwargs)
+        chat.template_kwargs_json = _json("chat_template_kwargs", dict(kwargs))
+    set_field(chat, "add_generation_prompt", arguments.get("add_generation_prompt"))
+    set_field(chat, "continue_final_message", arguments.get("continue_final_message"))
 
 
-def _message(turn: Mapping[str, object]) -> generation_pb2.ChatMessage:
+def _tools(tools: Any) -> list[Mapping[str, object]]:
+    if isinstance(tools, Mapping):  # its keys would be the tools
+        raise wrong_value("tools", "a list of objects", tools)
+    tools = elements(tools, "tools")
+    for index, tool in enumerate(tools):
+        if not isinstance(tool, Mapping):
+            raise wrong_value(f"tools[{index}]", "an object", tool)
+    return tools
+
+
+def _message(index: int, turn: Mapping[str, object]) -> generation_pb2.ChatMessage:
     if not isinstance(turn, Mapping) or not turn.keys() >= {"role", "content"}:
         raise InvalidRequest('each of messages must be {"role": ..., "content": ...}')
     message = generation_pb2.ChatMessage()
-    _set(message, "role", turn["role"])
-    _set(message, "content", turn["content"])
+    set_field(message, "role", turn["role"], shown_name=f"messages[{index}].role")
+    set_field(message, "content", turn["content"], shown_name=f"messages[{index}].content")
     extra = {name: value for name, value in turn.items() if name not in ("role", "content")}
     if extra:
         message.extra_json = _json("messages", extra)
@@ -224,18 +252,14 @@ def _json(name: str, value: object) -> str:
 
 def _set_sampling(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str, Any]) -> None:
     for name in _SCALARS:
-        _set(sampling, name, arguments.get(name))
-    stop = arguments.get("stop", ())
-    _extend(sampling.stop, (stop,) if isinstance(stop, str) else stop, "stop")
-    _extend(sampling.stop_token_ids, arguments.get("stop_token_ids", ()), "stop_token_ids")
-    words = arguments.get("bad_words", ())
-    _extend(sampling.bad_words, (words,) if isinstance(words, str) else words, "bad_words")
-    for ids in arguments.get("bad_word_ids", ()):
-        _extend(sampling.bad_word_ids.add().ids, ids, "bad_word_ids")
-    try:
-        sampling.logit_bias.update(arguments.get("logit_bias", {}))
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"logit_bias: {error}") from error
+        set_field(sampling, name, arguments.get(name))
+    for name in ("stop", "bad_words"):
+        texts = arguments.get(name, ())
+        extend_field(sampling, name, (texts,) if isinstance(texts, str) else texts)
+    extend_field(sampling, "stop_token_ids", arguments.get("stop_token_ids", ()))
+    for index, ids in enumerate(elements(arguments.get("bad_word_ids", ()), "bad_word_ids")):
+        extend_field(sampling.bad_word_ids.add(), "ids", ids, shown_name=f"bad_word_ids[{index}]")
+    update_map(sampling, "logit_bias", arguments.get("logit_bias", {}))
     _set_structure(sampling, arguments)
 
 
@@ -255,23 +279,11 @@ def _set_structure(sampling: sampling_pb2.SamplingParams, arguments: Mapping[str
             if isinstance(value, str):  # its characters would be the choices
                 raise InvalidRequest("choice must be a list of texts, not a single text")
             sampling.structure.choice.SetInParent()
-            _extend(sampling.structure.choice.texts, value, name)
+            extend_field(sampling.structure.choice, "texts", value, shown_name=name)
         elif name == "json_schema" and not isinstance(value, str):
             sampling.structure.json_schema = _json(name, value)
         else:
-            _set(sampling.structure, name, value)
-
-
-def _set(message: Message, name: str, value: object, *, shown_name: str | None = None) -> None:
-    """Set one field; None leaves it absent. Raises InvalidRequest that names the argument `shown_name`, or the
-    field.
-    """
-    if value is None:
-        return
-    try:
-        setattr(message, name, value)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{shown_name or name}: {error}") from error
+            set_field(sampling.structure, name, value)
 
 
 def _number(field: str, name: str | None, names: type[StrEnum], numbers: Any) -> int | None:
@@ -287,24 +299,7 @@ def _number(field: str, name: str | None, names: type[StrEnum], numbers: Any) ->
 def _set_cache_hints(request: generation_pb2.GenerateRequest, arguments: Mapping[str, Any]) -> None:
     if not arguments.keys() & {"session_id", "keep_priority", "time_to_live"}:
         return
-    _set(request.cache_hints, "session_id", arguments.get("session_id"))
-    _set_seconds(request.cache_hints, "time_to_live", arguments.get("time_to_live"))
+    set_field(request.cache_hints, "session_id", arguments.get("session_id"))
+    set_seconds(request.cache_hints, "time_to_live", arguments.get("time_to_live"))
     keep_priority = _number("keep_priority", arguments.get("keep_priority"), KeepPriority, cache_pb2.KeepPriority)
-    _set(request.cache_hints, "keep_priority", keep_priority)
-
-
-def _set_seconds(message: Message, name: str, seconds: float | None, *, shown_name: str | None = None) -> None:
-    """Set a Duration; None leaves it absent. As `_set` otherwise."""
-    if seconds is None:
-        return
-    try:
-        getattr(message, name).FromMicroseconds(round(seconds * 1_000_000))
-    except (TypeError, ValueError, OverflowError) as error:
-        raise InvalidRequest(f"{shown_name or name}: {error}") from error
-
-
-def _extend(field: Any, values: Any, name: str) -> None:
-    try:
-        field.extend(values)
-    except (TypeError, ValueError) as error:
-        raise InvalidRequest(f"{name}: {error}") from error
+    set_field(request.cache_hints, "keep_priority", keep_priority)

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 
 from tandem._calls import error_from_rpc
+from tandem._fields import wrong_value
 from tandem.exceptions import Cancelled, InvalidRequest
 from tandem.v1 import generation_pb2_grpc, mesh_pb2_grpc
 
@@ -221,6 +222,8 @@ class Routers:
     """
 
     def __init__(self, addresses: str, channels: Channels) -> None:
+        if not isinstance(addresses, str):
+            raise wrong_value("address", 'a text like "127.0.0.1:50051"', addresses)
         names = [address.strip() for address in addresses.split(",")]
         if not all(names):
             raise InvalidRequest('the address must be like "127.0.0.1:50051", or several, separated by commas')

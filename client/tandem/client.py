@@ -7,14 +7,17 @@ from typing import Self, TypeVar, Unpack
 
 from google.protobuf.message import Message
 
-from tandem._calls import Deadline, RetryPolicy
+from tandem._calls import Deadline, RetryPolicy, seconds
 from tandem._connection import Connection, ResumableStream, make_repeatable
 from tandem._continuation import continue_until_done
+from tandem._fields import wrong_value
 from tandem._requests import (
     GenerateArguments,
     TokenizeArguments,
     generate_request,
     history_request,
+    model_request,
+    set_draining_request,
     set_traffic_request,
     switch_role_request,
     tokenize_request,
@@ -65,13 +68,15 @@ class AsyncClient:
         tls: Tls | bool = False,
         open_channel: ChannelFactory | None = None,
     ) -> None:
+        if not isinstance(tls, bool | Tls):
+            raise wrong_value("tls", "true, false or a Tls object", tls)
         if tls and open_channel is None:
             channels: Channels = SecureChannels(Tls() if tls is True else tls)
         else:
             channels = Channels(open_channel or insecure_channel)
         self._connection = Connection(address, api_key, RetryPolicy(max_retries), channels)
-        self._timeout_s = timeout
-        self._resume_timeout_s = resume_timeout
+        self._timeout_s = seconds(timeout, "timeout")
+        self._resume_timeout_s = seconds(resume_timeout, "resume_timeout")
 
     def acting_for(self, api_key: str | None) -> Self:
         """A client with another API key that shares the connection, for services that call on behalf of others. Close
@@ -156,8 +161,8 @@ class AsyncClient:
 
     async def model(self, name: str = "", *, timeout: float | None = None) -> Model:
         """One served model. Without a name, it is the only model. Raises ModelNotFound."""
-        request = generation_pb2.GetModelRequest(model=name)
-        return models([(await self._call(lambda stubs: stubs.generation.GetModel, request, timeout)).model])[0]
+        response = await self._call(lambda stubs: stubs.generation.GetModel, model_request(name), timeout)
+        return models([response.model])[0]
 
     async def mesh(self, *, timeout: float | None = None) -> Mesh:
         """All workers with their load, and counts of the router."""
@@ -205,7 +210,7 @@ class AsyncClient:
         await self._call(lambda stubs: stubs.mesh.SetTraffic, set_traffic_request(name, shares), timeout)
 
     async def _set_draining(self, worker_id: str, *, draining: bool, timeout: float | None) -> None:
-        request = mesh_pb2.SetDrainingRequest(worker_id=worker_id, draining=draining)
+        request = set_draining_request(worker_id, draining=draining)
         await self._call(lambda stubs: stubs.mesh.SetDraining, request, timeout)
 
     async def wait_ready(self, timeout: float = 60.0) -> None:

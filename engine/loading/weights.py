@@ -215,7 +215,9 @@ def _check(
         name = stored_name(source.name, stored)
         if name not in stored:
             files = sorted({tensor.path.name for tensor in stored.values()})
-            raise ConfigurationError(f"{model_dir}: tensor {name} is missing: {', '.join(files)} must have it")
+            raise ConfigurationError(
+                f"{model_dir}: tensor {name} is missing: {', '.join(files) or 'some file'} must have it"
+            )
         if stored[name].dtype not in _DTYPES:
             raise ConfigurationError(
                 f"{stored[name].path}: tensor {name} has dtype {stored[name].dtype}, not one of {', '.join(_DTYPES)}: "

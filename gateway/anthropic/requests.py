@@ -4,13 +4,26 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.anthropic.tools import CacheControl, Tool, ToolChoice, chat_tools
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
 from gateway.openai.turns import joined_turns
-from gateway.schema import MAX_MESSAGES, Body, Count, Few, Json, JsonObject, KeepPriority, Many, Name, Real, Seed
+from gateway.schema import (
+    MAX_MESSAGES,
+    Body,
+    Count,
+    Few,
+    Json,
+    JsonObject,
+    KeepPriority,
+    Many,
+    Name,
+    Real,
+    Seed,
+    require_members,
+)
 
 NAMES = {
     "stop": "stop_sequences",
@@ -20,6 +33,7 @@ NAMES = {
 }
 """Members that have another name in the chat."""
 
+_MEMBERS = {"text": ("text",), "tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}
 _TTL_S = {"5m": 300.0, "1h": 3600.0}
 
 
@@ -35,6 +49,11 @@ class Block(Body):
     input: JsonObject | None = None
     tool_use_id: Name = ""
     content: str | Many[ContentPart] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_members(self) -> "Block":
+        require_members(self, *_MEMBERS.get(self.type, ()))
+        return self
 
 
 class SystemPart(ContentPart):

@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from gateway.schema import Body, Json, JsonObject, Name
+from pydantic import model_validator
+
+from gateway.schema import Body, Json, JsonObject, Name, require_members
 from tandem import InvalidRequest
 
 _TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -77,6 +79,12 @@ class ToolChoice(Body):
     type: Literal["auto", "any", "tool", "none"]
     name: Name = ""
     disable_parallel_tool_use: bool = False
+
+    @model_validator(mode="after")
+    def _has_its_name(self) -> "ToolChoice":
+        if self.type == "tool":
+            require_members(self, "name")
+        return self
 
 
 def chat_tools(tools: list[Tool], choice: ToolChoice) -> Json:

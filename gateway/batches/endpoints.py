@@ -46,7 +46,9 @@ async def upload_file(exchange: Exchange) -> Response:
     try:
         headers = _without_charset(content_type)
         form = await MultiPartParser(headers, _in_chunks(exchange.body), max_files=1, max_fields=8).parse()
-    except (MultiPartException, KeyError) as error:
+    except KeyError:
+        raise InvalidRequest("the header content-type has no boundary: let the client's library write it") from None
+    except MultiPartException as error:
         raise InvalidRequest(f"the body is no form with a file: {error}") from None
     try:
         if form.get("purpose") != "batch":

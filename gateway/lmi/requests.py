@@ -177,7 +177,7 @@ def invocation_arguments(body: InvocationBody, *, model: str, sampling_by_defaul
         max_new_tokens=max_new_tokens,
         min_new_tokens=parameters.min_length if parameters.min_tokens is None else parameters.min_tokens,
         temperature=temperature_of(parameters, sampling_by_default=sampling_by_default),
-        top_k=max(0, parameters.top_k or 0),
+        top_k=0 if parameters.top_k in (None, -1) else parameters.top_k,
         top_p=parameters.top_p or None,  # TensorRT-LLM's clients send 0 for "off"
         min_p=parameters.min_p,
         typical_p=parameters.typical_p or None,

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict
 
 from gateway.errors import InvalidField
-from gateway.openai.requests import ChatBody, CompletionBody, ContentPart, Message, SamplingBody
+from gateway.openai.requests import ChatBody, CompletionBody, Message, SamplingBody
 from gateway.openai.tool_choice import ToolUse
 from gateway.schema import Json, structure_arguments
 from mesh.domain.json_text import parse_json
@@ -16,6 +16,7 @@ _DAY_S = 24 * 3600.0
 _NO_NAMES = ("", "tgi", "dummy", "lmi")
 # OpenAI's newer role names, as chat templates know them.
 _ROLES = {"developer": "system"}
+_WITH_CONTENT = ("user", "system", "developer")
 _EXTRAS = ("tool_calls", "tool_call_id", "name", "reasoning_content")
 
 
@@ -60,7 +61,7 @@ def chat_arguments(body: ChatBody, model: Model | None, tool_use: ToolUse | None
     arguments["truncate_prompt_tokens"] = _truncation(body, arguments["max_new_tokens"], model)
     if tool_use is not None and tool_use.is_forced:
         if structure_arguments(body):
-            raise InvalidRequest("a forced tool call cannot have another structure: set tool_choice to auto")
+            raise InvalidRequest("tool_choice cannot force a call that has another structure: set it to auto")
         return arguments | tool_use.structure()
     if tool_use is not None and tool_use.has_control_marks and body.skip_special_tokens is None:
         arguments["skip_special_tokens"] = False
@@ -146,7 +147,7 @@ def _top_k(body: SamplingBody) -> int | None:
     """Return top_k: 1 for a `top_p` of 0, which OpenAI allows and means greedy. -1 and 0 mean off."""
     if body.top_p == 0:
         return 1
-    return max(0, body.top_k) if body.top_k is not None else None
+    return 0 if body.top_k == -1 else body.top_k
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> list[GenerateArguments]:
@@ -197,10 +198,10 @@ def tools_of(body: ChatBody) -> list[Json] | None:
 
 def messages_of(body: ChatBody) -> list[Json]:
     """The messages that the chat template receives. Raises InvalidRequest for content that is not text."""
-    return [_message(message) for message in body.messages]
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(body.messages)]
 
 
-def _message(message: Message) -> Json:
+def _message(message: Message, path: str) -> Json:
     """No calls is the same as an empty list of them, which other servers answer and clients send back: templates would
     show calls in place of the content.
     """
@@ -209,7 +210,7 @@ def _message(message: Message) -> Json:
         extra.setdefault("reasoning_content", message.reasoning)
     for call in extra.get("tool_calls", ()):
         _read_arguments(call)
-    return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message.content)}
+    return extra | {"role": _ROLES.get(message.role, message.role), "content": _text(message, path)}
 
 
 def _read_arguments(call: Json) -> None:
@@ -228,11 +229,14 @@ def _read_arguments(call: Json) -> None:
             call["function"] = {**function, "arguments": value}
 
 
-def _text(content: str | list[ContentPart] | None) -> str:
-    if isinstance(content, list):
-        for part in content:
-            if part.type not in ("text", "refusal"):
-                message = f"content of type {part.type[:64]!r} is not supported: only text is"
-                raise InvalidField(message, field="messages")
-        return "\n".join(part.shown for part in content)
-    return content or ""
+def _text(message: Message, path: str) -> str:
+    """The text of a message, which `path` names in errors. Only turns of assistants and tools may do without."""
+    if message.content is None and message.role in _WITH_CONTENT:
+        code = "missing_required_parameter"
+        raise InvalidField(f"Missing required parameter: '{path}.content'.", field=f"{path}.content", code=code)
+    if not isinstance(message.content, list):
+        return message.content or ""
+    for part in message.content:
+        if part.type not in ("text", "refusal"):
+            raise InvalidField(f"content of type {part.type[:64]!r} is not supported: only text is", field="messages")
+    return "\n".join(part.shown for part in message.content)

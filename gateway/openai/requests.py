@@ -30,6 +30,7 @@ from gateway.schema import (
     StructuredBody,
     TokenIds,
     check,
+    require_members,
 )
 from mesh.domain.request import MAX_NUM_CHOICES, MAX_SEED, MAX_TOP_LOGPROBS
 from tandem import InvalidRequest
@@ -55,6 +56,7 @@ _LENGTH_LIMITS = ("max_total_tokens", "max_input_length")
 _CONTEXT = "the model's context length"
 # The member at the beginning of one of the router's messages.
 _SUBJECT = re.compile(r"(?:each of |each |the )?(([a-z_]+)(?:\[\d+\]|\.[a-z_]+)*)")
+_REFUSED = " cannot be used: "
 _NAME = re.compile(r"(?<![.\w])(?:chat\.messages|[a-z_]+)")
 
 
@@ -139,6 +141,12 @@ class ContentPart(Body):
     type: Name
     text: str = ""
     refusal: str = ""
+
+    @model_validator(mode="after")
+    def _has_its_text(self) -> "ContentPart":
+        if self.type.endswith("text"):
+            require_members(self, "text")
+        return self
 
     @property
     def shown(self) -> str:
@@ -291,7 +299,9 @@ class ClientFieldNames:
         if problem.field is not None or problem.row.openai.status != 400:
             return problem
         code = "context_length_exceeded" if any(name in problem.message for name in _LENGTH_LIMITS) else problem.code
-        message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), problem.message)
+        # What a compiler says about a structure quotes it, and has words of its own.
+        head, refused, reason = problem.message.partition(_REFUSED)
+        message = _NAME.sub(lambda match: self.names.get(match[0], match[0]), head) + refused + reason
         return replace(problem, message=message, field=self._field(message), code=code)
 
     @contextmanager

@@ -209,7 +209,7 @@ class CompletionLogprobs:
         self._num_top = body.logprobs or 0
         self._has_ids = body.return_token_ids
         self._offset = 0
-        self._decode = getincrementaldecoder("utf-8")("replace").decode
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def of(self, tokens: Iterable[Token]) -> Json:
         """Return the lists for the next tokens. A prompt's first token has no log-prob, which is null."""
@@ -224,9 +224,18 @@ class CompletionLogprobs:
                 lists["top_logprobs"].append(_top(token, num_top))
             if num_top and self._has_ids:
                 lists["top_tokens"].append([_top_token(top) for top in token.top[:num_top]])
-            lists["text_offset"].append(self._offset)
-            self._offset += len(self._decode(bytes_of(token)))
+            lists["text_offset"].append(self._begin(bytes_of(token)))
         return lists
+
+    def _begin(self, own_bytes: bytes) -> int:
+        """Return where the next token begins. If it does not go on with a character that was begun, that one shows as
+        U+FFFD in front of it.
+        """
+        first = self._decoder.decode(own_bytes[:1])
+        is_character_complete = bool(own_bytes) and not self._decoder.getstate()[0]
+        begin = self._offset + len(first) - is_character_complete
+        self._offset += len(first) + len(self._decoder.decode(own_bytes[1:]))
+        return begin
 
 
 def _top_token(top: TopToken) -> Json:

@@ -115,13 +115,13 @@ class ToolUse:
 
 def parse_tool_use(body: ChatBody, style: CallFormat | None) -> ToolUse | None:
     """Return None if no function may be called. `style`: the model's call format, if known. Raises InvalidRequest."""
-    if not body.tools or body.tool_choice == "none":
+    functions = tuple(tool.function for tool in check(_Tools, {"tools": body.tools}).tools)
+    if not functions or body.tool_choice == "none":
         if body.tool_choice not in (None, "auto", "none"):
             raise InvalidRequest("tool_choice needs tools")
         return None
     if body.tool_choice in (None, "auto") and style is None:
         return None  # `tools` still goes to the chat template
-    functions = tuple(tool.function for tool in check(_Tools, {"tools": body.tools}).tools)
     is_parallel = body.parallel_tool_calls is not False
     if body.tool_choice in (None, "auto"):
         return ToolUse(functions, style, is_parallel=is_parallel)

@@ -79,7 +79,7 @@ def read_entries(path: Path, lengths: Lengths, seed: int | str = 0) -> list[tupl
 def _read_lines(path: Path, parse: Callable[[Any], T]) -> list[T]:
     """`parse` each line; its ValueError becomes a ConfigurationError with the number of the line."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows begin files with a mark
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"cannot read {path}: {error}") from error
     parsed = []

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rich.table import Table
@@ -153,5 +154,5 @@ def _show(outcome: Outcome, args: argparse.Namespace) -> None:
     console.print(FittingTable(table))
     for line in summary(outcome):
         console.print(line, soft_wrap=True, highlight=False)
-    advice = f"serve it with: tandem up {args.out}; " if outcome.choice is not None else ""
+    advice = f"serve it with: tandem up {quote(str(args.out))}; " if outcome.choice is not None else ""
     console.print(f"{advice}report: {args.out / 'report.md'}", soft_wrap=True, highlight=False)

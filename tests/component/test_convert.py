@@ -75,9 +75,10 @@ def test_a_converted_model_computes_what_transformers_does(
     write_pickled(model_dir, tmp_path / "old")
     with pytest.raises(ConfigurationError, match=r"run tandem convert .*old OUT"):
         open_checkpoint(tmp_path / "old")
-    assert main(["convert", str(tmp_path / "old"), str(tmp_path / "new")]) == 0
-    assert f"serve it with: tandem up {tmp_path / 'new'}" in capsys.readouterr().out
-    check_parity(model_dir, load_model_runner(settings(tmp_path / "new")))
+    out = tmp_path / "new model"  # the shell needs quotes around it
+    assert main(["convert", str(tmp_path / "old"), str(out)]) == 0
+    assert f"serve it with: tandem up '{out}'\n" in capsys.readouterr().out
+    check_parity(model_dir, load_model_runner(settings(out)))
 
 
 def test_tied_and_sliced_tensors_are_written_whole(tmp_path: Path) -> None:

@@ -478,6 +478,14 @@ def test_a_folder_that_exists_stays(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert f"{tmp_path} exists already" in capsys.readouterr().err
 
 
+def test_a_link_that_leads_nowhere_stays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is found at once, and not when the work is done."""
+    out = tmp_path / "out"
+    out.symlink_to(tmp_path / "nowhere")
+    assert main(["quantize", "tandem-draft", str(out), "--scheme=fp8", "--data=none.jsonl"]) == 2
+    assert f"{out} exists already" in capsys.readouterr().err
+
+
 def test_prompts_that_overflow_are_named(
     checkpoint: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

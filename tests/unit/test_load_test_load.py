@@ -73,6 +73,12 @@ def test_a_trace_is_sorted_and_knows_the_names_of_published_ones(tmp_path: Path)
     assert (second.arrival_s, second.prompt) == (1.5, "b")
 
 
+def test_a_mark_at_the_beginning_and_line_ends_of_windows(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}\r\n')
+    assert [job.prompt for job in read_jobs(path, LENGTHS)] == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [

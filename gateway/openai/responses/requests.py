@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from gateway.errors import InvalidField
 from gateway.openai.requests import ContentPart
@@ -29,6 +29,7 @@ from gateway.schema import (
     Name,
     Real,
     Seed,
+    require_members,
 )
 
 NAMES = {
@@ -51,6 +52,10 @@ _ITEMS = (
     *("message", "reasoning", "function_call", "function_call_output", "custom_tool_call", "custom_tool_call_output"),
     _MORE_TOOLS,
 )
+_MEMBERS = {
+    **dict.fromkeys(("function_call", "custom_tool_call"), ("call_id", "name")),
+    **dict.fromkeys(("function_call_output", "custom_tool_call_output"), ("call_id", "output")),
+}
 _TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal")
 
 
@@ -68,6 +73,12 @@ class Item(Body):
     input: str = ""
     output: str | Many[ContentPart] = ""
     tools: Few[Tool] | None = None
+
+    @model_validator(mode="after")
+    def _has_its_members(self) -> "Item":
+        is_prompting = self.type == "message" and self.role not in ("", "assistant")
+        require_members(self, *(("content",) if is_prompting else _MEMBERS.get(self.type, ())))
+        return self
 
 
 class TextFormat(Body):
@@ -112,6 +123,7 @@ class ResponsesBody(Body):
     previous_response_id: Name | None = None
     conversation: AnyJson = None
     background: bool = False
+    prompt: AnyJson = None  # a template that OpenAI has stored
 
     seed: Seed | None = None
     priority: Literal["batch", "standard", "interactive"] | None = None
@@ -141,6 +153,7 @@ def check_stateless(body: ResponsesBody) -> None:
     unsupported = {
         "conversation": body.conversation is not None,
         "background": body.background,
+        "prompt": body.prompt is not None,
         "top_logprobs": bool(body.top_logprobs),
         "include": "message.output_text.logprobs" in (body.include or ()),
     }

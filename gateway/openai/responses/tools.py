@@ -8,11 +8,13 @@ they are left out, and refused only where the client offers or demands nothing e
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Self
+
+from pydantic import model_validator
 
 from gateway.errors import InvalidField
 from gateway.openai.arguments import parsed_arguments
-from gateway.schema import Body, Few, Json, JsonObject, Name, check
+from gateway.schema import Body, Few, Json, JsonObject, Name, check, require_members
 
 _CALLABLE = ("function", "custom")
 _SERVED = (*_CALLABLE, "namespace")
@@ -37,6 +39,12 @@ class CallableTool(Body):
     parameters: JsonObject | None = None
     strict: bool | None = None
     format: InputFormat | None = None
+
+    @model_validator(mode="after")
+    def _has_its_name(self) -> Self:
+        if self.type in _CALLABLE:
+            require_members(self, "name")
+        return self
 
     def shown(self) -> Json:
         """The tool as a response repeats it."""

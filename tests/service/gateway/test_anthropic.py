@@ -199,6 +199,12 @@ async def test_arguments_that_are_not_quite_json_lose_no_more_than_they_must(
         ({"tool_choice": {"type": "tool", "name": "x"}, "tools": [{"name": "y"}]}, "there is no function 'x'"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format.schema: Field required"),
         ({"temperature": 3}, "Expected a value <= 2"),
+        ({"tool_choice": {"type": "tool"}, "tools": [{"name": "y"}]}, "tool_choice: Value error, should have name"),
+        ({"system": [{"type": "text"}]}, "system.list[SystemPart].0: Value error, should have text"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "should have text"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": [{"type": "tool_use", "id": "a"}]}]}, "have name"),
+        ({"messages": [*QUESTION, {"role": "assistant", "content": [{"type": "tool_use", "name": "f"}]}]}, "have id"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "should have tool_use_id"),
     ],
 )
 async def test_refusals(gateway: RunningGateway, changes: dict[str, Any], message: str) -> None:

@@ -204,3 +204,12 @@ async def test_a_function_needs_a_name() -> None:
         response = await gateway.post("/v1/chat/completions", body | {"tools": [{"function": {"name": ""}}]})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "tools[0].function.name"
+
+
+async def test_a_forced_call_beside_a_structure_is_the_fault_of_tool_choice() -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], "tools": [{"function": {"name": "f"}}]}
+    odd = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    async with running_gateway() as gateway:
+        response = await gateway.post("/v1/chat/completions", body | odd)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tool_choice"

@@ -237,9 +237,11 @@ async def test_uploads_that_are_refused(tmp_path: Path, data: Any, files: Any, r
 
 async def test_a_form_that_breaks_off(tmp_path: Path) -> None:
     async with batches(tmp_path) as gateway:
-        for kind in ("multipart/form-data", "multipart/form-data; boundary=x"):
-            response = await gateway.http.post("/v1/files", content=b"--x\r\nnonsense", headers={"content-type": kind})
+        for kind, reason in (("", "content-type has no boundary"), ("; boundary=x", "purpose must be")):
+            headers = {"content-type": f"multipart/form-data{kind}"}
+            response = await gateway.http.post("/v1/files", content=b"--x\r\nnonsense", headers=headers)
             assert response.status_code == 400
+            assert reason in response.json()["error"]["message"]
 
 
 async def test_clients_do_not_choose_the_codec(tmp_path: Path, repaired: Repaired) -> None:

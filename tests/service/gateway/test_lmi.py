@@ -186,6 +186,7 @@ async def test_n_and_best_of(
         (b'{"inputs": 3}', "inputs"),
         (b'{"inputs": ["a"], "stream": true}', "streaming"),
         (b'{"inputs": "a", "parameters": {"num_beams": 4}}', "num_beams"),
+        (b'{"inputs": "a", "parameters": {"top_k": -5}}', "top_k must be an integer in"),
         (b'{"inputs": "a", "parameters": {"bad_sequences": [["b"]]}}', "bad_sequences"),
         (b'{"inputs": "a", "adapters": 3}', "adapters"),
         (b'{"inputs": ["a", "b"], "adapters": ["c"]}', "adapters must have one name for each input: got 1 for 2"),

@@ -263,6 +263,22 @@ async def test_a_late_error_is_one_event_and_the_stream_ends_properly(gateway: R
         ("completions", {"prompt": ["a"] * 100}, "prompt"),
         ("completions", {"prompt": "a", "suffix": "b"}, "suffix"),
         ("chat/completions", {"messages": MESSAGES, "use_beam_search": True}, "use_beam_search"),
+        ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content"),
+        ("chat/completions", {"messages": [*MESSAGES, {"role": "system", "content": None}]}, "messages[1].content"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "should have text"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}]}, "tools.0.function"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "web_search"}]}, "tools.0.type"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{"type": "function", "name": "f"}]}, "tools.0.function"),
+        ("chat/completions", {"messages": MESSAGES, "tools": [{}], "tool_choice": "none"}, "tools.0.function"),
+        (
+            "chat/completions",
+            {"messages": MESSAGES, "top_k": -5},
+            "top_k must be an integer in [0, 4294967295], got -5",
+        ),
+        ("completions", {"prompt": "a", "logit_bias": {"-1": 1}}, "logit_bias.-1.[key]"),
+        ("completions", {"prompt": "a", "logit_bias": {"1_2": 1}}, "should be the number of a token"),
+        ("completions", {"prompt": "a", "logit_bias": {" 12": 1}}, "should be the number of a token"),
+        ("completions", {"prompt": "a", "logit_bias": {"12": 1, "012": 2}}, "should be the number of a token"),
     ],
 )
 async def test_unsupported_parameters_are_refused_by_name(
@@ -316,9 +332,12 @@ async def test_best_of_is_checked_by_the_router(gateway: RunningGateway) -> None
         assert not gateway.script.requests[-1].HasField("best_of"), "all are returned: they come as they come"
 
 
-@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
-async def test_what_the_cache_is_told(gateway: RunningGateway, path: str) -> None:
-    body = {"model": "fake", "messages": MESSAGES, "prompt": "One", "input": "One"}
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [("chat/completions", {"messages": MESSAGES}), ("completions", {"prompt": "One"}), ("responses", {"input": "One"})],
+)
+async def test_what_the_cache_is_told(gateway: RunningGateway, path: str, asked: dict[str, object]) -> None:
+    body = {"model": "fake", **asked}
     for hints in ({"prompt_cache_key": "a", "prompt_cache_retention": "24h"}, {"keep_priority": "low"}, {}):
         assert (await gateway.post(f"/v1/{path}", body | hints)).status_code == 200
     long, low, none = (request.cache_hints for request in gateway.script.requests[-3:])

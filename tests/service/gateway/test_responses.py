@@ -217,6 +217,14 @@ async def test_a_stream_that_fails_before_its_first_token_begins_like_any_other(
         ({"tool_choice": "required"}, "tool_choice", None, "needs tools"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "missing_required_parameter", "Missing"),
         ({"input": None}, "input", None, "Field required"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter", "not supported"),
+        ({"input": [{"role": "user"}]}, "input", None, "input.list[Item].0: Value error, should have content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input", None, "should have text"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input", None, "have call_id"),
+        ({"input": [{"type": "function_call", "call_id": "a"}]}, "input", None, "should have name"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input", None, "should have call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input", None, "should have output"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools[0]", None, "tools.0: Value error, sho"),
     ],
 )  # fmt: skip
 async def test_refusals(

@@ -221,8 +221,55 @@ async def test_a_timeout_may_be_as_long_as_one_likes(client: tandem.AsyncClient,
 
 
 async def test_a_timeout_that_is_no_number_is_refused(client: tandem.AsyncClient) -> None:
-    with pytest.raises(tandem.InvalidRequest, match="got nan"):
-        await client.generate(prompt="", timeout=math.nan)
+    for timeout in (math.nan, "soon", [], -(10**400)):
+        with pytest.raises(tandem.InvalidRequest, match=r"^timeout must be a number of seconds, got"):
+            await client.generate(prompt="", timeout=timeout)  # type: ignore[arg-type]
+        with pytest.raises(tandem.InvalidRequest, match=r"^timeout must be a number of seconds, got"):
+            await client.wait_ready(timeout)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"address": 5}, "address must be a text like"),
+        ({"api_key": 5}, "api_key must be a text, got a value of type int"),
+        ({"api_key": b"key"}, "api_key must be a text, got a value of type bytes"),
+        ({"timeout": None}, "timeout must be a number of seconds, got None"),
+        ({"resume_timeout": "x"}, "resume_timeout must be a number of seconds, got 'x'"),
+        ({"max_retries": "x"}, "max_retries must be an integer, got 'x'"),
+        ({"tls": "ca.pem"}, "tls must be true, false or a Tls object, got 'ca.pem'"),
+    ],
+)
+def test_a_wrong_option_is_named(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(tandem.InvalidRequest, match=f"^{said}"):
+        tandem.AsyncClient(**options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"prompt": "", "max_rounds": None}, "max_rounds must be an integer, got None"),
+        ({"prompt": "", "max_total": "x"}, "max_total must be an integer, got 'x'"),
+        ({"token_ids": 5}, "token_ids must be a list, got 5"),
+        ({"prompt": "", "seed": "x"}, "seed must be an integer"),
+        ({"prompt": "", "truncate_prompt_tokens": "x"}, "truncate_prompt_tokens must be an integer"),
+    ],
+)
+async def test_a_wrong_argument_of_several_rounds_is_named(
+    client: tandem.AsyncClient, router: FakeRouter, arguments: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(tandem.InvalidRequest, match=f"^{said}"):
+        await client.generate_until_done(**arguments)
+    assert router.script.requests == []
+
+
+async def test_iterators_last_for_all_rounds(client: tandem.AsyncClient, router: FakeRouter) -> None:
+    turns = ({"role": "user", "content": text} for text in ("Tell me", "a story"))
+    await client.generate_until_done(messages=turns, stop=iter(["never"]), max_new_tokens=17)
+    first, *others = router.script.requests
+    assert [turn.content for turn in first.chat.messages] == ["Tell me", "a story"]
+    assert others
+    assert all(list(request.sampling.stop) == ["never"] for request in (first, *others))
 
 
 async def test_models_tokens_and_workers(client: tandem.AsyncClient) -> None:

@@ -22,7 +22,11 @@ NUM_BODIES = 3_000
 BODIES: list[dict[str, Any]] = [
     {"inputs": "x", "parameters": {"temperature": 0.5, "stop": ["a"], "details": True, "top_n_tokens": 2}},
     {"inputs": ["x", "y"], "parameters": {"n": 2, "seed": 1, "truncate": 3, "decoder_input_details": True}},
-    {"messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}], "n": 2, "tools": [{"a": 1}]},
+    {
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}],
+        "n": 2,
+        "tools": [{"function": {"name": "f"}}],
+    },
     {"prompt": [[1, 2], [3]], "logprobs": 2, "echo": True, "stream": True, "logit_bias": {"3": 1.5}},
     {"prompt": "x", "stream": True, "stream_options": {"include_usage": True}, "max_tokens": 3, "n": 2},
     {"inputs": "x", "stream": True, "parameters": None},

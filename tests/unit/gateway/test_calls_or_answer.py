@@ -108,6 +108,13 @@ def test_complaints_name_what_the_client_sent() -> None:
     assert translated.field == "response_format"
 
 
+def test_complaints_quote_what_the_client_wrote() -> None:
+    said = 'cannot be used: invalid regex "(choice" (in regex): unclosed group'
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "x"}], "guided_regex": "(choice"})
+    translated = ClientFieldNames.of(body).translate(Problem.of(InvalidRequest(f"regex {said}")))
+    assert (translated.message, translated.field) == (f"guided_regex {said}", "guided_regex")
+
+
 @pytest.mark.parametrize("name", sorted(WRITTEN))
 def test_one_call_beside_an_answer(compiler: GrammarCompiler, name: str) -> None:
     grammar = arguments_of(name, parallel_tool_calls=False, response_format={"type": "json_object"})["grammar"]

@@ -70,6 +70,18 @@ def test_a_stream_that_something_on_the_way_has_reset_is_a_broken_connection(cod
     assert type(late) is tandem.DeadlineExceeded
 
 
+@pytest.mark.parametrize("said", ["Socket closed", "GOAWAY received", "Cancelling all calls"])
+def test_a_connection_that_a_stopping_router_ends_is_a_broken_one(said: str) -> None:
+    error = error_from_rpc(rpc_error(grpc.StatusCode.UNAVAILABLE, said), "host:1")
+    assert isinstance(error, tandem.ConnectionFailed)
+    assert error.broke
+    unmade = error_from_rpc(
+        rpc_error(grpc.StatusCode.UNAVAILABLE, f"failed to connect to all addresses; {said}"), "h:1"
+    )
+    assert isinstance(unmade, tandem.ConnectionFailed)
+    assert not unmade.broke
+
+
 @pytest.mark.parametrize(("sent", "expected_s"), [("1500", 1.5), ("soon", None), ("-1", None)])
 def test_the_time_to_wait_comes_in_milliseconds(sent: str, expected_s: float | None) -> None:
     error = error_from_rpc(rpc_error(grpc.StatusCode.RESOURCE_EXHAUSTED, retry_after_ms=sent), "host:1")

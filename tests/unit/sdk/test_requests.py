@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from tandem._requests import generate_request, history_request, set_traffic_request, tokenize_request
+from tandem._requests import (
+    generate_request,
+    history_request,
+    model_request,
+    set_draining_request,
+    set_traffic_request,
+    switch_role_request,
+    tokenize_request,
+)
 from tandem.exceptions import InvalidRequest
 from tandem.models import Priority
 from tandem.v1 import cache_pb2, generation_pb2
@@ -113,7 +121,7 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"messages": [{"role": "user"}]}, "role"),
         ({"prompt": "x", "top_k": -1}, "top_k"),
         ({"prompt": "x", "temperature": "hot"}, "temperature"),
-        ({"prompt": "x", "n": -1}, "n: "),
+        ({"prompt": "x", "n": -1}, "^n must be an integer in"),
         ({"prompt": "x", "stop": [1]}, "stop"),
         ({"prompt": "x", "bad_words": [1]}, "bad_words"),
         ({"prompt": "x", "bad_word_ids": [3]}, "bad_word_ids"),
@@ -127,11 +135,44 @@ def test_one_stop_string_may_come_bare() -> None:
         ({"prompt": "x", "ttft_target": float("nan")}, "ttft_target"),
         ({"prompt": "x", "ttft_target": 1e300}, "ttft_target"),
         ({"prompt": "x", "logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"prompt": "x", "stop": 5}, "^stop must be a list, got 5$"),
+        ({"prompt": "x", "stop": ["a", 5]}, r"^stop\[1\] must be a text, got 5$"),
+        ({"prompt": b"\xff"}, "^prompt must be a text"),
+        ({"token_ids": [1, 2.5]}, r"^token_ids\[1\] must be an integer in \[0, 4294967295\], got 2.5$"),
+        ({"prompt": "x", "seed": True}, "^seed must be an integer in .*, got True$"),
+        ({"prompt": "x", "echo": 2**63}, "^echo must be true or false"),
+        ({"prompt": "x", "max_new_tokens": 10**5000}, "^max_new_tokens must be an integer .* of 16610 bits$"),
+        ({"prompt": "x", "regex": 5}, "^regex must be a text, got 5$"),
+        ({"prompt": "x", "choice": 5}, "^choice must be a list, got 5$"),
+        ({"prompt": "x", "bad_word_ids": 5}, "^bad_word_ids must be a list, got 5$"),
+        ({"prompt": "x", "bad_word_ids": [[1], ["a"]]}, r"^bad_word_ids\[1\]\[0\] must be an integer"),
+        ({"prompt": "x", "logit_bias": 5}, "^logit_bias must be a mapping"),
+        ({"prompt": "x", "logit_bias": {-1: 1.0}}, "^logit_bias must map an integer in .* to a number, got -1: 1.0$"),
+        ({"messages": 5}, "^messages must be a list, got 5$"),
+        ({"messages": {"role": "user", "content": "x"}}, "^messages must be a list of messages"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, r"^messages\[0\].content must be a text"),
+        ({"messages": [], "tools": 5}, "^tools must be a list, got 5$"),
+        ({"messages": [], "tools": {"type": "function"}}, "^tools must be a list of objects"),
+        ({"messages": [], "tools": "search"}, r"^tools\[0\] must be an object, got 's'$"),
+        ({"messages": [], "chat_template_kwargs": 5}, "^chat_template_kwargs must be a mapping"),
+        ({"messages": [], "chat_template_kwargs": "x"}, "^chat_template_kwargs must be a mapping"),
     ],
 )
 def test_what_cannot_be_sent_is_named(arguments: Any, said: str) -> None:
     with pytest.raises(InvalidRequest, match=said):
         generate_request(arguments)
+
+
+def test_a_worker_or_model_that_is_no_text_is_named() -> None:
+    wrong: Any = 5
+    with pytest.raises(InvalidRequest, match=r"^name must be a text, got 5$"):
+        model_request(wrong)
+    with pytest.raises(InvalidRequest, match=r"^worker_id must be a text, got 5$"):
+        set_draining_request(wrong, draining=True)
+    with pytest.raises(InvalidRequest, match=r"^worker_id must be a text, got 5$"):
+        switch_role_request(wrong, "decode")
+    with pytest.raises(InvalidRequest, match=r"^role must be prefill or decode"):
+        switch_role_request("w", [wrong])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("span_s", [float("nan"), float("inf"), 1e300, "long"])
@@ -143,7 +184,7 @@ def test_a_history_of_no_length_is_refused(span_s: Any, repaired: Repaired) -> N
 
 @pytest.mark.parametrize(("name", "shares"), [("chat", {"v1": "x"}), ("chat", {1: 1.0}), (7, {"v1": 1.0}), ("c", 3)])
 def test_traffic_that_cannot_be_sent_is_refused(name: Any, shares: Any, repaired: Repaired) -> None:
-    with pytest.raises(InvalidRequest):
+    with pytest.raises(InvalidRequest, match=r"^(name|shares) must "):
         set_traffic_request(name, shares)
     repaired("D31", "InvalidRequest")
 

@@ -1,0 +1,31 @@
+"""Where the tokens of a completion begin in its text."""
+
+import pytest
+
+from gateway.openai.requests import CompletionBody
+from gateway.openai.response_parts import CompletionLogprobs
+from tandem import Token
+
+
+@pytest.mark.parametrize(
+    ("pieces", "offsets"),
+    [
+        ([b"a", b"bc", b"", b"d"], [0, 1, 3, 3]),
+        ([b"\xc3", b"\xb1", b"x"], [0, 0, 1]),
+        ([b"\xf0\x9f", b"\x98", b"\x80", b" x"], [0, 0, 0, 1]),
+        ([b"a\xc3", b"\xb1b", b"c"], [0, 1, 3]),
+        ([b"\xef", b"\xbf", b"\xbd", b"x"], [0, 0, 0, 1]),  # U+FFFD itself
+        # Characters that are begun and never completed
+        ([b"M", b"\xc2", b" char", b" x"], [0, 1, 2, 7]),
+        ([b"\xf0\x9f", b"", b"a", b"b"], [0, 0, 1, 2]),
+        ([b"\xc3", b"\xc3", b"\xb1", b"x"], [0, 1, 1, 2]),
+        ([b"\xe0", b"\xff", b"x"], [0, 1, 2]),
+        ([b"\xff", b"\xfe", b"x"], [0, 1, 2]),
+    ],
+)
+def test_tokens_begin_where_their_text_does(pieces: list[bytes], offsets: list[int]) -> None:
+    tokens = [Token(number, "", -1.0, own_bytes=piece) for number, piece in enumerate(pieces)]
+    body = CompletionBody(prompt="x", logprobs=1)
+    assert CompletionLogprobs(body).of(tokens)["text_offset"] == offsets
+    logprobs = CompletionLogprobs(body)
+    assert [logprobs.of([token])["text_offset"] for token in tokens] == [[offset] for offset in offsets]

@@ -24,8 +24,8 @@ from tandem.exceptions import Cancelled, ConnectionFailed, InvalidRequest, NoWor
 ERROR_KEY = "tandem-error"
 RETRY_AFTER_KEY = "retry-after-ms"
 _NO_CONNECTION = "failed to connect"
-# Messages of gRPC for a connection that was established and lost. Proxies have other messages. "Cancelling all calls" is
-# what a server that stops says in its last GOAWAY.
+# Messages of gRPC for a connection that was established and lost. Proxies have other messages. A server that stops says
+# "Cancelling all calls" in its last GOAWAY.
 _BROKEN_SIGNS = (
     *("Socket closed", "Connection reset", "Broken pipe", "Connection timed out", "keepalive", "GOAWAY"),
     "Cancelling all calls",

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError, missing_extra
-from mesh.interrupts import run_async
+from mesh.interrupts import accept_signal, run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
@@ -177,6 +177,7 @@ def _measure(args: argparse.Namespace) -> Report:
     except (KeyboardInterrupt, SystemExit):
         if not report.points:
             raise
+        accept_signal()
         report.notes.append("interrupted: only the runs that were complete by then are shown")
         report.is_interrupted = True
     return report

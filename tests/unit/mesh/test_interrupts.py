@@ -209,6 +209,47 @@ run_program(main)
 """
 
 
+_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+    except:
+        print("it is dropped")
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_WITHOUT_THREADS = """
+import logging, os, signal, threading, time
+from mesh.interrupts import run_program
+
+def fail(thread):
+    raise RuntimeError("can't start new thread")
+
+class Interrupting(logging.Handler):
+    def emit(self, record):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the line is complete")
+
+def main():
+    threading.Thread.start = fail  # as it does when a limit on processes is reached
+    logging.getLogger().addHandler(Interrupting())
+    logging.warning("a line")
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -221,6 +262,8 @@ run_program(main)
         pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),
         pytest.param(_INTERRUPTED_IN_THE_GARBAGE_COLLECTION, "the collection has begun\n", id="the garbage collection"),
         pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
+        pytest.param(_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED, "it is dropped\n", id="a bare except"),
+        pytest.param(_INTERRUPTED_WITHOUT_THREADS, "the line is complete\n", id="a system without threads left"),
     ],
 )
 def test_what_runs_is_completed_first(program: str, told: str) -> None:
@@ -250,24 +293,7 @@ def test_a_program_that_has_come_to_its_end_ends_at_once(name: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (-signal.Signals[name], "done\n", "")
 
 
-_INTERRUPTED_IN_A_LOOP = """
-import asyncio, os, signal
-from mesh.interrupts import run_async, run_program
-
-async def main():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(60)
-    finally:
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(0.05)
-        print("closed")
-
-run_program(lambda: run_async(main()))
-"""
-
-
-_INTERRUPTED_IN_A_BLOCKED_LOOP = """
+_INTERRUPTED_IN_A_COROUTINE_THAT_GOES_ON = """
 import asyncio, os, signal, time
 from mesh.interrupts import run_async, run_program
 
@@ -275,70 +301,65 @@ async def main():
     os.kill(os.getpid(), signal.SIGTERM)
     try:
         time.sleep(60)
-    finally:
-        await asyncio.sleep(0.05)
-        print("closed")
+    except BaseException:
+        print("it is dropped", flush=True)
+    time.sleep(60)
 
 run_program(lambda: run_async(main()))
 """
 
 
-_INTERRUPTED_IN_A_LONG_LINE = """
-import asyncio, logging, os, signal, time
-from mesh.interrupts import run_async, run_program
+_CTRL_C_IS_DROPPED = """
+import os, signal, time
+from mesh.interrupts import run_program
 
-class Slow(logging.Handler):
-    def emit(self, record):
-        time.sleep(1.2)
-
-async def main():
-    logging.getLogger().addHandler(Slow())
-    os.kill(os.getpid(), signal.SIGTERM)
+def main():
     try:
-        logging.warning("a line")
-        await asyncio.sleep(60)
-    finally:
-        await asyncio.sleep(0.05)
-        print("closed")
-
-run_program(lambda: run_async(main()))
-"""
-
-
-_INTERRUPTED_WHILE_A_TASK_STAYS = """
-import asyncio, os, signal
-from threading import Timer
-from mesh.interrupts import run_async, run_program
-
-async def stay():
-    while True:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(10**5):
             pass
+    except:
+        print("it is dropped", flush=True)
+    time.sleep(60)
 
-async def main():
-    staying = asyncio.create_task(stay())
-    await asyncio.sleep(0.05)
-    Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    print("closed", flush=True)
-
-run_program(lambda: run_async(main()))
+run_program(main)
 """
 
 
 @pytest.mark.parametrize(
-    "program",
+    ("program", "status"),
     [
-        pytest.param(_INTERRUPTED_IN_A_LOOP, id="waiting"),
-        pytest.param(_INTERRUPTED_IN_A_BLOCKED_LOOP, id="blocked"),
-        pytest.param(_INTERRUPTED_IN_A_LONG_LINE, id="blocked where nothing may raise"),
-        pytest.param(_INTERRUPTED_WHILE_A_TASK_STAYS, id="closing"),
+        pytest.param(_INTERRUPTED_IN_A_COROUTINE_THAT_GOES_ON, 143, id="SIGTERM in a blocked loop"),
+        pytest.param(_CTRL_C_IS_DROPPED, 130, id="Ctrl-C"),
     ],
 )
-def test_a_loop_ends_after_its_cleanup(program: str) -> None:
-    """The signal counts that came first."""
+def test_an_exception_that_is_dropped_comes_again(program: str, status: int) -> None:
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
-    assert "Traceback" not in done.stderr
+    assert (done.returncode, done.stdout, done.stderr) == (status, "it is dropped\n", "")
+
+
+_CAUGHT = """
+import os, signal, time
+from mesh.interrupts import accept_signal, run_program
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+    except SystemExit:
+        accept_signal()
+    end_s = time.monotonic() + 0.2  # twenty times what a signal waits for that comes again
+    while time.monotonic() < end_s:
+        pass
+    print("closed")
+    return 7
+
+run_program(main)
+"""
+
+
+def test_an_exception_that_is_accepted_does_not_come_again() -> None:
+    done = subprocess.run([sys.executable, "-c", _CAUGHT], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "closed\n", "")

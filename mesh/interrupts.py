@@ -117,14 +117,19 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
             sys.unraisablehook = _tell_dropped
             status = main()
         finally:
-            accept_signal()
+            _forget_signals()
             for number in _SIGNALS:  # Python drops exceptions while it ends
                 _handle(number, signal.SIG_DFL)
             sys.unraisablehook = sys.__unraisablehook__
     except KeyboardInterrupt:  # also one that comes in the lines above
-        accept_signal()
+        _forget_signals()
         status = 128 + signal.SIGINT
     sys.exit(status)
+
+
+def _forget_signals() -> None:
+    accept_signal()
+    signal.setitimer(signal.ITIMER_REAL, 0)  # while Python ends, an alarm would end the process
 
 
 def accept_signal() -> None:
@@ -279,13 +284,14 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _may_raise(frame: FrameType | None) -> bool:
     """False where asyncio's own code runs, which would miss the end of a process (a loop that waits for events is in
-    `selectors`), in anything called by _CALLERS, and in `__del__`, whose exceptions Python drops.
+    `selectors`), in anything called by _CALLERS, in `__del__`, whose exceptions Python drops, and in `__set_name__`, of
+    whose exceptions Python 3.11 makes a RuntimeError.
     """
     if frame is not None and _module(frame).startswith("asyncio."):
         return False
     while frame is not None:
         name = f"{_module(frame)}.{frame.f_code.co_qualname}"
-        if name.startswith(_CALLERS) or name.endswith(".__del__"):
+        if name.startswith(_CALLERS) or name.endswith((".__del__", ".__set_name__")):
             return False
         frame = frame.f_back
     return True

@@ -61,6 +61,26 @@ run_program(lambda: run_async(main()))
 """
 
 
+_INTERRUPTED_LONG_BEFORE_ITS_END = """
+import asyncio, atexit, os, signal, time
+from mesh.interrupts import run_async, run_program
+
+async def main():
+    os.kill(os.getpid(), signal.SIGTERM)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        print("closed", flush=True)
+
+def tidy():
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # as Python does after these calls
+    time.sleep(1.5)  # longer than a loop may be blocked
+
+atexit.register(tidy)
+run_program(lambda: run_async(main()))
+"""
+
+
 _INTERRUPTED_WHILE_A_TASK_STAYS = """
 import asyncio, os, signal
 from threading import Timer
@@ -87,6 +107,7 @@ run_program(lambda: run_async(main()))
     "program",
     [
         pytest.param(_INTERRUPTED_IN_A_LOOP, id="waiting"),
+        pytest.param(_INTERRUPTED_LONG_BEFORE_ITS_END, id="long before the process ends"),
         pytest.param(_INTERRUPTED_IN_A_BLOCKED_LOOP, id="blocked"),
         pytest.param(_INTERRUPTED_IN_A_LONG_LINE, id="blocked where nothing may raise"),
         pytest.param(_INTERRUPTED_WHILE_A_TASK_STAYS, id="closing"),

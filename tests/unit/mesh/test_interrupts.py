@@ -94,6 +94,26 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_A_CLASS = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+class Named:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the name is set")
+
+def main():
+    class Owner:
+        attribute = Named()
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 _INTERRUPTED_IN_A_WEAK_CALLBACK = """
 import os, signal, time, weakref
 from mesh.interrupts import run_program
@@ -257,6 +277,7 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_ASYNCIO, "the books are complete\n", id="bookkeeping of asyncio"),
         pytest.param(_INTERRUPTED_IN_A_REQUEST, "the request is complete\n", id="messages of a gRPC request"),
         pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
+        pytest.param(_INTERRUPTED_IN_A_CLASS, "the name is set\n", id="the attributes of a class"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_CALLBACK, "the callback is complete\n", id="a weak reference's callback"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_SET, "the set is complete\n", id="a set of weak references"),
         pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),

@@ -1,4 +1,4 @@
-"""Ctrl-C or SIGTERM in the middle of a benchmark: the runs that have ended are shown and saved. A killed one leaves no mesh."""
+"""Ctrl-C or SIGTERM in a benchmark: the runs that have ended are shown and saved. A killed one leaves no mesh."""
 
 import asyncio
 import json

@@ -42,8 +42,8 @@ _CALLERS = (
 )
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; PyTorch's C++ calls Python when it
-is imported and registers operators, and an exception there aborts the process; Python drops what callbacks of weak
+numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; PyTorch's C++ calls Python when
+it is imported and registers operators, and an exception there aborts the process; Python drops what callbacks of weak
 references raise, which run at each import, too; threads of a step would wait for one that has raised; handlers of
 signals may run in the middle of asyncio's code.
 """

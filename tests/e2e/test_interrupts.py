@@ -70,7 +70,7 @@ _ENDLESS = [
     "tandem_cli bench --up=--colocated --num-requests 100000",
     "bench.step --shape narrow --repeats 1000",
     "bench.masks --vocab 32000 --seqs 8 --steps 1000",
-    "bench.families llama --rounds 1000",
+    "bench.families LlamaForCausalLM --rounds 1000",
     "bench.adapters --repeats 100000",
     "bench.loading --shape 135m --repeats 100",
     "bench.transfer --runs 10000",

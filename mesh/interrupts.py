@@ -224,6 +224,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
     """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
     if number == signal.SIGHUP:
         leave_terminal()
+    number = _again.number or number  # of several signals that wait, the first counts
     running = _in_loop[0] if _in_loop else None
     if running is not None and not running.number:
         running.cancel(number)

@@ -50,7 +50,7 @@ signals may run in the middle of asyncio's code.
 
 
 class _FromSignal(BaseException):
-    """What a signal raises. Its end is noticed: nothing has it any more, so that it will not end the program."""
+    """What a signal raises. If it is freed while the program runs, something has dropped it: the signal comes again."""
 
     def __del__(self) -> None:
         if id(self) == _raised.error_id:
@@ -241,6 +241,7 @@ def _raise(number: int) -> NoReturn:
     for signal_number in _SIGNALS:  # another one would interrupt the cleanup
         signal.signal(signal_number, _ignore)
     _again.number = 0
+    signal.setitimer(signal.ITIMER_REAL, 0)
     error = _Interrupted() if number == signal.SIGINT else Terminated(128 + number)
     _raised.error_id, _raised.number = id(error), number
     try:

@@ -3,7 +3,8 @@ signal comes.
 
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
 the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
-                 closed; others are ignored
+                 closed; others are ignored. If something drops the exception, as a bare `except:` of a library does, it
+                 is raised again
 the process ends each of the signals ends it at once
 """
 
@@ -30,21 +31,40 @@ _CALLERS = (
     "grpc.",
     "llvmlite.binding.executionengine.",
     "numpy.<module>",
+    "torch.<module>",
+    "torch.library.Library.impl",
     "weakref.",
     "_weakrefset.",
     "importlib._bootstrap._get_module_lock.<locals>.cb",
     "engine.models.loop_threads.LoopThreads.run",
     "mesh.interrupts._interrupt",
+    "mesh.interrupts._on_alarm",
 )
 """Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
 grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; Python drops what callbacks of
-weak references raise, which run at each import, too; threads of a step would wait for one that has raised; `_interrupt`
-itself may run in the middle of asyncio's code.
+numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; PyTorch's C++ calls Python when
+it is imported and registers operators, and an exception there aborts the process; Python drops what callbacks of weak
+references raise, which run at each import, too; threads of a step would wait for one that has raised; handlers of
+signals may run in the middle of asyncio's code.
 """
 
 
-class Terminated(SystemExit):
+class _FromSignal(BaseException):
+    """What a signal raises. If it is freed while the program runs, something has dropped it: the signal comes again."""
+
+    def __del__(self) -> None:
+        if id(self) == _raised.error_id:
+            _raised.error_id = 0
+            for running in _in_loop:
+                running.is_told = False
+            _again_later(_raised.number, _AGAIN_S)
+
+
+class _Interrupted(_FromSignal, KeyboardInterrupt):
+    pass
+
+
+class Terminated(_FromSignal, SystemExit):
     """SIGTERM has come, or the terminal was closed; SystemExit itself is raised by a program's own `sys.exit`."""
 
 
@@ -93,17 +113,34 @@ def run_program(main: Callable[[], int | None]) -> NoReturn:
     after Ctrl-C, 143 after SIGTERM, 129 when its terminal was closed.
     """
     try:
-        for number in _SIGNALS:
-            _handle(number, _interrupt)
-        sys.unraisablehook = _raise_again
-        status = main()
-    except KeyboardInterrupt:
+        try:
+            signal.signal(signal.SIGALRM, _on_alarm)
+            for number in _SIGNALS:
+                _handle(number, _interrupt)
+            sys.unraisablehook = _tell_dropped
+            status = main()
+        finally:
+            _forget_signals()
+            for number in _SIGNALS:  # Python drops exceptions while it ends
+                _handle(number, signal.SIG_DFL)
+            sys.unraisablehook = sys.__unraisablehook__
+    except KeyboardInterrupt:  # also one that comes in the lines above
+        _forget_signals()
         status = 128 + signal.SIGINT
-    finally:
-        sys.unraisablehook = sys.__unraisablehook__
-        for number in _SIGNALS:  # Python drops exceptions while it ends
-            _handle(number, signal.SIG_DFL)
     sys.exit(status)
+
+
+def _forget_signals() -> None:
+    accept_signal()
+    signal.setitimer(signal.ITIMER_REAL, 0)  # while Python ends, an alarm would end the process
+
+
+def accept_signal() -> None:
+    """Say that the program ends by itself after the exception of a signal, which it has caught. Otherwise the signal
+    would raise again as soon as the exception is gone.
+    """
+    _raised.error_id = 0
+    _again.number = 0
 
 
 @contextmanager
@@ -152,34 +189,48 @@ class _InLoop:
         self.number = number
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._cancel)
-            _after(_BLOCKED_S, self._interrupt_blocked)
+            _again_later(number, _BLOCKED_S)
 
     def _cancel(self) -> None:
         if not self.is_told and not self.main.done():
             self.is_told = True
             self.main.cancel()
 
-    def _interrupt_blocked(self) -> None:
-        """Raise in what keeps the loop from running, or, after the end of `main`, from ending."""
-        if not self.is_told and self in _in_loop:
-            self.is_blocked = True
-            os.kill(os.getpid(), self.number)
-
 
 _in_loop: list[_InLoop] = []
 """None or one."""
+
+
+@dataclass(slots=True)
+class _Raised:
+    """The exception that a signal has raised (0: none, or it has served), by its id, and the signal."""
+
+    error_id: int = 0
+    number: int = 0
+
+
+@dataclass(slots=True)
+class _Again:
+    """The signal that comes again with the next alarm (0: none)."""
+
+    number: int = 0
+
+
+_raised = _Raised()
+_again = _Again()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
     if number == signal.SIGHUP:
         leave_terminal()
+    number = _again.number or number  # of several signals that wait, the first counts
     running = _in_loop[0] if _in_loop else None
     if running is not None and not running.number:
         running.cancel(number)
     elif running is None or (running.is_blocked and not running.is_told):
         if not _may_raise(frame):
-            _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
+            _again_later(number, _AGAIN_S)
             return
         if running is not None:
             running.is_told = True
@@ -189,37 +240,47 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 def _raise(number: int) -> NoReturn:
     for signal_number in _SIGNALS:  # another one would interrupt the cleanup
         signal.signal(signal_number, _ignore)
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    raise Terminated(128 + number)
+    _again.number = 0
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    error = _Interrupted() if number == signal.SIGINT else Terminated(128 + number)
+    _raised.error_id, _raised.number = id(error), number
+    try:
+        raise error
+    finally:
+        del error  # the traceback has this frame: without this, only the garbage collection would notice its end
 
 
-def _raise_again(dropped: "sys.UnraisableHookArgs") -> None:
-    """Send the signal again whose exception Python has dropped, at a place that `_may_raise` does not know, such as a
-    callback of the garbage collection: the program would go on, and ignore all signals.
+def _again_later(number: int, seconds: float) -> None:
+    """Let the signal come again. The timer of the process is used, because a thread for that cannot be started where
+    the system has none left, nor while `threading` is imported.
     """
-    match dropped.exc_value:
-        case KeyboardInterrupt():
-            number = int(signal.SIGINT)
-        case Terminated(code=int(status)):
-            number = status - 128
-        case _:
-            sys.__unraisablehook__(dropped)
-            return
-    for signal_number in _SIGNALS:
-        if signal.getsignal(signal_number) == _ignore:
-            signal.signal(signal_number, _interrupt)
-    for running in _in_loop:
-        running.is_told = False
-    _after(_AGAIN_S, lambda: os.kill(os.getpid(), number))
+    _again.number = number
+    signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _after(seconds: float, call: Callable[[], object]) -> None:
-    from threading import Timer  # programs that start fast have not imported it
+def _on_alarm(_: int, frame: FrameType | None) -> None:
+    number, _again.number = _again.number, 0
+    if not number:
+        return
+    if not _raised.error_id:
+        _heed_signals()
+    for running in _in_loop:  # it keeps the loop from running, or, after the end of `main`, from ending
+        running.is_blocked = running.number != 0 and not running.is_told
+    _interrupt(number, frame)
 
-    timer = Timer(seconds, call)
-    timer.daemon = True
-    timer.start()
+
+def _heed_signals() -> None:
+    for number in _SIGNALS:
+        if signal.getsignal(number) == _ignore:
+            signal.signal(number, _interrupt)
+
+
+def _tell_dropped(dropped: "sys.UnraisableHookArgs") -> None:
+    """Say nothing of a signal's exception that Python has dropped, such as in a callback of the garbage collection: it
+    is raised again.
+    """
+    if not isinstance(dropped.exc_value, _FromSignal):
+        sys.__unraisablehook__(dropped)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
@@ -228,13 +289,14 @@ def _ignore(number: int, frame: FrameType | None) -> None:
 
 def _may_raise(frame: FrameType | None) -> bool:
     """False where asyncio's own code runs, which would miss the end of a process (a loop that waits for events is in
-    `selectors`), in anything called by _CALLERS, and in `__del__`, whose exceptions Python drops.
+    `selectors`), in anything called by _CALLERS, in `__del__`, whose exceptions Python drops, and in `__set_name__`, of
+    whose exceptions Python 3.11 makes a RuntimeError.
     """
     if frame is not None and _module(frame).startswith("asyncio."):
         return False
     while frame is not None:
         name = f"{_module(frame)}.{frame.f_code.co_qualname}"
-        if name.startswith(_CALLERS) or name.endswith(".__del__"):
+        if name.startswith(_CALLERS) or name.endswith((".__del__", ".__set_name__")):
             return False
         frame = frame.f_back
     return True

@@ -14,7 +14,7 @@ from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 
 from checkpoint.source import ModelSource, split_models
 from mesh.domain.errors import ConfigurationError, missing_extra
-from mesh.interrupts import run_async
+from mesh.interrupts import Terminated, accept_signal, run_async
 from mesh.settings import load_settings
 from tandem.sync import ClientOptions
 from tandem_cli.connection import add_connection_arguments, connection_settings
@@ -158,8 +158,8 @@ def run(args: argparse.Namespace) -> int:
         report.save(args.json)  # with what is known when the last mesh has stopped
     if args.plots or args.plot_from:
         _draw(report, Path(args.plots or "."))
-    if report.is_interrupted:
-        return _INTERRUPTED
+    if report.interrupted_status:
+        return report.interrupted_status
     succeeded = any(run.of(Outcome.OK) for point in report.points for run in point.runs)
     return 0 if succeeded else 1
 
@@ -174,11 +174,12 @@ def _measure(args: argparse.Namespace) -> Report:
         with progress_bar(error_console(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
             sweep = Sweep(benchmark, arms, report, SweepProgress(benchmark, len(arms), bar))
             run_async(sweep.run(lambda: _save_round(args, report)))
-    except (KeyboardInterrupt, SystemExit):
+    except (KeyboardInterrupt, SystemExit) as error:
         if not report.points:
             raise
+        accept_signal()
         report.notes.append("interrupted: only the runs that were complete by then are shown")
-        report.is_interrupted = True
+        report.interrupted_status = int(error.args[0]) if isinstance(error, Terminated) else _INTERRUPTED
     return report
 
 

@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
 from mesh.whole_file import write_whole
 from tandem_cli.parser import Command, CommandParser, whole
@@ -125,7 +126,7 @@ def _show_logs(args: argparse.Namespace) -> int:
                 files |= {path: _LogFile(path) for path in _log_paths(folder, ()) if path not in files}
             _print_lines([line for file in files.values() for line in file.new_lines()], files.values())
     except KeyboardInterrupt:
-        return 0
+        accept_signal()
     return 0
 
 

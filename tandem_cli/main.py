@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import accept_signal
 from mesh.settings import suggestion
 from tandem_cli.parser import Command, CommandParser, complete, shows_all
 
@@ -157,6 +158,7 @@ def execute(args: argparse.Namespace) -> int:
     except ConfigurationError as error:
         return _fail(str(error), 2)
     except KeyboardInterrupt:
+        accept_signal()
         return 130
     except BrokenPipeError:  # the reader of stdout has gone
         _discard_stdout()

@@ -14,6 +14,7 @@ from rich.text import Text
 
 import tandem
 from mesh.domain.errors import ConfigurationError
+from mesh.interrupts import accept_signal
 from tandem_cli.connection import add_connection_arguments, open_client
 from tandem_cli.models import traffic_table
 from tandem_cli.parser import Command, CommandParser
@@ -63,6 +64,7 @@ def _show(args: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             if not args.watch:
                 raise
+            accept_signal()
     return 0
 
 

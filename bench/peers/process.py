@@ -36,7 +36,8 @@ class PeerProcess:
     async def wait_ready(self) -> None:
         """Wait until the engine is loaded. Raises PeerFailed."""
         try:
-            message = await asyncio.wait_for(self._read(), _LOADING_S)
+            async with asyncio.timeout(_LOADING_S):
+                message = await self._read()
         except TimeoutError:
             raise self._failed(f"did not load in {_LOADING_S:.0f} s") from None
         if not message.get("ready"):
@@ -63,14 +64,16 @@ class PeerProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            await asyncio.wait_for(self._process.wait(), _STOPPING_S)
+            async with asyncio.timeout(_STOPPING_S):
+                await self._process.wait()
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
 
     async def _next(self, inbox: "asyncio.Queue[dict[str, Any] | PeerFailed]") -> dict[str, Any]:
         try:
-            message = await asyncio.wait_for(inbox.get(), _SILENCE_S)
+            async with asyncio.timeout(_SILENCE_S):  # asyncio.wait_for of Python 3.11 may lose a cancellation
+                message = await inbox.get()
         except TimeoutError:
             raise self._failed(f"said nothing for {_SILENCE_S:.0f} s") from None
         if isinstance(message, PeerFailed):

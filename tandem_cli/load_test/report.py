@@ -92,7 +92,9 @@ class Series:
 
 @dataclass(slots=True)
 class Report:
-    """Results of `tandem bench`. An interrupted benchmark has the runs that were complete by then."""
+    """Results of `tandem bench`. An interrupted benchmark has the runs that were complete by then, and the exit status
+    that says by which signal; 0 otherwise.
+    """
 
     settings: dict[str, Any]
     machine: dict[str, Any]
@@ -100,7 +102,7 @@ class Report:
     price_per_hour: float | None = None
     notes: list[str] = field(default_factory=list)
     points: list[Point] = field(default_factory=list)
-    is_interrupted: bool = False
+    interrupted_status: int = 0
 
     def point(self, arm: str, case: Case) -> Point:
         """The point of this arm and case, created on the first call."""

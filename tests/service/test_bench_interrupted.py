@@ -1,4 +1,4 @@
-"""Ctrl-C in the middle of a benchmark: the runs that have ended are shown and saved. A killed one leaves no mesh."""
+"""Ctrl-C or SIGTERM in a benchmark: the runs that have ended are shown and saved. A killed one leaves no mesh."""
 
 import asyncio
 import json
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.defects import Repaired
 from tests.e2e.mesh_process import command_line, is_alive
@@ -17,7 +18,8 @@ _ROUNDS = 60
 _LIMIT_S = 120.0
 
 
-async def test_the_rounds_that_ended_are_shown(tmp_path: Path, repaired: Repaired) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+async def test_the_rounds_that_ended_are_shown(number: signal.Signals, tmp_path: Path, repaired: Repaired) -> None:
     file = tmp_path / "results.json"
     flags = ["--model", "m", "--concurrency", "1", "--num-requests", "2", "--repeats", str(_ROUNDS)]
     async with running_openai_server(OpenAIScript()) as url:
@@ -30,9 +32,9 @@ async def test_the_rounds_that_ended_are_shown(tmp_path: Path, repaired: Repaire
         async with asyncio.timeout(_LIMIT_S):
             while b"4 of 60" not in (line := await process.stderr.readline()):
                 assert line, "it ended by itself"
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             out, _ = await process.communicate()
-    assert process.returncode == 130
+    assert process.returncode == 128 + number
     (point,) = json.loads(file.read_text())["points"]
     assert 3 <= len(point["runs"]) < _ROUNDS
     text = out.decode()

@@ -13,6 +13,7 @@ from mesh.interrupts import run_program
 class Interrupting(logging.Handler):
     def emit(self, record):
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGINT)  # the first one counts
         time.sleep(0.05)
         sys.stdout.write("the line is complete\\n")
 
@@ -88,6 +89,26 @@ class Dropped:
 
 def main():
     Dropped()
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_IN_A_CLASS = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+class Named:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the name is set")
+
+def main():
+    class Owner:
+        attribute = Named()
     time.sleep(60)
 
 run_program(main)
@@ -187,6 +208,23 @@ run_program(main)
 """
 
 
+_INTERRUPTED_IN_PYTORCH = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+def interrupt():
+    os.kill(os.getpid(), signal.SIGTERM)
+    for _ in range(10**5):
+        pass
+
+def main():  # C++ calls Python in the middle of the real one
+    exec("interrupt(); print('PyTorch is complete')", {"__name__": "torch", "interrupt": interrupt})
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 _INTERRUPTED_IN_NUMPY = """
 import os, signal, sys, time
 from mesh.interrupts import run_program
@@ -209,6 +247,47 @@ run_program(main)
 """
 
 
+_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED = """
+import os, signal, time
+from mesh.interrupts import run_program
+
+def main():
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+    except:
+        print("it is dropped")
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
+_INTERRUPTED_WITHOUT_THREADS = """
+import logging, os, signal, threading, time
+from mesh.interrupts import run_program
+
+def fail(thread):
+    raise RuntimeError("can't start new thread")
+
+class Interrupting(logging.Handler):
+    def emit(self, record):
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(10**5):
+            pass
+        print("the line is complete")
+
+def main():
+    threading.Thread.start = fail  # as it does when a limit on processes is reached
+    logging.getLogger().addHandler(Interrupting())
+    logging.warning("a line")
+    time.sleep(60)
+
+run_program(main)
+"""
+
+
 @pytest.mark.parametrize(
     ("program", "told"),
     [
@@ -216,11 +295,15 @@ run_program(main)
         pytest.param(_INTERRUPTED_IN_ASYNCIO, "the books are complete\n", id="bookkeeping of asyncio"),
         pytest.param(_INTERRUPTED_IN_A_REQUEST, "the request is complete\n", id="messages of a gRPC request"),
         pytest.param(_INTERRUPTED_IN_A_FINALISER, "the finaliser is complete\n", id="a finaliser"),
+        pytest.param(_INTERRUPTED_IN_A_CLASS, "the name is set\n", id="the attributes of a class"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_CALLBACK, "the callback is complete\n", id="a weak reference's callback"),
         pytest.param(_INTERRUPTED_IN_A_WEAK_SET, "the set is complete\n", id="a set of weak references"),
         pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),
         pytest.param(_INTERRUPTED_IN_THE_GARBAGE_COLLECTION, "the collection has begun\n", id="the garbage collection"),
         pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
+        pytest.param(_INTERRUPTED_IN_PYTORCH, "PyTorch is complete\n", id="the import of PyTorch"),
+        pytest.param(_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED, "it is dropped\n", id="a bare except"),
+        pytest.param(_INTERRUPTED_WITHOUT_THREADS, "the line is complete\n", id="a system without threads left"),
     ],
 )
 def test_what_runs_is_completed_first(program: str, told: str) -> None:
@@ -248,97 +331,3 @@ def test_a_program_that_has_come_to_its_end_ends_at_once(name: str) -> None:
     command = [sys.executable, "-c", _INTERRUPTED_AT_ITS_END, name]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.Signals[name], "done\n", "")
-
-
-_INTERRUPTED_IN_A_LOOP = """
-import asyncio, os, signal
-from mesh.interrupts import run_async, run_program
-
-async def main():
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(60)
-    finally:
-        os.kill(os.getpid(), signal.SIGINT)
-        await asyncio.sleep(0.05)
-        print("closed")
-
-run_program(lambda: run_async(main()))
-"""
-
-
-_INTERRUPTED_IN_A_BLOCKED_LOOP = """
-import asyncio, os, signal, time
-from mesh.interrupts import run_async, run_program
-
-async def main():
-    os.kill(os.getpid(), signal.SIGTERM)
-    try:
-        time.sleep(60)
-    finally:
-        await asyncio.sleep(0.05)
-        print("closed")
-
-run_program(lambda: run_async(main()))
-"""
-
-
-_INTERRUPTED_IN_A_LONG_LINE = """
-import asyncio, logging, os, signal, time
-from mesh.interrupts import run_async, run_program
-
-class Slow(logging.Handler):
-    def emit(self, record):
-        time.sleep(1.2)
-
-async def main():
-    logging.getLogger().addHandler(Slow())
-    os.kill(os.getpid(), signal.SIGTERM)
-    try:
-        logging.warning("a line")
-        await asyncio.sleep(60)
-    finally:
-        await asyncio.sleep(0.05)
-        print("closed")
-
-run_program(lambda: run_async(main()))
-"""
-
-
-_INTERRUPTED_WHILE_A_TASK_STAYS = """
-import asyncio, os, signal
-from threading import Timer
-from mesh.interrupts import run_async, run_program
-
-async def stay():
-    while True:
-        try:
-            await asyncio.sleep(60)
-        except asyncio.CancelledError:
-            pass
-
-async def main():
-    staying = asyncio.create_task(stay())
-    await asyncio.sleep(0.05)
-    Timer(0.2, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
-    print("closed", flush=True)
-
-run_program(lambda: run_async(main()))
-"""
-
-
-@pytest.mark.parametrize(
-    "program",
-    [
-        pytest.param(_INTERRUPTED_IN_A_LOOP, id="waiting"),
-        pytest.param(_INTERRUPTED_IN_A_BLOCKED_LOOP, id="blocked"),
-        pytest.param(_INTERRUPTED_IN_A_LONG_LINE, id="blocked where nothing may raise"),
-        pytest.param(_INTERRUPTED_WHILE_A_TASK_STAYS, id="closing"),
-    ],
-)
-def test_a_loop_ends_after_its_cleanup(program: str) -> None:
-    """The signal counts that came first."""
-    command = [sys.executable, "-c", program]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
-    assert (done.returncode, done.stdout) == (128 + signal.SIGTERM, "closed\n")
-    assert "Traceback" not in done.stderr

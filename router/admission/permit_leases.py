@@ -84,7 +84,7 @@ end
 for i = 1, 3 do redis.call('PEXPIRE', KEYS[i], 2 * lease) end
 
 if missing or (answered > 0 and redis.call('EXISTS', KEYS[4]) == 1) then redis.call('SADD', KEYS[4], router) end
-if missing then redis.call('PEXPIRE', KEYS[4], lease) end
+if missing then redis.call('PEXPIRE', KEYS[4], lease + 1) end -- Redis counts whole milliseconds
 local settling = 1
 if not is_settling() then
   redis.call('PEXPIRE', KEYS[4], 0)

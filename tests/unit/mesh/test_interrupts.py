@@ -317,6 +317,8 @@ _INTERRUPTED_AT_ITS_END = """
 import atexit, os, signal, sys, time
 from mesh.interrupts import run_program
 
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
+
 def tidy():
     os.kill(os.getpid(), getattr(signal, sys.argv[1]))
     time.sleep(60)

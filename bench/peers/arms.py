@@ -21,7 +21,7 @@ import psutil
 
 import tandem
 from bench.closed_loop import Send, Workload, run_closed_loop
-from bench.peers.catalog import PEERS, checkpoint_of, interpreter, model_for
+from bench.peers.catalog import PEERS, checkpoint_of, installed, model_for
 from bench.peers.process import PeerFailed, PeerProcess, running
 from bench.processes import cpu_s
 from mesh.settings import as_flags
@@ -148,9 +148,7 @@ async def running_peer(
 ) -> AsyncIterator[PeerProcess]:
     """Start a peer with a model folder that it can read, given by its absolute path, and stop it at the end."""
     peer = PEERS[name]
-    python = interpreter(envs, peer.engine)
-    if not python.exists():
-        raise SystemExit(f"{peer.engine} is not installed: python -m bench.peers.install {peer.engine}")
+    python = installed(envs, peer.engine)
     options = {"model": model, "precision": precision, "threads": threads}
     options |= {"budget": budget, "max_seqs": _MAX_SEQS, "kv_tokens": kv_tokens}
     flags = [*as_flags(**options), *(["--eager"] if eager else [])]

@@ -71,6 +71,14 @@ def interpreter(envs: Path, engine: str) -> Path:
     return envs.absolute() / engine / "bin" / "python"
 
 
+def installed(envs: Path, engine: str) -> Path:
+    """`interpreter`. Exits if the engine is not installed."""
+    python = interpreter(envs, engine)
+    if not python.exists():
+        raise SystemExit(f"{engine} is not in {envs}: python -m bench.peers.install {engine} --envs {envs}")
+    return python
+
+
 def checkpoint_of(shape: str, envs: Path) -> Path:
     """The folder of the checkpoint, which Tandem serves and all conversions start from. Written on first use."""
     folder = envs / "models" / shape
@@ -89,7 +97,7 @@ def model_for(peer: Peer, shape: str, precision: str, envs: Path) -> Path:
         return source
     target = envs / "models" / f"{shape}-{peer.engine}-{weights}"
     if not target.exists():
-        _convert(peer.engine, interpreter(envs, peer.engine), source, target)
+        _convert(peer.engine, installed(envs, peer.engine), source, target)
     return target
 
 

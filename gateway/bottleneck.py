@@ -10,7 +10,7 @@ _NEARLY_FULL = 0.85
 
 @dataclass(frozen=True, slots=True)
 class Bottleneck:
-    """What limits the mesh, if anything. `level`: ok, busy or down. `side`: prefill or decode, or "" for neither."""
+    """The limit of the mesh. `level`: ok, busy or down. `side`: prefill or decode, or "" for neither."""
 
     level: str
     side: str

@@ -1,4 +1,4 @@
-"""What drafts are worth: their acceptance rate (Acceptance), and a cost model of steps (CostFit, DraftCosts).
+"""The value of drafts: their acceptance rate (Acceptance), and a cost model of steps (CostFit, DraftCosts).
 
 A step has a fixed time, to read the weights, and a time per token. If the time per token is small, drafts are nearly
 free; in a large batch, or on a slow device, only drafts with a high acceptance rate pay off.

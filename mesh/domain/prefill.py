@@ -1,4 +1,4 @@
-"""What a prefill worker tells the router of one prompt, in this order: started, the first token, the KV handed over."""
+"""Messages of a prefill worker to the router about one prompt: it has begun, its first token, its KV is verified."""
 
 from dataclasses import dataclass
 

@@ -50,7 +50,7 @@ signals may run in the middle of asyncio's code.
 
 
 class _FromSignal(BaseException):
-    """The exception of a signal. If it is freed while the program runs, something dropped it: the signal comes again."""
+    """The exception of a signal. If it is freed while the program runs, it was dropped: the signal comes again."""
 
     def __del__(self) -> None:
         if id(self) == _raised.error_id:

@@ -69,7 +69,7 @@ _ENDING = {
 _ENDLESS = [
     "tandem_cli bench --up=--colocated --num-requests 100000",
     "bench.step --shape narrow --repeats 1000",
-    "bench.masks --vocab 32000 --seqs 8 --steps 1000",
+    "bench.masks --vocab 32000 --seqs 8 --steps 1000000",
     "bench.families LlamaForCausalLM --rounds 1000",
     "bench.adapters --repeats 100000",
     "bench.loading --shape 135m --repeats 100",

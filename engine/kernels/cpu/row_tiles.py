@@ -29,8 +29,9 @@ def _sizes(element: NumbaType) -> tuple[int, ...]:
     """Rows of the tiles, fewest first. `element`: any element of the weights.
 
     With AVX2, arithmetic limits even a few rows, so that rows which are multiplied in vain take time; with AVX-512
-    memory does. A core gets weights sooner if it asks for the next ones while it multiplies eight rows: in a tile of
-    fewer it is ahead of them, and its loads crowd out what it asks for (docs/performance-notes.md#products-and-memory).
+    memory limits up to eight. A core gets weights sooner if it asks for the next ones while it multiplies eight rows:
+    in a tile of fewer it is ahead of them, and its loads crowd out what it asks for
+    (docs/performance-notes.md#products-and-memory).
     """
     if not knows_avx512():
         return tuple(range(1, 13))

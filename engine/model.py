@@ -14,6 +14,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionBackend, AttentionShape, ForwardMetadata
 from engine.kv.cache import KVCache
 from engine.kv.scales import NO_SCALES, KVScale
+from engine.logits import Logits
 from engine.models.encoder_decoder.config import AnyConfig
 from mesh.domain.host import Cores
 from mesh.domain.kv import Span
@@ -115,8 +116,6 @@ class Model(Protocol):
         """
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """fp32 logits [rows, vocab_size] for rows of a pass's result. The caller may change them; they are valid
-        until the next call.
-        """
+    def logits(self, hidden: Tensor) -> Logits:
+        """The logits for rows of a pass's result, valid until the next call."""
         ...

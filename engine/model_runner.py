@@ -130,7 +130,7 @@ class ModelRunner:
         tokens, hidden_sum = self._sample(batch, hidden, sample_rows, sequences)
         broken = items_not_finite(hidden, starts, hidden_sum)
         return [
-            self._output(item, hidden[start : start + item.num_tokens], sampled, is_broken=i in broken)
+            self._output(item, hidden, start, sampled, is_broken=i in broken)
             for i, (item, sampled, start) in enumerate(zip(batch.items, tokens, starts[:-1], strict=True))
         ]
 
@@ -143,7 +143,7 @@ class ModelRunner:
         builder, copies = next(self._builders)
         step = builder.build(ScheduledBatch((ScheduledSequence(prompt, 0, prompt.num_prompt_tokens),)))
         finish, _ = self._forward(step, copies, None)
-        return self._model.logits(finish()[places.start : places.stop])
+        return self._model.logits(finish()[places.start : places.stop]).values
 
     def _use_threads(self) -> None:
         """Set torch's number of threads, which is kept per thread, and set by every model on it."""
@@ -154,7 +154,7 @@ class ModelRunner:
         self, step: StepInput, copies: DeviceCopies, announce: Callable[[Span], None] | None
     ) -> tuple[Finish, Tensor | None]:
         """Begin to compute the hidden states of the step's tokens. Returns also the rows to sample; None: all."""
-        for source, target in step.copies.tolist():
+        for source, target in step.copies:
             self.kv_cache.copy_block(source, target)
         if self._graphs is not None and announce is None and self._graphs.can_run(step):
             hidden = self._graphs.run(step)
@@ -189,12 +189,14 @@ class ModelRunner:
                 self.clear_blocks(blocks)
 
     def _output(
-        self, item: ScheduledSequence, hidden: Tensor, tokens: tuple[SampledToken, ...], *, is_broken: bool
+        self, item: ScheduledSequence, hidden: Tensor, start: int, tokens: tuple[SampledToken, ...], *, is_broken: bool
     ) -> RunnerOutput:
-        """Output of one item; `hidden` are its rows. KV of a step with NaN or infinity is cleared. Drafts may be the
-        cause, and must not change the result.
+        """Output of one item, whose rows of `hidden` begin at `start`. KV of a step with NaN or infinity is cleared.
+        Drafts may be the cause, and must not change the result.
         """
-        scores = () if is_broken else self._prompt_logprobs(item, hidden)
+        scores: tuple[PromptLogprob, ...] = ()
+        if item.sequence.request.prompt_logprobs and not is_broken:
+            scores = self._prompt_logprobs(item, hidden[start : start + item.num_tokens])
         is_broken = is_broken or not (scores_are_finite(tokens) and scores_are_finite(scores))
         if is_broken:
             self._clear(item)
@@ -275,10 +277,8 @@ class ModelRunner:
         return tokens, hidden_sum
 
     def _prompt_logprobs(self, item: ScheduledSequence, hidden: Tensor) -> tuple[PromptLogprob, ...]:
-        """Log-probs of the prompt tokens that follow the item's rows; empty if not requested."""
+        """Log-probs of the prompt tokens that follow the item's rows."""
         sequence = item.sequence
-        if not sequence.request.prompt_logprobs:
-            return ()
         targets = sequence.token_ids[item.start + 1 : min(item.end + 1, sequence.num_prompt_tokens)]
         rows_at_once = max(1, _MAX_LOGITS // self.config.vocab_size)
         scores: list[PromptLogprob] = []
@@ -307,6 +307,8 @@ def _sampled_sequences(batch: ScheduledBatch) -> list[SequenceState]:
 
 def _verified(drafts: tuple[int, ...], sampled: Iterator[SampledToken]) -> tuple[SampledToken, ...]:
     """Take the tokens sampled at a sequence's end and after its drafts; return those not preceded by a wrong draft."""
+    if not drafts:
+        return (next(sampled),)
     tokens = list(islice(sampled, 1 + len(drafts)))
     num_accepted = next((i for i, draft in enumerate(drafts) if tokens[i].id != draft), len(drafts))
     return tuple(tokens[: num_accepted + 1])

@@ -5,9 +5,9 @@ other ranks of a worker get ForwardMetadata, made from it, through memory (engin
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from numpy.typing import DTypeLike, NDArray
 from torch import Tensor
 
 from engine.attention.backend import AdapterRows, ForwardMetadata, PassStates, chunks_of
-from engine.batch import ScheduledBatch
+from engine.batch import ScheduledBatch, ScheduledSequence
 from engine.device_copies import DeviceCopies
 from mesh.domain.kv_groups import NO_BLOCK, KVGroups
 
@@ -42,7 +42,7 @@ class StepInput:
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt, with the decoder's start tokens
     query_starts: Int32s  # [num_seqs + 1]
     sample_rows: Int64s  # [num_sampled]: rows whose logits are sampled
-    copies: Int64s  # [num_copies, 2]: blocks to copy (source, target) before the forward pass
+    copies: tuple[tuple[int, int], ...]  # blocks to copy (source, target) before the forward pass
     adapters: tuple[AdapterRows, ...] = ()
     state_tables: Int32s | None = None  # [num_seqs, state_blocks], see PassStates
     is_repeated: tuple[bool, ...] = ()
@@ -110,44 +110,54 @@ class StepInputBuilder:
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Flatten a batch. The block table of every item must already cover its last token."""
-        items, size, num_groups = batch.items, self._groups.block_size, self._groups.count
-        counts = np.array([item.num_tokens for item in items], np.int64)
-        context_lens = self._filled("context_lens", [item.end for item in items], np.int32)
-        prompt_lens = self._filled("prompt_lens", [item.sequence.num_prompt_tokens for item in items], np.int32)
-        query_starts = self._filled("query_starts", np.concatenate([[0], counts.cumsum()]), np.int32)
-        owners = np.repeat(np.arange(len(items)), counts)  # [num_tokens]: the sequence of each token
-        positions = self._buffer("positions", (len(owners),), np.int64)
-        np.subtract(np.arange(len(owners)), (query_starts[:-1] - (context_lens - counts))[owners], out=positions)
+        items, num_decodes = batch.items, batch.num_decodes
+        prompt_lens = [item.sequence.num_prompt_tokens for item in items]
+        starts = [0, *accumulate(item.num_tokens for item in items)]
         block_tables = self._block_tables(batch)
-        slot_mapping = self._buffer("slot_mapping", (len(owners), num_groups), np.int64)
-        by_group = block_tables.reshape(len(items), num_groups, block_tables.shape[1] // num_groups)
-        slot_mapping[:] = by_group[owners, :, positions // size]
-        slot_mapping *= size
-        slot_mapping += (positions % size)[:, None]
-        rope_lengths = self._buffer("rope_lengths", (len(owners),), np.int64)
-        np.maximum(positions + 1, prompt_lens[owners], out=rope_lengths)
+        positions = self._buffer("positions", (starts[-1],), np.int64)
+        rope_lengths = self._buffer("rope_lengths", (starts[-1],), np.int64)
+        slots = self._buffer("slot_mapping", (starts[-1] * self._groups.count,), np.int64)
+        # Lists, as each operation on an array takes as long as tens of numbers.
+        decodes = items[:num_decodes]
+        positions[:num_decodes] = [item.start for item in decodes]
+        rope_lengths[:num_decodes] = [max(item.end, length) for item, length in zip(decodes, prompt_lens, strict=False)]
+        slots[: num_decodes * self._groups.count] = [slot for item in decodes for slot in self._slots_of(item)]
+        for row in range(num_decodes, len(items)):
+            item, own = items[row], slice(starts[row], starts[row + 1])
+            positions[own] = np.arange(item.start, item.end)
+            np.maximum(positions[own] + 1, prompt_lens[row], out=rope_lengths[own])
+            blocks, offsets = np.divmod(positions[own], self._groups.block_size)
+            table = block_tables[row].reshape(self._groups.count, -1)
+            slots.reshape(-1, self._groups.count)[own] = (table[:, blocks] * self._groups.block_size + offsets).T
         return StepInput(
-            num_decodes=batch.num_decodes,
+            num_decodes=num_decodes,
             token_ids=self._filled("token_ids", [token for item in items for token in item.token_ids()], np.int64),
             positions=positions,
             rope_lengths=rope_lengths,
-            slot_mapping=slot_mapping.reshape(-1),
+            slot_mapping=slots,
             block_tables=block_tables,
-            context_lens=context_lens,
-            prompt_lens=prompt_lens,
-            query_starts=query_starts,
-            sample_rows=self._filled("sample_rows", _sample_rows(batch, query_starts), np.int64),
-            copies=np.array(batch.copies, np.int64).reshape(-1, 2),
-            adapters=self._adapter_rows(batch, query_starts) if self._adapters else (),
+            context_lens=self._filled("context_lens", [item.end for item in items], np.int32),
+            prompt_lens=self._filled("prompt_lens", prompt_lens, np.int32),
+            query_starts=self._filled("query_starts", starts, np.int32),
+            sample_rows=self._filled("sample_rows", _sample_rows(batch, starts), np.int64),
+            copies=batch.copies,
+            adapters=self._adapter_rows(batch, starts) if self._adapters else (),
             state_tables=self._state_tables(batch) if self._state_blocks else None,
             is_repeated=tuple(item.is_repeated for item in items),
-            num_groups=num_groups,
+            num_groups=self._groups.count,
         )
 
-    def _adapter_rows(self, batch: ScheduledBatch, query_starts: Int32s) -> tuple[AdapterRows, ...]:
+    def _slots_of(self, decode: ScheduledSequence) -> list[int]:
+        """The slot of its token in each group."""
+        size, count = self._groups.block_size, self._groups.count
+        block, offset = divmod(decode.start, size)
+        first = self._state_blocks + block * count
+        return [number * size + offset for number in decode.sequence.block_table[first : first + count]]
+
+    def _adapter_rows(self, batch: ScheduledBatch, query_starts: Sequence[int]) -> tuple[AdapterRows, ...]:
         """One entry for neighbours with the same adapter; the scheduler makes them neighbours."""
         rows: list[AdapterRows] = []
-        for item, (first, end) in zip(batch.items, pairwise(query_starts.tolist()), strict=True):
+        for item, (first, end) in zip(batch.items, pairwise(query_starts), strict=True):
             if not item.sequence.request.adapter:
                 continue
             slot = self._adapters[item.sequence.request.adapter]
@@ -157,18 +167,18 @@ class StepInputBuilder:
         return tuple(rows)
 
     def _block_tables(self, batch: ScheduledBatch) -> Int32s:
-        groups, count = self._groups, self._groups.count
-        tables = [item.sequence.block_table[self._state_blocks :] for item in batch.items]
-        longest = max(map(len, tables), default=0) // count
-        padded = self._buffer("block_tables", (len(tables), count * longest), np.int32)
-        for row, (item, table) in enumerate(zip(batch.items, tables, strict=True)):
-            length = len(table) // count
-            for group, part in enumerate(padded[row].reshape(count, longest)):
+        groups, count, states = self._groups, self._groups.count, self._state_blocks
+        tables = [item.sequence.block_table for item in batch.items]
+        longest = (max(map(len, tables), default=states) - states) // count
+        blocks: list[int] = []
+        for item, table in zip(batch.items, tables, strict=True):
+            padding = [table[-1] if states else 0] * (longest - (len(table) - states) // count)
+            for group in range(count):
                 first = groups.first_visible(group, item.start)
-                part[:first] = NO_BLOCK
-                part[first:length] = table[first * count + group :: count]
-                part[length:] = table[-1] if self._state_blocks else 0
-        return padded
+                blocks += [NO_BLOCK] * first
+                blocks += table[states + first * count + group :: count]
+                blocks += padding
+        return self._filled("block_tables", blocks, np.int32).reshape(len(tables), count * longest)
 
     def _state_tables(self, batch: ScheduledBatch) -> Int32s:
         tables = self._buffer("states", (len(batch.items), self._state_blocks), np.int32)
@@ -189,10 +199,10 @@ class StepInputBuilder:
         return self._buffers[name][:size].reshape(shape)
 
 
-def _sample_rows(batch: ScheduledBatch, query_starts: Int32s) -> list[int]:
+def _sample_rows(batch: ScheduledBatch, query_starts: Sequence[int]) -> list[int]:
     """The row of the last known token, and the rows of the drafts, of each item that needs sampling."""
     rows: list[int] = []
-    for item, stop in zip(batch.items, query_starts[1:].tolist(), strict=True):
+    for item, stop in zip(batch.items, query_starts[1:], strict=True):
         if item.needs_sampling:
             rows += range(stop - 1 - len(item.drafts), stop)
     return rows

@@ -12,7 +12,7 @@ from torch import Tensor
 from engine.attention.backend import AttentionShape, ForwardMetadata, one_token
 from engine.kernel_threads import KernelThreads
 from engine.kernels.cpu.arguments import (
-    NO_FACTORS,
+    NO_ROTATIONS,
     NO_SINKS,
     NO_SLOPES,
     NO_WINDOW,
@@ -20,32 +20,32 @@ from engine.kernels.cpu.arguments import (
     Batch,
     Floats,
     HeadShape,
+    KernelRotations,
     LayerPlace,
     Part,
     Queries,
     Window,
 )
 from engine.kernels.cpu.attention import attend, cache_code, has_splits, join
-from engine.kernels.cpu.buffers import Buffers, has_prompt
+from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.cache_rows import write_tokens
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import KEYS, LOG2_E, TILE_ROWS
+from engine.kernels.cpu.step_facts import facts_of
 from engine.kv.cache import elements
-from engine.models.rope import Rotation
 
 _attend, _has_splits, _join = entry(attend), entry(has_splits), entry(join)
 _ONLY = LayerPlace(layer=0, number=0, group=0, is_own=True)
-_NOTHING: Floats = np.empty((0, 0, 0), np.float32)
 
 
 def kernel_batch(
     metadata: ForwardMetadata,
     block_size: int,
-    rotations: Sequence[Rotation] = (),
+    rotations: KernelRotations = NO_ROTATIONS,
     parts: Sequence[tuple[int, int, int]] = (),
 ) -> Batch:
-    """The kernels' view of a step's metadata. rotations: for each of `engine.models.rope.ropes_of`. parts: of blocks in
-    which layers have their KV, as (group, part, parts of a block), see engine/attention/views.py; () for whole blocks.
+    """The kernels' view of a step's metadata. parts: of blocks in which layers have their KV, as (group, part, parts of
+    a block), see engine/attention/views.py; () for whole blocks.
     """
     tables = metadata.block_tables.numpy().astype(np.int64)
     slots = metadata.slot_mapping.numpy().reshape(-1, metadata.num_groups)
@@ -55,31 +55,14 @@ def kernel_batch(
         slots = (slots[:, groups] // block_size * counts + numbers) * block_size + slots[:, groups] % block_size
     of_block = np.arange(0, block_size, KEYS)
     segments = tables.reshape(len(tables), -1, 1) * block_size + of_block
-    cos, sin, query_factors = _NOTHING, _NOTHING, NO_FACTORS
-    if rotations:
-        cos, sin = _padded([each.cos for each in rotations]), _padded([each.sin for each in rotations])
-    if any(rotation.query_factors is not None for rotation in rotations):
-        ones = torch.ones(cos.shape[1])
-        factors = [ones if each.query_factors is None else each.query_factors.flatten() for each in rotations]
-        query_factors = torch.stack(factors).numpy()
     return Batch(
         slots=np.ascontiguousarray(slots),
         segments=np.ascontiguousarray(segments.reshape(len(tables), -1)),
         context_lens=metadata.context_lens.numpy(),
         prompt_lens=metadata.prompt_lens.numpy(),
         query_starts=metadata.query_starts.numpy(),
-        cos=cos,
-        sin=sin,
-        query_factors=query_factors,
+        rotations=rotations,
     )
-
-
-def _padded(factors: Sequence[Tensor]) -> Floats:
-    """Factors [num_tokens, 1, width] behind each other: [factors, num_tokens, width], as wide as the widest."""
-    padded = np.zeros((len(factors), len(factors[0]), max(each.shape[2] for each in factors)), np.float32)
-    for row, each in zip(padded, factors, strict=True):
-        row[:, : each.shape[2]] = each[:, 0].numpy()
-    return padded
 
 
 def head_shape(shape: AttentionShape, layer_cache: Tensor) -> HeadShape:
@@ -149,9 +132,9 @@ class CpuAttention:
         flat = Queries(padded, step, out.view(-1).numpy(), step)
         batch = kernel_batch(metadata, shape.block_size)
         visible = Window(NO_WINDOW if window is None else window)
-        splits = self._buffers[0].splits(shape, batch)
-        is_prompt, last = has_prompt(batch), (self._slopes, kernel_sinks(sinks))
-        scratches = [buffers.attention(shape, rows, has_prompt=is_prompt) for buffers in self._buffers]
+        facts, last = facts_of(batch), (self._slopes, kernel_sinks(sinks))
+        splits = self._buffers[0].splits(shape, facts.num_split)
+        scratches = [buffers.attention(shape, rows, has_prompt=facts.has_prompt) for buffers in self._buffers]
         code, cache_bytes = cache_code(cache.dtype), cache.view(np.uint8)
         work = [Attending(flat, shape, batch, scratch, splits, code, *last) for scratch in scratches]
         run, count = self.threads.run, self.threads.count

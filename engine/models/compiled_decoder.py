@@ -17,12 +17,12 @@ from engine.attention.backend import ForwardMetadata, one_token
 from engine.attention.cpu import kernel_batch
 from engine.kernels.cpu.arguments import Batch, Int64s, Range
 from engine.kernels.cpu.layer_kernels import LAYER_KERNELS, needed_by
-from engine.kernels.cpu.logits import summarise
 from engine.kernels.cpu.machine import AMX_DEPTH, has_amx, knows_amx, multiplies_bf16
 from engine.kernels.cpu.packing import as_tensor, operand_dtypes
 from engine.kernels.cpu.step import output_rows, run_layers
 from engine.kernels.cpu.stored import Stored
 from engine.kv.cache import KVCache
+from engine.logits import Logits
 from engine.model import Finish, LayerGroups, finish_with
 from engine.models.adapters import AdapterWeights
 from engine.models.loop_constants import head_shapes, model_constants, parts_of_blocks
@@ -34,8 +34,10 @@ from engine.models.packed_weights import PackedDecoder
 from engine.models.rank_group import Alone, RankGroup
 from engine.models.recurrent.state import RecurrentStates, state_steps
 from engine.models.rope import ropes_of
-from engine.models.row_shares import RowCosts, RowCut, cut_rows, most_shares
+from engine.models.rotation_table import RotationTable
+from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
 from engine.models.share import rank_share
+from engine.sampling.row_math import host_summary
 from mesh.domain.host import Cores
 
 
@@ -74,8 +76,8 @@ class CompiledDecoder:
         self._embed, self._layer_inputs = as_tensor(packed.embed), as_tensor(packed.layer_inputs)
         self._adapters = PackedAdapters(config, adapter_shapes, num_adapter_slots, self._share)
         self._positions, self._embed_norm = torch.from_numpy(packed.positions), torch.from_numpy(packed.embed_norm)
-        self._ropes = ropes_of(config, self._embed.device, torch.float32)
-        self._row_costs = RowCosts.of_model(config, np.dtype(operands).itemsize)
+        self._rotations = RotationTable(ropes_of(config, self._embed.device, torch.float32), config.max_model_len)
+        self._row_costs = costs_of_rows(config, np.dtype(operands).itemsize)
         places = None if config.recurrent is None else RecurrentStates(config.recurrent, cache).places
         self._num_groups = cache.layout.groups.count
         self._model = model_constants(config, packed, layers, shapes, cache, places)
@@ -116,8 +118,8 @@ class CompiledDecoder:
 
     def run_layers(self, metadata: ForwardMetadata, layer_groups: Iterable[tuple[int, int]]) -> None:
         """Compute these layers on the residual in the ranks' buffers. The part of a pass that every rank does."""
-        rotations = [rope.rotation(metadata.positions, metadata.rope_lengths) for rope in self._ropes]
-        batch, num_threads = kernel_batch(metadata, self._block_size, rotations, self._parts), 0
+        batch = kernel_batch(metadata, self._block_size, self._rotations.of_step(metadata), self._parts)
+        num_threads = 0
         states = state_steps(metadata)
         for first, end in layer_groups:
             if self.threads.count != num_threads:  # lent cores are given back between groups
@@ -144,20 +146,14 @@ class CompiledDecoder:
             count = most_shares(len(batch.slots), self.threads.count, has_amx=self._has_amx)
         return cut_rows(batch, count, self._row_costs)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        num_rows, width = hidden.shape
-        torch.from_numpy(self._memory.rows("output_rows", num_rows, width)).copy_(hidden)
+    def logits(self, hidden: Tensor) -> Logits:
+        num_rows = len(hidden)
+        rows = self._memory.output_rows(num_rows)
+        rows.hidden[:] = hidden.numpy()
         self._ranks.begin_logits(num_rows)
         self.run_output(num_rows)
         # Columns are padded to whole panels; those past the vocabulary are cut off.
-        logits = torch.from_numpy(self._memory.rows("logits", num_rows, self._memory.logits_width))[
-            :, : self.config.vocab_size
-        ]
-        if self.config.logit_scale != 1.0:
-            logits.mul_(self.config.logit_scale)
-        if (cap := self.config.logit_softcap) is not None:
-            logits.div_(cap).tanh_().mul_(cap)
-        return logits
+        return Logits(torch.from_numpy(rows.logits[:, : rows.num_columns]), host_summary(rows.summaries))
 
     def run_output(self, num_rows: int) -> None:
         """Compute logits of the rows in the ranks' buffers. The part of `logits` that all ranks of stage 0 do."""
@@ -173,12 +169,12 @@ class CompiledDecoder:
             self.run_layers(one_token(self._num_groups), [(0, 0)])
         else:
             hidden = self.begin(token_ids, one_token(self._num_groups), LayerGroups(num_layers, num_layers))()
-        summarise(self.logits(hidden).numpy())
+        self.logits(hidden)
 
     def _embedded(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         """The residual of the step, [num_tokens, hidden_size]."""
         residual = torch.from_numpy(self._memory.rows("residual", token_ids.shape[0], self.config.hidden_size))
-        residual.copy_(self._embed[token_ids])
+        residual.copy_(self._embed.index_select(0, token_ids))
         if self.config.embed_scale != 1.0:
             residual.mul_(self.config.embed_scale)
         if len(self._positions):

@@ -14,6 +14,7 @@ from engine.attention.backend import ForwardMetadata, attention_shape
 from engine.attention.cpu import CpuAttention
 from engine.attention.views import parts_of, seen_by, view_of_layer
 from engine.kernels.cpu.recurrence import mix, mix_address
+from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.adapted_linear import Adapters
 from engine.models.adapters import AdapterWeights
@@ -132,9 +133,9 @@ class Decoder:
                 residual = run_layer(layer, self._heads, residual, rotation, attend, recur)
         return residual
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor) -> Logits:
         assert self._output is not None
-        return self._output(hidden)
+        return Logits(self._output(hidden))
 
     def _attend(self, index: int, metadata: ForwardMetadata, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """-> [num_tokens, num_heads * head_dim]. Attention reads KV as it is stored, so queries and the result carry

@@ -12,7 +12,6 @@ from engine.kernels.cpu.arguments import (
     NO_WINDOW,
     HeadShape,
     Int64s,
-    LayerInputs,
     Recurrent,
     RecurrentWeights,
     Routing,
@@ -22,6 +21,7 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.attention import cache_code
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent
+from engine.kernels.cpu.layer_inputs import LayerInputs
 from engine.kernels.cpu.machine import LOG2_E
 from engine.kernels.cpu.panels import panel_product
 from engine.kernels.cpu.recurrence import mix_address

@@ -25,8 +25,9 @@ from engine.kernels.cpu.arguments import (
     StateSteps,
     Weights,
 )
-from engine.kernels.cpu.buffers import Buffers, has_prompt, round_up
+from engine.kernels.cpu.buffers import Buffers, round_up
 from engine.kernels.cpu.latent import LatentRows
+from engine.kernels.cpu.logits import Summaries
 from engine.kernels.cpu.machine import FLOAT_BYTES, PANEL, TILE_ROWS, UNIT, amx_shapes
 from engine.kernels.cpu.matmul import product_code
 from engine.kernels.cpu.packing import operand_dtypes, wide_size
@@ -39,6 +40,7 @@ from engine.kernels.cpu.step_arguments import (
     ThreadMemory,
     in_bytes,
 )
+from engine.kernels.cpu.step_facts import StepFacts, facts_of
 from engine.kernels.cpu.stored import Stored, stored
 from engine.models.model_config import ModelConfig
 from engine.models.packed_weights import qkv_width
@@ -90,11 +92,11 @@ class LoopMemory:
         self._ranks, self._share = ranks, rank_share(config, ranks.rank, ranks.degrees)
         self._shapes, self._adapters, self._bf16 = shapes, adapters, bf16
         self._qkv_width, self._shrunk_width = max(qkv_width(each, config) for each in shapes), shrunk_width
-        self.logits_width = round_up(config.vocab_size, PANEL)
         self._constants = stored(in_bytes(model))
         self._buffers = Buffers()
         self._thread_buffers: list[Buffers] = []
         self._layers, self._output = _Kept(None, []), _Kept(None, [])
+        self._rows: tuple[object, OutputRows | None] = (None, None)  # and what they were made for
 
     def of_layers(
         self,
@@ -111,8 +113,10 @@ class LoopMemory:
             of_shares = [states_of(states, *each) for each in zip(shares, batches, strict=True)]
         while len(self._thread_buffers) < num_threads:
             self._thread_buffers.append(Buffers())
-        splits = [self._splits(*each) for each in zip(self._thread_buffers, batches, strict=False)]
-        size = _StepSize(len(batch.slots), num_threads, tuple(shares), tuple(map(has_prompt, batches)), adapters)
+        facts = list(map(facts_of, batches))
+        splits = [self._splits(*each) for each in zip(self._thread_buffers, facts, strict=False)]
+        have_prompts = tuple(each.has_prompt for each in facts)
+        size = _StepSize(len(batch.slots), num_threads, tuple(shares), have_prompts, adapters)
         if self._layers.made_for != (size, self._versions()):
             memories = self._new_memories(size, splits)
             self._layers = _Kept((size, self._versions()), [(self._constants, memory) for memory in memories])
@@ -122,21 +126,40 @@ class LoopMemory:
 
     def of_output(self, num_rows: int, num_threads: int) -> list[tuple[Stored, ...]]:
         """The arguments of each thread for `output_rows`, which computes logits of the rows in the ranks' buffers."""
-        rows = self.rows("output_rows", num_rows, self._config.hidden_size)
-        own_logits = self.rows("logits", num_rows, self.logits_width, self._share.vocab.first)
+        rows = self.output_rows(num_rows)
         if self._output.made_for != (num_rows, num_threads, self._versions()):
             operands = self._operands(num_rows, self._model.output, [Range(0, num_rows)], num_threads)
-            places = stored(OutputRows(rows, own_logits))
+            places = stored(rows)
             arguments: list[tuple[Stored, ...]] = [(self._constants, stored(operand), places) for operand in operands]
             self._output = _Kept((num_rows, num_threads, self._versions()), arguments)
         return self._output.arguments
 
+    def output_rows(self, num_rows: int) -> OutputRows:
+        """Where the rows and their logits are, for so many rows."""
+        config, buffers, (made_for, rows) = self._config, self._ranks.buffers, self._rows
+        if rows is None or made_for != (num_rows, buffers.version):
+            width = round_up(config.vocab_size, PANEL)
+            rows = OutputRows(
+                hidden=self.rows("output_rows", num_rows, config.hidden_size),
+                logits=self.rows("logits", num_rows, width),
+                own_logits=self.rows("logits", num_rows, width, self._share.vocab.first),
+                num_columns=config.vocab_size,
+                scale=np.float32(config.logit_scale),
+                softcap=np.float32(config.logit_softcap or 0.0),
+                summaries=Summaries(
+                    buffers.get("largest", num_rows, np.int64)[:num_rows],
+                    *buffers.get("scores", 2 * num_rows)[: 2 * num_rows].reshape(2, num_rows),
+                ),
+            )
+            self._rows = (num_rows, buffers.version), rows
+        return rows
+
     def _versions(self) -> tuple[int, ...]:
         return (self._ranks.buffers.version, self._buffers.version, *(each.version for each in self._thread_buffers))
 
-    def _splits(self, buffers: Buffers, batch: Batch) -> Splits:
+    def _splits(self, buffers: Buffers, facts: StepFacts) -> Splits:
         for shape in self._shapes:  # the last arrays are large enough for all
-            splits = buffers.splits(shape, batch)
+            splits = buffers.splits(shape, facts.num_split)
         return splits
 
     def _new_memories(self, size: _StepSize, splits: Sequence[Splits]) -> list[Stored]:

@@ -18,6 +18,7 @@ from engine.models.rank_group import RankGroup
 from mesh.domain.host import Cores
 
 _NO_LAYERS = Range(0, 0)
+_MAX_KEPT_TEAMS = 16
 
 log = structlog.get_logger(__name__)
 
@@ -26,7 +27,6 @@ log = structlog.get_logger(__name__)
 class _Teams:
     """The teams of row shares: each thread's, and what the shares have written."""
 
-    needed: tuple[int, ...]
     of_threads: list[Stored]
     written: Int64s  # see RowShare.stored
 
@@ -57,7 +57,7 @@ class LoopThreads:
         self._ranks = ranks
         self._helpers: dict[int, _Helper] = {}
         self._boxes = mailboxes(num_own + (os.cpu_count() or 1))
-        self._teams = _Teams((), [], np.zeros(0, np.int64))
+        self._teams: dict[tuple[int, tuple[int, ...]], _Teams] = {}
         self._lent: Cores = ()
         self._unusable: set[int] = set()
         self.phase_cycles = np.zeros(len(PHASES) + 1, np.int64)
@@ -94,9 +94,7 @@ class LoopThreads:
         """
         # All helpers are there before one begins, because it would wait for the others for ever.
         helpers = [self._helper(core) for core in (*(-number for number in range(1, self._num_own)), *self._lent)]
-        if len(self._teams.of_threads) != self.count or self._teams.needed != needed:
-            self._teams = self._new_teams(needed)
-        teams = self._teams
+        teams = self._teams_for(needed)
         teams.written[:] = 0
         first, *others = (
             job(kernel, (*own, team), layers) for own, team in zip(arguments, teams.of_threads, strict=True)
@@ -105,9 +103,15 @@ class LoopThreads:
             helper.post(own_job)
         lead(first, self._boxes, np.array([helper.number for helper in helpers], np.int64))
 
-    def _new_teams(self, needed: tuple[int, ...]) -> _Teams:
-        written = np.zeros(len(needed), np.int64)
-        return _Teams(needed, list(map(stored, self._each_team(needed, written))), written)
+    def _teams_for(self, needed: tuple[int, ...]) -> _Teams:
+        """Teams that have run are kept: a step runs the layers with one kind of them, and the output with another."""
+        if (teams := self._teams.get((self.count, needed))) is None:
+            if len(self._teams) == _MAX_KEPT_TEAMS:
+                self._teams.clear()
+            written = np.zeros(len(needed), np.int64)
+            teams = _Teams(list(map(stored, self._each_team(needed, written))), written)
+            self._teams[self.count, needed] = teams
+        return teams
 
     def _each_team(self, needed: tuple[int, ...], written: Int64s) -> Iterator[Team]:
         """Each thread's team. The first one is the caller's."""

@@ -1,6 +1,7 @@
 """Rotary position embeddings (Su et al. 2021) and their scalings, with the arithmetic of Hugging Face transformers.
 
-Cosines and sines are computed for the tokens of each step and shared by all layers; there is no precomputed table.
+Cosines and sines are computed for the tokens of each step and shared by all layers; the compiled decoder has a table of
+the first positions (rotation_table.py).
 
 There is one kind of rotation: dimension i of a head is paired with i + head_dim / 2. For families that pair neighbours,
 or rotate only a part of the head, the query and key projections are reordered at loading, which does not change scores
@@ -56,6 +57,11 @@ class RotaryEmbedding:
             self._long_inv_freq = self._with_still(long.to(device))
         scale = torch.full((dim // 2,), _attention_factor(config), device=device)
         self._scale = F.pad(scale, (0, self._num_still), value=1.0)  # [head_dim / 2]
+
+    @property
+    def uses_lengths(self) -> bool:
+        """True if the rotation of a token depends on the length of its sequence, too."""
+        return self._config.kind in ("dynamic", "longrope")
 
     def rotation(self, positions: Tensor, lengths: Tensor) -> Rotation:
         """The rotation of these tokens; see `cos_sin`."""

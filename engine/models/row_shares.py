@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.kernels.cpu.adapters import StepAdapters
-from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Int64s, Range, StateSteps
+from engine.kernels.cpu.arguments import NO_WINDOW, Batch, Range, StateSteps
+from engine.kernels.cpu.step_facts import RowCosts, cut_at
 from engine.models.blocks import has_attention
 from engine.models.model_config import ModelConfig
 
@@ -37,33 +37,24 @@ class RowCut(NamedTuple):
     first_needed: int
 
 
-class RowCosts:
-    """The costs of a step's rows in a model, relative to each other.
-
-    row_context: tokens of context to which one query attends in the time of a row's products. windows: of the layers.
+def costs_of_rows(config: ModelConfig, operand_bytes: int) -> RowCosts:
+    """operand_bytes: of a number that the products multiply. A multiplication of attention takes as long as four of
+    single bytes.
     """
+    q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    mlp = (3 if config.gated else 2) * config.intermediate_size
+    products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
+    attended = [window if has_attention(config, layer) else 1 for layer, window in enumerate(config.windows)]
+    return row_costs(products * operand_bytes / (2 * q_width * 4), attended)
 
-    def __init__(self, row_context: float, windows: Sequence[int | None] = (None,)) -> None:
-        self._row_context = row_context
-        self._windows = Counter(window or NO_WINDOW for window in windows)
 
-    @classmethod
-    def of_model(cls, config: ModelConfig, operand_bytes: int) -> "RowCosts":
-        """operand_bytes: of a number that the products multiply. A multiplication of attention takes as long as four of
-        single bytes.
-        """
-        q_width, kv_width = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        mlp = (3 if config.gated else 2) * config.intermediate_size
-        products = config.hidden_size * (2 * q_width + 2 * kv_width + mlp)
-        attended = [window if has_attention(config, layer) else 1 for layer, window in enumerate(config.windows)]
-        return cls(products * operand_bytes / (2 * q_width * 4), attended)
-
-    def of_rows(self, positions: Int64s) -> NDArray[np.float64]:
-        """One row at position 0 costs 1."""
-        attended = np.zeros(len(positions))
-        for window, count in self._windows.items():
-            attended += np.minimum(positions, window) * count
-        return 1.0 + attended / (self._windows.total() * self._row_context)
+def row_costs(row_context: float, windows: Sequence[int | None] = (None,)) -> RowCosts:
+    """row_context: tokens of context to which one query attends in the time of a row's products. windows: of the
+    layers.
+    """
+    counts = Counter(window or NO_WINDOW for window in windows)
+    of_token = np.array([*counts.values()]) / (counts.total() * row_context)
+    return RowCosts(np.array([*counts], np.int64), of_token)
 
 
 def most_shares(num_rows: int, num_threads: int, *, has_amx: bool) -> int:
@@ -76,21 +67,11 @@ def _least_rows(num_shares: int, *, has_amx: bool) -> int:
     return _MANY_ROWS_WITH_AMX if has_amx else min(_MANY_ROWS, _ROWS_PER_SHARE * num_shares)
 
 
-def cut_rows(batch: Batch, count: int, row_costs: RowCosts) -> list[RowCut]:
+def cut_rows(batch: Batch, count: int, costs: RowCosts) -> list[RowCut]:
     """Cut the rows of a step in `count` shares that take about as long, or in one."""
-    starts = batch.query_starts.astype(np.int64)
-    whole = [RowCut(Range(0, int(starts[-1])), 0)]
-    if count == 1:
-        return whole
-    positions = np.arange(starts[-1]) + np.repeat(batch.context_lens - starts[1:], np.diff(starts))
-    costs = np.cumsum(row_costs.of_rows(positions))
-    ends = np.searchsorted(costs, costs[-1] * np.arange(1, count) / count) + 1
-    cuts = np.array([0, *ends, starts[-1]])
-    is_uneven = np.diff(np.append(0.0, costs)[cuts]).max() > _MAX_COST * costs[-1] / count
-    if is_uneven or np.diff(cuts).min() == 0:
-        return whole
-    first_rows = starts[np.searchsorted(starts, cuts[:-1], "right") - 1]  # of the sequence that a share begins with
-    needed = np.searchsorted(cuts, first_rows, "right") - 1
+    cuts, needed = np.zeros(count + 1, np.int64), np.zeros(count, np.int64)
+    if cut_at(batch.query_starts, batch.context_lens, costs, cuts, needed) > _MAX_COST:
+        return [RowCut(Range(0, len(batch.slots)), 0)]
     return [RowCut(Range(*rows), first) for rows, first in zip(pairwise(cuts.tolist()), needed.tolist(), strict=True)]
 
 
@@ -104,9 +85,7 @@ def batch_of(batch: Batch, rows: Range) -> Batch:
         context_lens=batch.context_lens[first:end] - np.maximum(0, starts[first + 1 : end + 1] - np.int32(rows.end)),
         prompt_lens=batch.prompt_lens[first:end],
         query_starts=np.clip(starts[first : end + 1], rows.first, rows.end) - np.int32(rows.first),
-        cos=np.ascontiguousarray(batch.cos[:, rows.first : rows.end]),
-        sin=np.ascontiguousarray(batch.sin[:, rows.first : rows.end]),
-        query_factors=np.ascontiguousarray(batch.query_factors[:, rows.first : rows.end]),
+        rotations=batch.rotations._replace(rows=batch.rotations.rows[rows.first : rows.end]),
     )
 
 

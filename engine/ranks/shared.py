@@ -36,7 +36,7 @@ _PAGE = 4096
 _DEPTH_MULTIPLE = 64
 """The columns of a product's left operand are padded to a multiple of it."""
 _OF_SLOT = frozenset({"residual", "token_ids", "positions", "sequences"})  # a step's, whichever stage computes it
-_ONCE = frozenset({"output_rows", "logits"})  # stage 0 alone computes logits
+_ONCE = frozenset({"output_rows", "logits", "largest", "scores"})  # stage 0 alone computes logits
 
 
 class StepMemory:
@@ -61,8 +61,7 @@ class StepMemory:
         fd: int | None = None,
     ) -> None:
         self.num_groups = num_groups
-        depth = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
-        depth = round_up(depth, _DEPTH_MULTIPLE)
+        widest = max(config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim)
         rows, vocab = max_rows + 1, round_up(config.vocab_size, PANEL)
         sizes = {
             "counter": (1, np.int64),
@@ -72,10 +71,12 @@ class StepMemory:
             "gate_up": (rows * 2 * config.intermediate_size, np.float32),
             "attended": (rows * config.num_heads * config.head_dim, np.float32),
             "squares": (rows * (config.num_heads + config.num_kv_heads), np.float32),
-            "a": ((max_rows + TILE_ROWS) * depth * 4, np.uint8),
+            "a": ((max_rows + TILE_ROWS) * round_up(widest, _DEPTH_MULTIPLE) * 4, np.uint8),
             "factors": (rows, np.float32),
             "output_rows": (rows * config.hidden_size, np.float32),
             "logits": (rows * vocab, np.float32),
+            "largest": (rows, np.int64),
+            "scores": (2 * rows, np.float32),
             "token_ids": (rows, np.int64),
             "positions": ((2 + num_groups) * rows, np.int64),
             "sequences": (rows * (num_groups * max_blocks + 3 + len(AdapterRows._fields)), np.int32),
@@ -88,9 +89,8 @@ class StepMemory:
             for name, (size, dtype) in sizes.items()
             for number in range(1 if name in _ONCE else num_stages)
         }
-        *starts, num_bytes = accumulate(
-            (round_up(s * dtype.itemsize, _PAGE) for s, dtype in shapes.values()), initial=0
-        )
+        lengths = (round_up(size * dtype.itemsize, _PAGE) for size, dtype in shapes.values())
+        *starts, num_bytes = accumulate(lengths, initial=0)
         if fd is not None and os.fstat(fd).st_size < num_bytes:
             os.ftruncate(fd, num_bytes)
         self._memory = mmap.mmap(-1 if fd is None else fd, num_bytes)
@@ -324,7 +324,7 @@ def read_step(memory: StageBuffers, command: RunGraph) -> StepInput:
         prompt_lens=prompt_lens,
         query_starts=query_starts,
         sample_rows=none,
-        copies=none.reshape(0, 2),
+        copies=(),
         num_groups=memory.num_groups,
     )
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from engine.device_copies import DeviceCopies, NoCopies, Tensors
+from engine.logits import Logits, Summary
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import Penalties, apply_penalties
 from engine.sampling.row_math import HostRows, RowMath
@@ -75,8 +76,9 @@ class Sampler:
         self._copies = copies or NoCopies()
         self._rows = rows or HostRows()
 
-    def draw(self, logits: Tensor, sequences: Sequence[SequenceState]) -> Drawn:
-        """One token per row of fp32 logits [num_seqs, vocab_size], which are not modified; it stays on the device."""
+    def draw(self, given: Logits, sequences: Sequence[SequenceState]) -> Drawn:
+        """One token per row of the logits, which are not modified; it stays on the device."""
+        logits = given.values
         changes = self._penalties.arrays(sequences, logits.shape[1])
         draws = _Draws(sequences, logits.shape[1])
         num_top = [sequence.request.top_logprobs for sequence in sequences]
@@ -84,16 +86,17 @@ class Sampler:
         adjusted = apply_penalties(logits, {name: tensors[name] for name in changes})
         if self._masks is not None:
             adjusted = self._masks.apply(logits, adjusted, self._copies)
-        summary = self._rows.summarise(logits)
+        summary = given.summary or self._rows.summarise(logits)
         tokens = draws.choose(adjusted, summary.largest if adjusted is logits else None, tensors, self._rows)
-        return Drawn((tokens, *_scores(logits, tokens, num_top, summary.normaliser, tensors)), num_top)
+        logprobs = summary.logprob if tokens is summary.largest else _logprobs(logits, tokens, summary)
+        return Drawn((tokens, logprobs, *_top_scores(logits, num_top, summary, tensors)), num_top)
 
-    def score(self, logits: Tensor, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
-        """Log-probs of one token per row of logits [rows, vocab_size]; `num_top`: number of top tokens per row."""
+    def score(self, given: Logits, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
+        """Log-probs of one token per row of the logits; `num_top`: number of top tokens per row."""
+        logits, summary = given.values, given.summary or self._rows.summarise(given.values)
         tensors = self._copies.to_device({"tokens": np.array(token_ids, np.int64), **_top_arrays(num_top)})
-        normaliser = self._rows.summarise(logits).normaliser
-        scores = _scores(logits, tensors["tokens"], num_top, normaliser, tensors)
-        return _read_scores(self._copies.to_host(scores), num_top)
+        logprobs = _logprobs(logits, tensors["tokens"], summary)
+        return _read_scores(self._copies.to_host([logprobs, *_top_scores(logits, num_top, summary, tensors)]), num_top)
 
     def forget(self, sequence: SequenceState) -> None:
         """Drop the token counts of `sequence`."""
@@ -105,21 +108,22 @@ def _top_arrays(num_top: list[int]) -> dict[str, NDArray[Any]]:
     return {"top_rows": np.array(rows, np.int64)} if rows else {}
 
 
-def _scores(
-    logits: Tensor, tokens: Tensor, num_top: list[int], normaliser: Tensor, tensors: Tensors
-) -> tuple[Tensor, ...]:
-    """Log-probs of the tokens; and of the most likely ones, with their ids, for rows that ask for them."""
-    logprobs = logits.gather(1, tokens[:, None])[:, 0] - normaliser
+def _logprobs(logits: Tensor, tokens: Tensor, summary: Summary) -> Tensor:
+    return logits.gather(1, tokens[:, None])[:, 0] - summary.normaliser
+
+
+def _top_scores(logits: Tensor, num_top: list[int], summary: Summary, tensors: Tensors) -> tuple[Tensor, ...]:
+    """Log-probs and ids of the most likely tokens of rows that ask for them."""
     if "top_rows" not in tensors:
-        return (logprobs,)
+        return ()
     rows = tensors["top_rows"]
     values, ids = take_rows(logits, rows).topk(min(max(num_top), logits.shape[1]), dim=1)
-    values -= normaliser[rows, None]
-    return logprobs, values, ids
+    values -= summary.normaliser[rows, None]
+    return values, ids
 
 
 def _read_scores(scores: Sequence[Tensor], num_top: list[int]) -> ScoredTokens:
-    """`scores`: what `_scores` gave, on the host."""
+    """`scores`: the log-probs of tokens, then what `_top_scores` gave, on the host."""
     top: list[tuple[TokenLogprob, ...]] = [()] * len(num_top)
     logprobs, *most_likely = scores
     if most_likely:
@@ -160,8 +164,7 @@ class _Draws:
         if len(drawing) == len(logits):
             return drawn
         tokens = math.argmax(logits) if largest is None else largest
-        tokens[drawing] = drawn
-        return tokens
+        return tokens.index_copy(0, drawing, drawn)
 
     def _draw(self, logits: Tensor, tensors: Tensors, math: RowMath) -> Tensor:
         """Random tokens [rows]; each row depends on its own sequence only."""

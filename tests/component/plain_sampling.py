@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from engine.logits import Logits
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken
@@ -63,5 +64,5 @@ def _typical(probabilities: Tensor, mass: float) -> Tensor:
 
 def sample(sampler: Sampler, logits: Tensor, sequences: Sequence[SequenceState]) -> list[SampledToken]:
     """One token per row of the logits, read back."""
-    drawn = sampler.draw(logits, sequences)
+    drawn = sampler.draw(Logits(logits), sequences)
     return drawn.read(sampler._copies.to_host(drawn.tensors))

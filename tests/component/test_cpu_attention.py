@@ -25,9 +25,10 @@ from engine.kernels.cpu.arguments import (
     Queries,
     Window,
 )
-from engine.kernels.cpu.buffers import Buffers, has_prompt
+from engine.kernels.cpu.buffers import Buffers
 from engine.kernels.cpu.compiler import entry
 from engine.kernels.cpu.machine import amx_shapes, multiplies_bf16
+from engine.kernels.cpu.step_facts import facts_of
 from engine.kv.cache import KVCache, elements
 from engine.sequence import SequenceState
 from engine.step_input import StepInputBuilder
@@ -173,9 +174,10 @@ def test_chunks_in_bf16(shape: AttentionShape, dtype: str, window: int | None) -
     flat = Queries(queries.view(-1).numpy(), width, out.view(-1).numpy(), width)
     batch = kernel_batch(metadata, 16)
     buffers = Buffers()
-    scratch = buffers.attention(heads, len(batch.slots), has_prompt=has_prompt(batch), bf16=True)
+    has_prompt, num_split = facts_of(batch)
+    scratch = buffers.attention(heads, len(batch.slots), has_prompt=has_prompt, bf16=True)
     kv = elements(cache)
-    attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, batch), attention.cache_code(kv.dtype))
+    attending = Attending(flat, heads, batch, scratch, buffers.splits(heads, num_split), attention.cache_code(kv.dtype))
     amx = Operand(nothing, np.empty(0, np.float32), nothing, amx_shapes(), ProductCode(0, 0, 0, 0))
     begin_products(amx)
     place = LayerPlace(layer=0, number=0, group=0, is_own=True)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import PackedCopies
+from engine.logits import Logits, Summary
 from engine.sampling.row_math import DeviceRows
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
@@ -57,24 +58,25 @@ def test_nothing_is_read_back_while_tokens_are_drawn(case: int | None) -> None:
     sequences = batch_of(1, 40) if case is None else [sequence(str(i), **CASES[case]) for i in range(3)]
     logits = torch.empty((len(sequences), VOCAB_SIZE), device=DEVICE)
     with no_waiting():
-        drawn = Sampler(copies=copies, rows=DeviceRows()).draw(logits, sequences)
+        drawn = Sampler(copies=copies, rows=DeviceRows()).draw(Logits(logits), sequences)
     assert {tensor.device for tensor in drawn.tensors} == {DEVICE}
     assert drawn.tensors[0].shape == (len(sequences),)
     assert (copies.num_sent, copies.read) == (1, [])
 
 
 class ReadsOnTheWay(DeviceRows):
-    def argmax(self, values: Tensor) -> Tensor:
-        largest = super().argmax(values)
-        return largest + 0 * int(largest[0])
+    def summarise(self, values: Tensor) -> Summary:
+        summary = super().summarise(values)
+        return summary._replace(largest=summary.largest + 0 * int(summary.largest[0]))
 
 
 class BringsNumbers(DeviceRows):
-    def argmax(self, values: Tensor) -> Tensor:
-        return super().argmax(values) + torch.tensor([1, 2], device=values.device)
+    def summarise(self, values: Tensor) -> Summary:
+        summary = super().summarise(values)
+        return summary._replace(largest=summary.largest + torch.tensor([1, 2], device=values.device))
 
 
 @pytest.mark.parametrize(("wrong", "error"), [(ReadsOnTheWay(), RuntimeError), (BringsNumbers(), MixesDevices)])
 def test_what_makes_the_host_wait_would_be_found_out(wrong: DeviceRows, error: type[Exception]) -> None:
     with no_waiting(), pytest.raises(error):
-        Sampler(copies=FakeCopies(), rows=wrong).draw(torch.empty((2, 30), device=DEVICE), [sequence("a")] * 2)
+        Sampler(copies=FakeCopies(), rows=wrong).draw(Logits(torch.empty((2, 30), device=DEVICE)), [sequence("a")] * 2)

@@ -98,9 +98,12 @@ def test_one_fails_and_its_neighbours_do_not_notice(
     repaired("M7", "a request whose numbers are not finite fails by name; its neighbours get the very same numbers")
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_generated_token_that_breaks(checkpoint: Checkpoint, way: str) -> None:
-    runner = load(checkpoint("llama"), way)
+@pytest.mark.parametrize(
+    ("family", "way"), [*(("llama", way) for way in WAYS), ("gemma2", "compiled"), ("granite", "compiled-int8")]
+)
+def test_a_generated_token_that_breaks(checkpoint: Checkpoint, family: str, way: str) -> None:
+    """Logits may be capped (Gemma 2) or scaled (Granite) before their log-probs are computed."""
+    runner = load(checkpoint(family), way)
     driver = Driver(runner)
     runs = [driver.add(make_request(name, range(20), max_new_tokens=8)) for name in ("good", "bad")]
     driver.step((runs[0], 20), (runs[1], 20))

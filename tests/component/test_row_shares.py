@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from engine.batch import ScheduledBatch
-from engine.kernels.cpu.arguments import Batch
+from engine.kernels.cpu.arguments import NO_ROTATIONS, Batch
 from engine.model_runner import ModelRunner
 from engine.models import compiled_decoder, row_shares
-from engine.models.row_shares import RowCosts, RowCut, batch_of, cut_rows, most_shares
+from engine.models.row_shares import RowCut, batch_of, cut_rows, most_shares, row_costs
 from engine.runner import FinishBatch
 from mesh.domain.kv import Span
 from tests.component.adapters import four_adapters
@@ -140,15 +140,14 @@ def batch(*sequences: tuple[int, int]) -> Batch:
     """A step of sequences with so many rows, the last of so many tokens of context."""
     rows, contexts = np.array(sequences, np.int32).T
     starts = np.array([0, *np.cumsum(rows)], np.int32)
-    none = np.empty((0, 0, 0), np.float32)
     segments = np.arange(len(rows), dtype=np.int64).reshape(-1, 1)
-    return Batch(np.arange(starts[-1])[:, None], segments, contexts, contexts, starts, none, none)
+    return Batch(np.arange(starts[-1])[:, None], segments, contexts, contexts, starts, NO_ROTATIONS)
 
 
 def bounds(
     step: Batch, count: int, row_context: float = 1000.0, windows: Sequence[int | None] = (None,)
 ) -> list[tuple[int, int, int]]:
-    return [(*cut.rows, cut.first_needed) for cut in cut_rows(step, count, RowCosts(row_context, windows))]
+    return [(*cut.rows, cut.first_needed) for cut in cut_rows(step, count, row_costs(row_context, windows))]
 
 
 def test_rows_of_a_prompt_cost_more_the_later_they_are() -> None:
@@ -181,7 +180,7 @@ def test_a_query_that_takes_longer_than_a_share_is_left_to_all_threads() -> None
 
 def test_rows_of_a_share_are_a_step() -> None:
     step = batch((1, 30), (60, 60), (39, 139))
-    first, last = (batch_of(step, cut.rows) for cut in cut_rows(step, 2, RowCosts(math.inf)))
+    first, last = (batch_of(step, cut.rows) for cut in cut_rows(step, 2, row_costs(math.inf)))
     assert (first.query_starts.tolist(), first.context_lens.tolist()) == ([0, 1, 50], [30, 49])
     assert (last.query_starts.tolist(), last.context_lens.tolist()) == ([0, 11, 50], [60, 139])
     assert (first.segments.tolist(), last.segments.tolist()) == ([[0], [1]], [[1], [2]])

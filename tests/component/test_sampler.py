@@ -75,6 +75,7 @@ def test_summaries_of_rows(vocab_size: int, offset: float) -> None:
         summary = HostRows().summarise(given)
         assert summary.largest.tolist() == logits.numpy().argmax(1).tolist()
         torch.testing.assert_close(summary.normaliser, exact, atol=2e-6, rtol=2e-6)
+        assert torch.equal(summary.logprob, logits.amax(1) - summary.normaliser)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))

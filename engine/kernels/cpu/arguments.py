@@ -120,7 +120,17 @@ class HeadShape(NamedTuple):
     softcap: np.float32 = np.float32(0.0)  # of the scores, times log2(e); 0: none
 
 
-NO_FACTORS: Floats = np.empty((0, 0), np.float32)
+class KernelRotations(NamedTuple):
+    """How heads are rotated: cosines and sines for each kind of layers, and which of them a token has."""
+
+    rows: Int64s  # [num_tokens]: of the arrays below
+    cos: Floats  # [kinds of layers, rows, largest head_dim]; no kind without rotary positions
+    sin: Floats  # like cos; the first half is negated
+    query_factors: Floats  # [kinds of layers, rows], of rotated queries; no kind without
+
+
+_NO_ANGLES: Floats = np.empty((0, 0, 0), np.float32)
+NO_ROTATIONS = KernelRotations(np.empty(0, np.int64), _NO_ANGLES, _NO_ANGLES, np.empty((0, 0), np.float32))
 
 
 class Batch(NamedTuple):
@@ -133,9 +143,7 @@ class Batch(NamedTuple):
     context_lens: Int32s  # [num_seqs]: tokens of each sequence, those of this step included
     prompt_lens: Int32s  # [num_seqs]: tokens of the prompt among them
     query_starts: Int32s  # [num_seqs + 1]
-    cos: Floats  # [kinds of layers, num_tokens, largest head_dim]; no kind without rotary positions
-    sin: Floats  # like cos; the first half is negated
-    query_factors: Floats = NO_FACTORS  # [kinds of layers, num_tokens], of rotated queries; no kind without
+    rotations: KernelRotations
 
 
 class Queries(NamedTuple):
@@ -386,11 +394,3 @@ NO_RECURRENCE = Recurrent(
 )
 """Of a model without recurrent layers."""
 NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)
-
-
-class LayerInputs(NamedTuple):
-    """Inputs of layers, see layer_inputs.py. Their projection is the last matrix of the model."""
-
-    width: int  # of a layer's input; 0: there are none
-    norm: Floats  # [1, width], of projections
-    eps: np.float32

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from engine.kernels.cpu.arguments import AttentionScratch, Batch, Halves, HeadShape, Splits
+from engine.kernels.cpu.arguments import AttentionScratch, Halves, HeadShape, Splits
 from engine.kernels.cpu.machine import (
     AMX_QUERY_ROWS,
     CACHE_LINE_BYTES,
@@ -46,11 +46,6 @@ def _huge(num_bytes: int) -> NDArray[np.uint8]:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)
-
-
-def has_prompt(batch: Batch) -> bool:
-    """True if a token of the step is one of a prompt."""
-    return bool((batch.prompt_lens > batch.context_lens - np.diff(batch.query_starts)).any())
 
 
 _NO_HALVES: Halves = np.empty(0, np.uint16)
@@ -98,12 +93,11 @@ class Buffers:
             limbs=self.get("limbs", query_bytes, np.uint8),
         )
 
-    def splits(self, shape: HeadShape, batch: Batch) -> Splits:
-        """Memory for the results of decode attention in a step, which all threads share."""
-        num_tokens = np.diff(batch.query_starts)
-        generated = np.minimum(num_tokens, np.maximum(0, batch.context_lens - batch.prompt_lens))
-        num_splits = -(-batch.context_lens // SPLIT)
-        count = int((generated * num_splits)[num_splits > 1].sum()) * shape.num_heads
+    def splits(self, shape: HeadShape, num_split: int) -> Splits:
+        """Memory for the results of decode attention in a step, which all threads share: `num_split` of each head, see
+        StepFacts.
+        """
+        count = num_split * shape.num_heads
         return Splits(
             rows=self.get("split_rows", count * shape.head_dim),
             peaks=self.get("split_peaks", count),

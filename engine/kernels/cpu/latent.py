@@ -76,11 +76,12 @@ def rotate_and_store_latents(
     and the rotated dimensions of their queries to those of attention.
     """
     shape, batch, queries = attending.shape, attending.batch, attending.queries
+    rotations = batch.rotations
     layer_at = address(cache) + shape.num_planes * layer * shape.num_slots * shape.row_bytes
     rotated, key = latent.rotated, np.empty(shape.head_dim, np.float32)
     norm = Norm(latent.kv_norms[layer], latent.eps)
     for r in range(own.first, own.end):
-        cos, sin = batch.cos[rope, r], batch.sin[rope, r]
+        cos, sin = rotations.cos[rope, rotations.rows[r]], rotations.sin[rope, rotations.rows[r]]
         end = (r + 1) * rows.step
         for i in range(rotated):
             key[i] = rows.projected[end - rotated + i]

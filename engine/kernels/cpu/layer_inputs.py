@@ -2,16 +2,26 @@
 through a gate that the residual opens. It is the sum of a row of a table and a projection of the embedded token.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
 from engine.kernels.cpu.activations import activate_rows
-from engine.kernels.cpu.arguments import Floats, LayerInputs, Range
+from engine.kernels.cpu.arguments import Floats, Range
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.machine import FLOAT_BYTES, LANES
 from engine.kernels.cpu.rows import Norm, norm_row
 from engine.kernels.cpu.vectors import address, mix_rows, weigh_row
 
 _HALF_ROOT = np.float32(0.5**0.5)
+
+
+class LayerInputs(NamedTuple):
+    """Inputs of layers. Their projection is the last matrix of the model."""
+
+    width: int  # of a layer's input; 0: there are none
+    norm: Floats  # [1, width], of projections
+    eps: np.float32
 
 
 @jit

@@ -151,9 +151,9 @@ def rotate_and_store(
     """Normalise and rotate queries and keys of the rows in the range, in place; write keys and values to the cache.
 
     qkv: flat [rows, step of queries], of which the first num_heads + 2 * num_kv_heads heads are used, or num_heads if
-    the layer reads the KV of another. rope: the kind of the layer's rotary positions in `Batch`.
+    the layer reads the KV of another. rope: the kind of the layer's rotary positions.
     """
-    shape, batch = attending.shape, attending.batch
+    shape, batch, rotations = attending.shape, attending.batch, attending.batch.rotations
     dim, num_heads, num_kv_heads = shape.head_dim, shape.num_heads, shape.num_kv_heads
     row_step = attending.queries.step
     layer_at = address(cache) + shape.num_planes * place.number * shape.num_slots * num_kv_heads * shape.row_bytes
@@ -163,13 +163,13 @@ def rotate_and_store(
         heads = qkv[r * row_step : r * row_step + num_rotated]
         if len(norms.weight) and not norms.rotated:
             norm_heads(qkv[r * row_step : r * row_step + num_normed], norms, shape, r)
-        if len(batch.cos):
-            rotate(heads, batch.cos[rope, r, :dim], batch.sin[rope, r, :dim])
+        if len(rotations.cos):
+            rotate(heads, rotations.cos[rope, rotations.rows[r], :dim], rotations.sin[rope, rotations.rows[r], :dim])
         if len(norms.weight) and norms.rotated:
             norm_heads(heads, norms, shape, r)
-        if len(batch.query_factors):
+        if len(rotations.query_factors):
             for i in range(num_heads * dim):
-                heads[i] *= batch.query_factors[rope, r]
+                heads[i] *= rotations.query_factors[rope, rotations.rows[r]]
         if place.is_own:
             keys = address(qkv) + (r * row_step + num_heads * dim) * FLOAT_BYTES
             values = keys + num_kv_heads * dim * FLOAT_BYTES

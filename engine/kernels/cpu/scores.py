@@ -33,6 +33,7 @@ from engine.kernels.cpu.vectors import read_float
 _INTP = types.intp
 _MAXIMA = 4
 _ONE, _NONE = np.float32(1.0), np.float32(0.0)
+_INFINITY = 0x7F800000  # its bits
 _TWICE_LOG2_E = 2.0 * LOG2_E
 _MAX_POWER = np.float32(126.0)  # of two, in fp32
 
@@ -123,10 +124,10 @@ def powers(
 
 
 @emitted
-def _cap_row(
+def cap_row(
     typing: TypingContext, scores: NumbaType, num_vectors: NumbaType, scale: NumbaType, cap: NumbaType
 ) -> Intrinsic:
-    """scores = cap * tanh(scores * scale / cap) in place."""
+    """scores = cap * tanh(scores * scale / cap) in place; NaN stays."""
 
     def generate(context: CodeContext, builder: Builder, signature: Signature, args: Values) -> Value:
         emit = Emitter(context, builder)
@@ -134,11 +135,14 @@ def _cap_row(
         scale = emit.splat(builder.fdiv(builder.fmul(args[2], FLOAT(_TWICE_LOG2_E)), args[3]))
         with emit.loop(args[1], []) as loop:
             target = emit.at(at, builder.mul(loop.index, INT64(VECTOR_BYTES)))
-            exponent = builder.fmul(emit.load(target, FLOATS), scale)
-            exponent = emit.call("llvm.minnum.v16f32", FLOATS, exponent, constant(FLOATS, 126.0))
+            score = emit.load(target, FLOATS)
+            exponent = emit.call("llvm.minnum.v16f32", FLOATS, builder.fmul(score, scale), constant(FLOATS, 126.0))
             share = emit.reciprocal(builder.fadd(emit.power_of_two(exponent), constant(FLOATS, 1.0)))
             tanh = builder.fsub(constant(FLOATS, 1.0), builder.fmul(share, constant(FLOATS, 2.0)))
-            emit.store(builder.fmul(tanh, cap), target)
+            # The power would make a number of it. Comparisons of floats are compiled as if there were no NaN.
+            magnitude = builder.and_(builder.bitcast(score, INTS), constant(INTS, 0x7FFFFFFF))
+            is_nan = builder.icmp_unsigned(">", magnitude, constant(INTS, _INFINITY))
+            emit.store(builder.select(is_nan, score, builder.fmul(tanh, cap)), target)
         return context.get_dummy_value()
 
     return types.void(_INTP, _INTP, types.float32, types.float32), generate
@@ -184,7 +188,7 @@ def adjust_scores(
     which is `scale` if the model has neither. `first`: position of the first key, from the query's on.
     """
     if shape.softcap > _NONE:
-        _cap_row(scores, num_vectors, scale, shape.softcap)
+        cap_row(scores, num_vectors, scale, shape.softcap)
         scale = _ONE
     if memory.slopes:
         _slope_row(scores, num_vectors, scale, read_float(memory.slopes + head * FLOAT_BYTES), first)

@@ -51,6 +51,7 @@ from engine.kernels.cpu.phases import (
 from engine.kernels.cpu.product_inputs import put_inputs
 from engine.kernels.cpu.recurrent_vectors import gate_row
 from engine.kernels.cpu.rows import Norm, add_normed, add_rows, norm_rows, put_normed, put_rows, rotate_and_store
+from engine.kernels.cpu.scores import cap_row
 from engine.kernels.cpu.step_arguments import (
     ALL_INPUTS,
     EXPERTS,
@@ -59,6 +60,7 @@ from engine.kernels.cpu.step_arguments import (
     RECURRENCE,
     Family,
     ModelConstants,
+    OutputRows,
     StepBatch,
     ThreadMemory,
     attending_of,
@@ -67,7 +69,7 @@ from engine.kernels.cpu.step_arguments import (
     window_of,
 )
 from engine.kernels.cpu.stored import Addresses, Kernel, Kinds, call_kernel, load
-from engine.kernels.cpu.vectors import address
+from engine.kernels.cpu.vectors import address, index_of_largest, read_float, sum_of_exponents
 
 _ONE = np.float32(1.0)
 
@@ -249,16 +251,42 @@ def _end_branch(model: ModelConstants, memory: ThreadMemory, rows: Range, layer:
 
 @Kernel
 def output_rows(kinds: Kinds, addresses: Addresses, _: Range) -> None:
-    """Compute logits from rows of the residual. Every thread of every rank runs this kernel, on ModelConstants,
-    Operand, OutputRows and Team.
+    """Compute logits from rows of the residual, and summarise them. Every thread of every rank runs this kernel, on
+    ModelConstants, Operand, OutputRows and Team.
     """
     model, operand, rows, team = load(kinds, addresses)
-    weights, hidden, logits = model.output, rows.hidden, rows.logits
+    weights, hidden = model.output, rows.hidden
+    own = share_of(len(hidden), team.number, team.num_all)
     begin_products(operand)
     start_phases(team.phase_cycles)
     norm = Norm(model.final_norm, model.eps)
-    norm_rows(hidden, norm, weights, 0, operand, share_of(len(hidden), team.number, team.num_all))
+    norm_rows(hidden, norm, weights, 0, operand, own)
     wait(team.all_counter, team.num_all)
-    product(operand, weights, 0, Target(logits, STORE), Part(team.thread, team.num_threads))
+    product(operand, weights, 0, Target(rows.own_logits, STORE), Part(team.thread, team.num_threads))
+    wait(team.all_counter, team.num_all)
+    _finish_logits(rows, own)
     finish_phase(team, LOGITS)
     end_products(operand)
+
+
+@jit
+def _finish_logits(rows: OutputRows, own: Range) -> None:
+    """Scale, cap and summarise the logits of the rows in the range. Columns behind the last one become minus
+    infinity.
+    """
+    logits, summaries = rows.logits, rows.summaries
+    width = logits.shape[1]
+    for row in range(own.first, own.end):
+        values = address(logits) + row * width * FLOAT_BYTES
+        if rows.softcap > 0:
+            cap_row(values, width // LANES, rows.scale, rows.softcap)
+        elif rows.scale != 1:
+            for column in range(rows.num_columns):
+                logits[row, column] *= rows.scale
+        for column in range(rows.num_columns, width):
+            logits[row, column] = -np.inf
+        best = index_of_largest(values, width // LANES)
+        highest = read_float(values + best * FLOAT_BYTES)
+        summaries.largest[row] = min(best, rows.num_columns - 1)  # in a row of NaN, any column
+        summaries.normalisers[row] = np.log(sum_of_exponents(values, width // LANES, highest)) + highest
+        summaries.highest[row] = highest

@@ -16,7 +16,6 @@ from engine.kernels.cpu.arguments import (
     Floats,
     HeadShape,
     Int64s,
-    LayerInputs,
     LayerPlace,
     Operand,
     Queries,
@@ -30,6 +29,8 @@ from engine.kernels.cpu.arguments import (
 from engine.kernels.cpu.compiler import jit
 from engine.kernels.cpu.experts import Experts
 from engine.kernels.cpu.latent import Latent, LatentRows
+from engine.kernels.cpu.layer_inputs import LayerInputs
+from engine.kernels.cpu.logits import Summaries
 
 NUM_LAYER_KERNELS = 5
 RECURRENCE, LATENT_ATTENTION, EXPERTS, ALL_INPUTS, LAYER_INPUT = range(NUM_LAYER_KERNELS)
@@ -152,7 +153,12 @@ class StepBatch(NamedTuple):
 
 class OutputRows(NamedTuple):
     hidden: Floats  # [rows, hidden]: rows of the residual
-    logits: Floats  # [rows, vocab_size], from the first column on that the rank computes
+    logits: Floats  # [rows, vocab_size in whole panels]
+    own_logits: Floats  # from the first column on that the rank computes
+    num_columns: int
+    scale: np.float32
+    softcap: np.float32  # 0: none
+    summaries: Summaries
 
 
 class Matrices(NamedTuple):

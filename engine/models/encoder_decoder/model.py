@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from engine.attention.backend import ForwardMetadata
+from engine.logits import Logits
 from engine.model import DecoderMemory, Finish, LayerGroups
 from engine.models.activations import ACTIVATIONS
 from engine.models.encoder_decoder.config import EncoderDecoderConfig
@@ -109,8 +110,8 @@ class EncoderDecoder:
         hidden[step.decoder_rows] = residual
         return hidden
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._lm_head(self._lm_head.ops.norm(hidden, self._decoder.final_norm)).to(torch.float32)
+    def logits(self, hidden: Tensor) -> Logits:
+        return Logits(self._lm_head(self._lm_head.ops.norm(hidden, self._decoder.final_norm)).to(torch.float32))
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         return self._embed[token_ids].to(self._residual_dtype)

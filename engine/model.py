@@ -16,6 +16,7 @@ from engine.kv.cache import KVCache
 from engine.kv.scales import NO_SCALES, KVScale
 from engine.logits import Logits
 from engine.models.encoder_decoder.config import AnyConfig
+from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
 from mesh.domain.kv import Span
 
@@ -92,6 +93,11 @@ class Model(Protocol):
     @property
     def num_torch_threads(self) -> int:
         """Threads for torch's operations in a step."""
+        ...
+
+    @property
+    def row_math(self) -> RowMath:
+        """For the logits."""
         ...
 
     @property

@@ -25,7 +25,6 @@ from engine.models.kv_groups import num_final_kv_layers
 from engine.models.model_config import ModelConfig
 from engine.runner import FinishBatch, LayerHook, RunnerOutput
 from engine.sampling.masks import TokenMasks
-from engine.sampling.row_math import rows_for
 from engine.sampling.sampler import Sampler
 from engine.sequence import SequenceState
 from engine.step_input import StepInput, StepInputBuilder
@@ -68,7 +67,7 @@ class ModelRunner:
         device = kv_cache.tensor.device
         self._copies = copies_for(device)
         self._sampler = Sampler(
-            masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=rows_for(device)
+            masks, encoded_prompts=model.config.whole_prompts, copies=self._copies, rows=model.row_math
         )
         self._adapters = adapters
         self._num_final = _num_final_layers(model.config, kv_cache.layout.windows)

@@ -7,6 +7,7 @@ The loop runs in several threads together: the caller, helpers on the worker's c
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -37,7 +38,8 @@ from engine.models.rope import ropes_of
 from engine.models.rotation_table import RotationTable
 from engine.models.row_shares import RowCut, costs_of_rows, cut_rows, most_shares
 from engine.models.share import rank_share
-from engine.sampling.row_math import host_summary
+from engine.sampling.host_rows import HostRows, host_summary
+from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
 
 
@@ -98,6 +100,10 @@ class CompiledDecoder:
     def phase_cycles(self) -> Int64s:
         """See engine.model.Model.phase_cycles. Counts the thread that calls `begin`."""
         return self.threads.phase_cycles
+
+    @cached_property
+    def row_math(self) -> RowMath:
+        return HostRows(self.threads)
 
     @property
     def borrows_cores(self) -> bool:

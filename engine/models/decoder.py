@@ -5,7 +5,7 @@ metadata, its output hidden states and logits.
 """
 
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from engine.models.recurrent.mixer import RecurrentMixer
 from engine.models.recurrent.state import Mixing, RecurrentStates
 from engine.models.rope import rope_of_layer, ropes_of
 from engine.models.share import rank_share
+from engine.sampling.host_rows import rows_for
+from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
 
 
@@ -79,6 +81,10 @@ class Decoder:
     @property
     def attention_backend(self) -> str:
         return self._attention.name
+
+    @cached_property
+    def row_math(self) -> RowMath:
+        return rows_for(self._like.device)
 
     @property
     def phase_cycles(self) -> None:

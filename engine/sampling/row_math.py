@@ -1,23 +1,43 @@
-"""Operations of sampling on whole rows of logits: HostRows with numpy and a compiled loop, DeviceRows with torch.
-
-On CPU, rows are sorted and searched with numpy, 2 to 20 times as fast as torch. DeviceRows reads nothing back.
+"""Operations of sampling on whole rows of logits. RowMath is what the sampler needs; DeviceRows does it with torch, on
+any device, and reads nothing back. `host_rows.py` has compiled loops for the CPU.
 """
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import pad
 
-from engine.kernels.cpu.logits import Summaries, summarise
-from engine.kernels.cpu.machine import why_no_loops
+from engine.device_copies import Arrays, Tensors
 from engine.logits import Summary
+from engine.sampling.truncation import Truncation, take_rows
+from mesh.domain.request import SamplingParams
+
+_DRAW_BLOCK = 256
 
 
-def host_summary(summaries: Summaries) -> Summary:
-    """Shares the memory of `largest` and `normalisers`."""
-    largest, normaliser, highest = map(torch.from_numpy, summaries)
-    return Summary(largest, normaliser, highest - normaliser)
+class RandomRows(NamedTuple):
+    """Rows whose tokens are random: their numbers, parameters, and random numbers in [0, 1)."""
+
+    rows: Sequence[int]
+    params: Sequence[SamplingParams]
+    uniforms: NDArray[np.float64]
+
+
+class Drawing(Protocol):
+    """A draw of tokens for some rows of logits [num_seqs, vocab_size]."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """What `tokens` needs on the device of the logits; "drawing" are the rows."""
+        ...
+
+    def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:
+        """A token for each of the rows, which depends on nothing else. `tensors`: `arrays`, on the device."""
+        ...
 
 
 class RowMath(Protocol):
@@ -29,60 +49,62 @@ class RowMath(Protocol):
         """Column of each row's largest value: [rows] int64."""
         ...
 
-    def descending(self, values: Tensor) -> Tensor:
-        """Each row sorted, largest first."""
-        ...
-
-    def kth_largest(self, values: Tensor, ks: Tensor, largest_k: int) -> Tensor:
-        """The ks[row]-th largest value of each row (1 is the largest): [rows]. `largest_k`: the largest of `ks`."""
-        ...
-
-
-class HostRows:
-    """RowMath of tensors on CPU."""
-
-    def __init__(self) -> None:
-        self._has_loops = why_no_loops() is None
-        if self._has_loops:
-            summarise(np.zeros((1, 1), np.float32))  # compiles it, which no request shall wait for
-
-    def summarise(self, values: Tensor) -> Summary:
-        if values.stride(1) == 1 and self._has_loops:
-            return host_summary(summarise(values.numpy()))
-        return _summarise(values)
-
-    def argmax(self, values: Tensor) -> Tensor:
-        return torch.from_numpy(values.numpy().argmax(1))
-
-    def descending(self, values: Tensor) -> Tensor:
-        return torch.from_numpy(-np.sort(-values.numpy(), axis=1))
-
-    def kth_largest(self, values: Tensor, ks: Tensor, largest_k: int) -> Tensor:
-        columns = [values.shape[1] - k for k in ks.tolist()]
-        parted = np.partition(values.numpy(), sorted(set(columns)), axis=1)
-        return torch.from_numpy(parted[np.arange(len(columns)), columns])
+    def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing: ...
 
 
 class DeviceRows:
     """RowMath of tensors on any device."""
 
     def summarise(self, values: Tensor) -> Summary:
-        return _summarise(values)
+        (highest, largest), normaliser = values.max(1), values.logsumexp(1)
+        return Summary(largest, normaliser, highest - normaliser)
 
     def argmax(self, values: Tensor) -> Tensor:
         return values.argmax(1)
 
-    def descending(self, values: Tensor) -> Tensor:
-        return values.sort(1, descending=True).values
-
-    def kth_largest(self, values: Tensor, ks: Tensor, largest_k: int) -> Tensor:
-        return values.topk(largest_k, dim=1).values.gather(1, ks[:, None] - 1)[:, 0]
+    def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
+        return _DeviceDrawing(wanted, vocab_size)
 
 
-def _summarise(values: Tensor) -> Summary:
-    (highest, largest), normaliser = values.max(1), values.logsumexp(1)
-    return Summary(largest, normaliser, highest - normaliser)
+class _DeviceDrawing:
+    def __init__(self, wanted: RandomRows, vocab_size: int) -> None:
+        self._truncation = Truncation(wanted.params, vocab_size)
+        self.arrays: Arrays = {
+            "drawing": np.array(wanted.rows, np.int64),
+            "temperature": np.array([p.temperature for p in wanted.params], np.float32),
+            "uniform": wanted.uniforms,
+            **self._truncation.arrays,
+        }
+
+    def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:
+        scaled = take_rows(logits, tensors["drawing"]) / tensors["temperature"][:, None]
+        keep_mask = self._truncation.keep_mask(scaled, tensors)
+        highest = scaled.amax(1, keepdim=True)
+        weights = scaled.sub_(highest).exp_()
+        if keep_mask is not None:
+            weights *= keep_mask
+        return inverse_cdf(weights, tensors["uniform"])
 
 
-def rows_for(device: torch.device) -> RowMath:
-    return HostRows() if device.type == "cpu" else DeviceRows()
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Inverse transform sampling: per row, the first token at which the cumulative weight exceeds uniform * total.
+
+    weights: [rows, vocab_size], not normalised; uniforms: [rows] float64. Sums of blocks are searched first, then a
+    single block, which avoids a cumulative sum over the vocabulary.
+    """
+    num_rows, vocab_size = weights.shape
+    blocks = pad(weights, (0, -vocab_size % _DRAW_BLOCK)).view(num_rows, -1, _DRAW_BLOCK)
+    cumulative = blocks.sum(2).cumsum(1, dtype=torch.float64)  # [rows, num_blocks]
+    target = uniforms[:, None] * cumulative[:, -1:]
+    block = _first_above(cumulative, target)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
+    chosen = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]]  # [rows, _DRAW_BLOCK]
+    within = _first_above(chosen.to(torch.float64).cumsum(1), target - before)
+    return (block * _DRAW_BLOCK + within)[:, 0]
+
+
+def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
+    """Index [rows, 1] of the first value above the target, or of the last increase if rounding left no value above."""
+    first = (cumulative <= target).sum(1, keepdim=True)
+    last = cumulative.argmax(1, keepdim=True)  # the first of equal maxima
+    return torch.minimum(first, last)

@@ -18,18 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from engine.device_copies import DeviceCopies, NoCopies, Tensors
 from engine.logits import Logits, Summary
+from engine.sampling.host_rows import rows_for
 from engine.sampling.masks import TokenMasks
 from engine.sampling.penalties import Penalties, apply_penalties
-from engine.sampling.row_math import HostRows, RowMath
-from engine.sampling.truncation import Truncation, take_rows
+from engine.sampling.row_math import Drawing, RandomRows, RowMath
+from engine.sampling.truncation import take_rows
 from engine.sequence import SequenceState
 from mesh.domain.tokens import SampledToken, TokenLogprob
 
-_DRAW_BLOCK = 256
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
@@ -74,22 +73,42 @@ class Sampler:
         self._masks = masks
         self._penalties = Penalties(encoded_prompts=encoded_prompts)
         self._copies = copies or NoCopies()
-        self._rows = rows or HostRows()
+        self._rows = rows or rows_for(torch.device("cpu"))
 
     def draw(self, given: Logits, sequences: Sequence[SequenceState]) -> Drawn:
         """One token per row of the logits, which are not modified; it stays on the device."""
-        logits = given.values
-        changes = self._penalties.arrays(sequences, logits.shape[1])
-        draws = _Draws(sequences, logits.shape[1])
+        logits, vocab_size = given.values, given.values.shape[1]
+        changes = self._penalties.arrays(sequences, vocab_size)
+        drawing = self._drawing(sequences, vocab_size)
         num_top = [sequence.request.top_logprobs for sequence in sequences]
-        tensors = self._copies.to_device({**changes, **draws.arrays, **_top_arrays(num_top)})
+        drawn = {} if drawing is None else drawing.arrays
+        tensors = self._copies.to_device({**changes, **drawn, **_top_arrays(num_top)})
         adjusted = apply_penalties(logits, {name: tensors[name] for name in changes})
         if self._masks is not None:
             adjusted = self._masks.apply(logits, adjusted, self._copies)
         summary = given.summary or self._rows.summarise(logits)
-        tokens = draws.choose(adjusted, summary.largest if adjusted is logits else None, tensors, self._rows)
+        largest = summary.largest if adjusted is logits else None
+        tokens = self._choose(adjusted, largest, drawing, tensors)
         logprobs = summary.logprob if tokens is summary.largest else _logprobs(logits, tokens, summary)
         return Drawn((tokens, logprobs, *_top_scores(logits, num_top, summary, tensors)), num_top)
+
+    def _drawing(self, sequences: Sequence[SequenceState], vocab_size: int) -> Drawing | None:
+        """The draw of random tokens; None if all rows are greedy."""
+        rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
+        if not rows:
+            return None
+        params = [sequences[row].request.sampling for row in rows]
+        seeds = np.array([p.seed or 0 for p in params], np.uint64)
+        indices = np.array([sequences[row].num_generated for row in rows], np.uint64)
+        return self._rows.drawing(RandomRows(rows, params, uniform(seeds, indices)), vocab_size)
+
+    def _choose(self, logits: Tensor, largest: Tensor | None, drawing: Drawing | None, tensors: Tensors) -> Tensor:
+        """Tokens [rows], random or the most likely; `largest` are the most likely ones if they are known."""
+        drawn = None if drawing is None else drawing.tokens(logits, tensors)
+        if drawn is not None and len(drawn) == len(logits):
+            return drawn
+        tokens = self._rows.argmax(logits) if largest is None else largest
+        return tokens if drawn is None else tokens.index_copy(0, tensors["drawing"], drawn)
 
     def score(self, given: Logits, token_ids: Sequence[int], num_top: list[int]) -> ScoredTokens:
         """Log-probs of one token per row of the logits; `num_top`: number of top tokens per row."""
@@ -133,72 +152,6 @@ def _read_scores(scores: Sequence[Tensor], num_top: list[int]) -> ScoredTokens:
             pairs = zip(row_ids[: num_top[row]], row_values, strict=False)
             top[row] = tuple(TokenLogprob(token, logprob) for token, logprob in pairs)
     return ScoredTokens(logprobs.tolist(), top)
-
-
-class _Draws:
-    """The choice of each row's token: greedy, or random by its parameters, seed and index."""
-
-    def __init__(self, sequences: Sequence[SequenceState], vocab_size: int) -> None:
-        rows = [row for row, sequence in enumerate(sequences) if not sequence.request.sampling.is_greedy]
-        self.arrays: dict[str, NDArray[Any]] = {}
-        """What `choose` needs on the device; empty if all rows are greedy."""
-        if not rows:
-            return
-        params = [sequences[row].request.sampling for row in rows]
-        self._truncation = Truncation(params, vocab_size)
-        seeds = np.array([p.seed or 0 for p in params], np.uint64)
-        indices = np.array([sequences[row].num_generated for row in rows], np.uint64)
-        self.arrays = {
-            "drawing": np.array(rows, np.int64),
-            "temperature": np.array([p.temperature for p in params], np.float32),
-            "uniform": uniform(seeds, indices),
-            **self._truncation.arrays,
-        }
-
-    def choose(self, logits: Tensor, largest: Tensor | None, tensors: Tensors, math: RowMath) -> Tensor:
-        """Tokens [rows]; `largest` is the argmax per row if it is known."""
-        if "drawing" not in tensors:
-            return math.argmax(logits) if largest is None else largest
-        drawing = tensors["drawing"]
-        drawn = self._draw(take_rows(logits, drawing), tensors, math)
-        if len(drawing) == len(logits):
-            return drawn
-        tokens = math.argmax(logits) if largest is None else largest
-        return tokens.index_copy(0, drawing, drawn)
-
-    def _draw(self, logits: Tensor, tensors: Tensors, math: RowMath) -> Tensor:
-        """Random tokens [rows]; each row depends on its own sequence only."""
-        scaled = logits / tensors["temperature"][:, None]
-        keep_mask = self._truncation.keep_mask(scaled, tensors, math)
-        highest = scaled.amax(1, keepdim=True)
-        weights = scaled.sub_(highest).exp_()
-        if keep_mask is not None:
-            weights *= keep_mask
-        return inverse_cdf(weights, tensors["uniform"])
-
-
-def inverse_cdf(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Inverse transform sampling: per row, the first token at which the cumulative weight exceeds uniform * total.
-
-    weights: [rows, vocab_size], not normalised; uniforms: [rows] float64. Sums of blocks are searched first, then a
-    single block, which avoids a cumulative sum over the vocabulary.
-    """
-    num_rows, vocab_size = weights.shape
-    blocks = pad(weights, (0, -vocab_size % _DRAW_BLOCK)).view(num_rows, -1, _DRAW_BLOCK)
-    cumulative = blocks.sum(2).cumsum(1, dtype=torch.float64)  # [rows, num_blocks]
-    target = uniforms[:, None] * cumulative[:, -1:]
-    block = _first_above(cumulative, target)
-    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)), 0.0)
-    chosen = blocks[torch.arange(num_rows, device=weights.device), block[:, 0]]  # [rows, _DRAW_BLOCK]
-    within = _first_above(chosen.to(torch.float64).cumsum(1), target - before)
-    return (block * _DRAW_BLOCK + within)[:, 0]
-
-
-def _first_above(cumulative: Tensor, target: Tensor) -> Tensor:
-    """Index [rows, 1] of the first value above the target, or of the last increase if rounding left no value above."""
-    first = (cumulative <= target).sum(1, keepdim=True)
-    last = cumulative.argmax(1, keepdim=True)  # the first of equal maxima
-    return torch.minimum(first, last)
 
 
 def uniform(seeds: NDArray[np.uint64], indices: NDArray[np.uint64]) -> NDArray[np.float64]:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.device_copies import Tensors
-from engine.sampling.row_math import RowMath
 from mesh.domain.request import SamplingParams
 
 
@@ -38,27 +37,28 @@ class Truncation:
             ps = np.array([*typical_ps.values()], np.float64)
             self.arrays |= {"typical_rows": _rows(typical_ps), "typical_ps": ps}
 
-    def keep_mask(self, logits: Tensor, limits: Tensors, math: RowMath) -> Tensor | None:
+    def keep_mask(self, logits: Tensor, limits: Tensors) -> Tensor | None:
         """1 for tokens to keep, 0 for others, in the shape of `logits`; None if all tokens are kept. `limits` are
         `arrays` on the device of the logits, which are already divided by the temperature.
         """
-        low = self.thresholds(logits, limits, math)
+        low = self.thresholds(logits, limits)
         mask = None if low is None else torch.ge(logits, low[:, None], out=torch.empty_like(logits))
         if "typical_ps" in limits:
             mask = torch.ones_like(logits) if mask is None else mask
             _keep_typical(mask, logits, limits["typical_rows"], limits["typical_ps"])
         return mask
 
-    def thresholds(self, logits: Tensor, limits: Tensors, math: RowMath) -> Tensor | None:
+    def thresholds(self, logits: Tensor, limits: Tensors) -> Tensor | None:
         """Lowest logit [num_rows] that top-k, top-p and min-p keep; None if they keep all tokens."""
         if not limits.keys() & {"ks", "top_ps", "min_ps"}:
             return None
         low = torch.full(logits.shape[:1], float("-inf"), device=logits.device)
         if "ks" in limits:
             rows = limits["k_rows"]
-            low[rows] = math.kth_largest(take_rows(logits, rows), limits["ks"], self._largest_k)
+            largest = take_rows(logits, rows).topk(self._largest_k, dim=1).values
+            low[rows] = largest.gather(1, limits["ks"][:, None] - 1)[:, 0]
         if "top_ps" in limits:
-            _raise_to_top_p(low, math.descending(take_rows(logits, limits["top_p_rows"])), limits)
+            _raise_to_top_p(low, take_rows(logits, limits["top_p_rows"]).sort(1, descending=True).values, limits)
         if "min_ps" in limits:
             low = torch.maximum(low, logits.amax(1) + limits["min_ps"].log())  # log(0) = -inf: off
         return low

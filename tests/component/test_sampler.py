@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from engine.device_copies import Arrays, NoCopies
+from engine.sampling.host_rows import HostRows
 from engine.sampling.penalties import Penalties
-from engine.sampling.row_math import HostRows
-from engine.sampling.sampler import Sampler, inverse_cdf, uniform
+from engine.sampling.row_math import inverse_cdf
+from engine.sampling.sampler import Sampler, uniform
 from engine.sampling.truncation import Truncation
 from engine.sequence import SequenceState
 from tests.component.plain_sampling import adjusted, distribution, sample
@@ -221,7 +222,7 @@ def test_top_p_looks_beyond_the_first_candidates() -> None:
     logits = 0.01 * logits_for(2, vocab_size=5000)
     params = [sequence("s", temperature=1.0, top_p=p).request.sampling for p in (0.9, 0.01)]
     truncation = Truncation(params, 5000)
-    low = truncation.thresholds(logits, NoCopies().to_device(truncation.arrays), HostRows())
+    low = truncation.thresholds(logits, NoCopies().to_device(truncation.arrays))
     assert low is not None
     kept = (logits >= low[:, None]).sum(1)
     mass = (logits.softmax(1) * (logits >= low[:, None])).sum(1)

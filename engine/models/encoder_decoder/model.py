@@ -6,6 +6,7 @@ layer by layer, and a prefill worker can send it while later layers are computed
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from engine.models.encodings import Parameters
 from engine.models.layer import DenseMlp
 from engine.models.linear import LinearLayer, Rows, make_linear
 from engine.models.norms import Norm
+from engine.sampling.host_rows import rows_for
+from engine.sampling.row_math import RowMath
 from mesh.domain.host import Cores
 
 
@@ -79,6 +82,10 @@ class EncoderDecoder:
     def attention_backend(self) -> str:
         """Name of the backend for cross-attention."""
         return self._attention.name
+
+    @cached_property
+    def row_math(self) -> RowMath:
+        return rows_for(self._embed.device)
 
     @property
     def phase_cycles(self) -> None:

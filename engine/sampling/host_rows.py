@@ -1,0 +1,110 @@
+"""HostRows: sampling on CPU by compiled loops, in the threads of the model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.device_copies import Arrays, Tensors
+from engine.kernels.cpu.arguments import Matrix, Range
+from engine.kernels.cpu.barrier import RowShare, Team
+from engine.kernels.cpu.buffers import round_up
+from engine.kernels.cpu.draws import Draws, draw_rows, draw_scratch
+from engine.kernels.cpu.logits import Summaries, summarise
+from engine.kernels.cpu.machine import LANES, why_no_loops
+from engine.kernels.cpu.mailbox import lead, mailboxes
+from engine.kernels.cpu.phases import PHASES
+from engine.kernels.cpu.stored import Kernel, Stored, job, stored
+from engine.logits import Summary
+from engine.sampling.row_math import DeviceRows, Drawing, RandomRows, RowMath
+from mesh.domain.request import SamplingParams
+
+
+class RowThreads(Protocol):
+    """Plug point: OneThread, and LoopThreads of the compiled decoder."""
+
+    @property
+    def count(self) -> int: ...
+
+    def run(self, kernel: Kernel, arguments: Sequence[Sequence[Stored]]) -> None:
+        """Run a kernel in all threads, each with its own arguments, three, and its team behind them."""
+        ...
+
+
+class OneThread:
+    """The caller alone."""
+
+    count = 1
+
+    def __init__(self) -> None:
+        none = np.zeros(1, np.int64)
+        cycles, share = np.zeros(len(PHASES) + 1, np.int64), RowShare(0, 0, none)
+        self._team = stored(Team(0, 1, none, 0, 1, none, cycles, share))
+        self._boxes = mailboxes(1)
+
+    def run(self, kernel: Kernel, arguments: Sequence[Sequence[Stored]]) -> None:
+        [own] = arguments
+        lead(job(kernel, (*own, self._team), Range(0, 0)), self._boxes, np.zeros(0, np.int64))
+
+
+class HostRows:
+    """RowMath of tensors on CPU. What it compiles is compiled here, as no request shall wait for it."""
+
+    def __init__(self, threads: RowThreads | None = None) -> None:
+        self._threads = threads or OneThread()
+        self._scratch: list[Stored] = []
+        summarise(np.zeros((1, 1), np.float32))
+        wanted = RandomRows([0], [SamplingParams(max_new_tokens=1, temperature=1.0)], np.zeros(1))
+        self.drawing(wanted, 1).tokens(torch.zeros((1, 1)), {})
+
+    def summarise(self, values: Tensor) -> Summary:
+        return host_summary(summarise(_with_whole_rows(values).numpy()))
+
+    def argmax(self, values: Tensor) -> Tensor:
+        return torch.from_numpy(values.numpy().argmax(1))
+
+    def drawing(self, wanted: RandomRows, vocab_size: int) -> Drawing:
+        return _HostDrawing(wanted, vocab_size, self)
+
+    def draw(self, draws: Draws) -> None:
+        """Draw the tokens."""
+        threads, length = self._threads, round_up(draws.num_columns, LANES)
+        if self._scratch and len(self._scratch[0].value.values) != length:
+            self._scratch.clear()
+        while len(self._scratch) < threads.count:
+            self._scratch.append(stored(draw_scratch(draws.num_columns)))
+        given = stored(draws)
+        threads.run(draw_rows, [(given, own, own) for own in self._scratch[: threads.count]])
+
+
+class _HostDrawing:
+    def __init__(self, wanted: RandomRows, vocab_size: int, rows: HostRows) -> None:
+        self._rows = rows
+        limits = [
+            (p.temperature, p.top_k if p.top_k < vocab_size else 0, p.top_p, p.min_p, p.typical_p, uniform)
+            for p, uniform in zip(wanted.params, wanted.uniforms.tolist(), strict=True)
+        ]
+        self._limits = np.array(limits, np.float64)
+        self.arrays: Arrays = {"drawing": np.array(wanted.rows, np.int64)}
+
+    def tokens(self, logits: Tensor, tensors: Tensors) -> Tensor:
+        logits, rows = _with_whole_rows(logits), self.arrays["drawing"]
+        places, tokens = Matrix(logits.data_ptr(), logits.stride(0) * logits.element_size()), np.empty_like(rows)
+        self._rows.draw(Draws(places, logits.shape[1], rows, self._limits, tokens))
+        return torch.from_numpy(tokens)
+
+
+def host_summary(summaries: Summaries) -> Summary:
+    """Shares the memory of `largest` and `normalisers`."""
+    largest, normaliser, highest = map(torch.from_numpy, summaries)
+    return Summary(largest, normaliser, highest - normaliser)
+
+
+def _with_whole_rows(values: Tensor) -> Tensor:
+    return values if values.stride(1) == 1 else values.contiguous()
+
+
+def rows_for(device: torch.device, threads: RowThreads | None = None) -> RowMath:
+    return HostRows(threads) if device.type == "cpu" and why_no_loops() is None else DeviceRows()

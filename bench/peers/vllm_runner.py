@@ -70,6 +70,8 @@ class Runner:
     def __init__(self, wire: Wire, options: Options) -> None:
         self._wire = wire
         self._engine = engine(options)
+        drawn = options.sampling
+        self._sampling = {"temperature": 0.0} if drawn is None else drawn._asdict()
 
     def run(self) -> None:
         """Serve requests until the driver closes stdin."""
@@ -87,7 +89,7 @@ class Runner:
         from vllm.sampling_params import RequestOutputKind
 
         sampling = SamplingParams(
-            temperature=0.0,
+            **self._sampling,
             max_tokens=request.max_new_tokens,
             ignore_eos=True,
             detokenize=False,

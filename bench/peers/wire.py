@@ -3,7 +3,8 @@ environment of each peer.
 
 Messages are lines of JSON. To the runner: {"id": 1, "prompt": [5, 9], "max_new_tokens": 2}; end of file stops it.
 From the runner: {"ready": true}, then {"id": 1, "tokens": [7]} for new tokens and {"id": 1, "done": true} at the end.
-Decoding is greedy and ignores the end of sequence, so each request gets exactly max_new_tokens tokens.
+Decoding is greedy unless --sampling says otherwise, and ignores the end of sequence, so each request gets exactly
+max_new_tokens tokens.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 _GATHER_S = 0.01  # requests that are sent together arrive within this time
 
@@ -78,6 +80,29 @@ class Wire:
         self._requests.put(None)
 
 
+class Sampling(NamedTuple):
+    """How tokens are drawn; off are top_p 1 and top_k 0."""
+
+    temperature: float
+    top_p: float
+    top_k: int
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--sampling", *map(str, self)]
+
+
+def add_sampling_flag(parser: argparse.ArgumentParser) -> None:
+    """Its values are texts, see `sampling_of`."""
+    about = "draw tokens, e.g. 0.7 0.8 20; without it the most likely ones are taken"
+    parser.add_argument("--sampling", nargs=3, metavar=("TEMPERATURE", "TOP_P", "TOP_K"), help=about)
+
+
+def sampling_of(given: Sequence[str] | None) -> Sampling | None:
+    """The values of the flag."""
+    return None if given is None else Sampling(float(given[0]), float(given[1]), int(given[2]))
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """Options of every runner. `precision` is none (fp32), bf16, int8 or int4; `budget` 0 means the peer's default.
@@ -91,6 +116,7 @@ class Options:
     max_seqs: int
     kv_tokens: int
     eager: bool = False
+    sampling: Sampling | None = None
 
 
 def parse_options() -> Options:
@@ -101,7 +127,9 @@ def parse_options() -> Options:
     for name in ("threads", "budget", "max-seqs", "kv-tokens"):
         parser.add_argument(f"--{name}", type=int, required=True)
     parser.add_argument("--eager", action="store_true")
-    return Options(**vars(parser.parse_args()))
+    add_sampling_flag(parser)
+    given = vars(parser.parse_args())
+    return Options(sampling=sampling_of(given.pop("sampling")), **given)
 
 
 def run(serve: Callable[[Options], None], convert: Callable[[Path, Path, str], None] | None = None) -> None:
@@ -113,10 +141,12 @@ def run(serve: Callable[[Options], None], convert: Callable[[Path, Path, str], N
         serve(parse_options())
 
 
-def serve_static_batches(wire: Wire, max_seqs: int, generate: Callable[[list[Request]], None]) -> None:
+def serve_static_batches(wire: Wire, options: Options, generate: Callable[[list[Request]], None]) -> None:
     """Serve requests of an engine without continuous batching until the driver closes stdin: waiting requests form a
-    batch, later ones wait for the next. `generate` sends all tokens of a batch to the driver.
+    batch, later ones wait for the next. `generate` sends all tokens of a batch to the driver, the most likely ones.
     """
+    if options.sampling is not None:
+        sys.exit("--sampling: this runner takes the most likely tokens only")
     wire.ready()
     waiting: list[Request] = []
     while True:
@@ -124,7 +154,7 @@ def serve_static_batches(wire: Wire, max_seqs: int, generate: Callable[[list[Req
             waiting = wire.arrived(wait_s=None)
             time.sleep(_GATHER_S)
         waiting += wire.arrived()
-        batch, waiting = waiting[:max_seqs], waiting[max_seqs:]
+        batch, waiting = waiting[: options.max_seqs], waiting[options.max_seqs :]
         generate(batch)
         for request in batch:
             wire.done(request.id)

@@ -2,8 +2,8 @@
 
 An encoding says what the numbers of a matrix mean: float, int8, fp8, int4 or, for some matrices of a model in int4,
 int8 in groups. LinearParameters is a matrix as it is loaded. Every memory layout of a matrix, oneDNN's or that of the
-compiled loops, is built from LinearParameters, so each encoding is stored in one way. `engine/models/linear.py` has the layers that
-multiply with float and int8; the others are for the compiled decoder only.
+compiled loops, is built from LinearParameters, so each encoding is stored in one way. `engine/models/linear.py` has the
+layers that multiply with float and int8; the others are for the compiled decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -118,7 +118,7 @@ def _code_digest() -> str:
 
 
 def _run(stage: Stage, device: str, work_s: float) -> dict[str, Any]:
-    """What a stage found. Its process is forked from one that has imported torch and the engine, which takes seconds."""
+    """What a stage found. Its process is forked from one that has imported the engine, which takes seconds."""
     begun_s = time.monotonic()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.gpu.stages", "engine.loading.load_runner"])

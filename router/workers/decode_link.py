@@ -246,7 +246,7 @@ class DecodeLinks:
 
     def reconcile(self) -> None:
         """Open links to workers that are in the table, and close the others."""
-        views = self._membership.workers()
+        views = self._membership.views()
         present = {
             view.info.incarnation: view.info
             for view in views

@@ -1,7 +1,6 @@
 """Runs routers, modelled workers, a Redis and open streams, each in a process of its own, and reads their counters."""
 
 import asyncio
-import ctypes
 import json
 import os
 import secrets
@@ -24,10 +23,10 @@ from redis.asyncio import Redis
 from bench.modelled_workers import MAX_MODEL_LEN, MODEL_NAME
 from bench.processes import cpu_s
 from mesh.domain.worker import WorkerRole
+from mesh.parent import end_with
 from mesh.settings import as_flags
 from tandem_cli.simulation.mesh import write_model
 
-_PR_SET_PDEATHSIG = 1
 _START_S = 600.0
 _WORKERS_A_PROCESS = 250
 _NUM_STREAM_PROCESSES = 2
@@ -187,7 +186,7 @@ class Mesh:
                 stderr=errors,
                 env=self._environment,
                 limit=1 << 20,
-                preexec_fn=partial(_prepare, cores),
+                preexec_fn=partial(_prepare, cores, os.getpid()),
             )
         child = Child(module, process, log)
         self._stack.push_async_callback(child.end)
@@ -202,7 +201,7 @@ class Mesh:
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.DEVNULL,
-            preexec_fn=partial(_prepare, self._other_cores),
+            preexec_fn=partial(_prepare, self._other_cores, os.getpid()),
         )
         self._stack.push_async_callback(process.wait)
         self._stack.callback(_kill, process)
@@ -298,11 +297,11 @@ class Mesh:
         return int(sum(child.totals[name] for child in self.streams))
 
 
-def _prepare(cores: Collection[int]) -> None:
+def _prepare(cores: Collection[int], parent: int) -> None:
     """Run in a child before it executes its program: it has these cores, and dies with this process, however that
     ends."""
     os.sched_setaffinity(0, cores)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    end_with(parent, signal.SIGKILL)
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:

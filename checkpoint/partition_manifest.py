@@ -47,8 +47,8 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.loading.resolve`. Those
-    that are not quantised are of `dtype`. `source` has each file of the checkpoint, by its path.
+    """A partitioned model. `weights_digest` identifies the weights it was made of, see `engine.loading.resolve`.
+    `dtype` is that of weights which are not quantised. `source` has each file of the checkpoint, by its path.
     """
 
     folder: Path

@@ -231,8 +231,7 @@ class DecodeService:
         """Send each router its tokens of this step."""
         steps: dict[int, tuple[Session, Step]] = {}
         for output in result.outputs:
-            key = (output.request_id, output.attempt)
-            entry = self._entries.get(key)
+            entry = self._entries.get(output.key)
             if entry is None:
                 continue  # the sequence has ended meanwhile
             _, step = steps.setdefault(id(entry.session), (entry.session, Step([])))
@@ -241,7 +240,7 @@ class DecodeService:
                 self._metrics.cached(output.cached_tokens)
             entry.forks.clear()  # its first step has started them
             if output.finish_reason is not None:
-                self._forget(key)
+                self._forget(output.key)
         for session, step in steps.values():
             self._send(session, step)
         self._metrics.preempted(len(result.preempted))

@@ -119,7 +119,7 @@ class Session:
             if waiting:
                 self._in_parts[key] = waiting  # moves to the end, behind other sequences
         for output in step.outputs:
-            key = (output.request_id, output.attempt)
+            key = output.key
             if key in self._in_parts:
                 self._in_parts[key].append(output)
                 continue

@@ -15,15 +15,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice, product
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tandem
 from demo_model.questions.numbers import ADD, MULTIPLY, SUBTRACT, difference_of, product_of, sum_of
 from demo_model.questions.sample import Sample
 from mesh.interrupts import run_async, run_program
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase  # which take seconds to import
 
 ROWS = 128
 REQUESTS_AT_ONCE = 32

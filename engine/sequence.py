@@ -15,8 +15,7 @@ from enum import Enum, auto
 from mesh.domain.kv import BlockHash
 from mesh.domain.request import SequenceSpec
 from mesh.domain.tokens import FinishReason, PromptLogprob
-
-SequenceKey = tuple[str, int]
+from mesh.domain.tokens import SequenceKey as SequenceKey
 
 
 class BlockPayloads(dict[BlockHash, bytes]):
@@ -80,8 +79,7 @@ class SequenceState:
 
     @property
     def key(self) -> SequenceKey:
-        """Identity within an engine: request id and attempt."""
-        return self.request.request_id, self.request.attempt
+        return self.request.key
 
     @property
     def held_blocks(self) -> list[int]:

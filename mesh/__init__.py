@@ -6,6 +6,7 @@ rpc/                     gRPC servers, channels, credentials, error statuses, he
 redis_connection.py      connections, key names and messages of the Redis registry
 settings.py              settings from flags, environment and a TOML file
 process.py               start, signals and stop of a service process; secrets for a child; exit when the loop is stuck
+parent.py                the end of a process with its parent
 fork_server/             a process that has imported the services' modules and forks the services
 logs.py, line_writer.py  logs
 metrics.py, tracing.py   Prometheus metrics and OpenTelemetry traces

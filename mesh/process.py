@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import resource
-import signal
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, MutableMapping, Sequence
@@ -41,7 +40,7 @@ PARENT_ENV = "TANDEM_UP_PARENT"
 _STUCK_TURNS = 20
 # Writing the stacks may hang too.
 _REPORT_S = 2.0
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 _KEEP_BYTES = 256 << 20
 _MMAP_BYTES = 32 << 20  # glibc's maximum
@@ -171,15 +170,6 @@ def adopt_orphans() -> None:
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def end_with(parent: int) -> None:
-    """Let Linux send SIGTERM to this process when the thread of `parent` that has started it ends."""
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-    if os.getppid() != parent:  # it has ended before
-        os.kill(os.getpid(), signal.SIGTERM)
 
 
 def announce(event: str, **fields: Any) -> None:

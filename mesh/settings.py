@@ -85,7 +85,7 @@ _METAVARS = {
     "transports": "NAME,...",
     "on": "ray[://HOST:PORT]",
 }
-"""What values are called in `--help`, by the endings of their settings' names."""
+"""Names of values in `--help`, by the endings of their settings' names."""
 _METAVARS_BY_TYPE: Mapping[object, str] = {int: "N", float: "X", str: "NAME"}
 
 BARE = "true"

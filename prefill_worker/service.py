@@ -264,7 +264,7 @@ class PrefillService:
     def on_step(self, result: StepResult) -> None:
         """Deliver first tokens and failures to the waiting calls."""
         for output in result.outputs:
-            prompt = self._prompts.get((output.request_id, output.attempt))
+            prompt = self._prompts.get(output.key)
             if prompt is not None:
                 self._metrics.cached(output.cached_tokens)
                 prompt.first_token.set_result(output)

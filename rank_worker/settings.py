@@ -73,8 +73,8 @@ class RankSettings(MemberSettings):
         return ModelSource(self.model, self.revision, self.model_cache)
 
     def leader_credentials(self) -> Credentials:
-        """Those for the leader's port. With a key of its own it is on loopback, without TLS, because the certificate of
-        a worker need not name that address.
+        """The credentials for the leader's port. With a key of its own it is on loopback, without TLS, because the
+        certificate of a worker need not name that address.
         """
         return Credentials(MeshKey(self.leader_key)) if self.leader_key else self.load_credentials()
 

@@ -196,7 +196,7 @@ class RouterProcess:
             await self._has_changed.wait()
             self._has_changed.clear()
             begun_s = time.thread_time()
-            self.journal.keep(self.membership.workers())
+            self.journal.keep(self.membership.views())
             self._channels.reconcile()
             self._links.reconcile()
             for model_router in self.model_routers:

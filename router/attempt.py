@@ -202,7 +202,7 @@ class Attempt:
 
     def _on_prefill(self, event: PrefillEvent) -> None:
         if isinstance(event, SequenceOutput):
-            if (event.request_id, event.attempt) != (self._request.request_id, self._request.attempt):
+            if event.key != self._request.key:
                 return
             if event.tokens:  # events without tokens carry log-probs of the prompt
                 self._has_first_token = True
@@ -237,7 +237,7 @@ class Attempt:
 
         `run` calls this; callers only need it if `run` never ran.
         """
-        self._link.abort((self._request.request_id, self._request.attempt))
+        self._link.abort(self._request.key)
         if self._prefill_call is not None:
             self._prefill_call.cancel()
         self._reservation.release()

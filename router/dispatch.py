@@ -85,7 +85,7 @@ class FailureHistory:
         """True if the next attempt should use no prefill worker."""
         return self._num_failures >= _PREFILL_LOCALLY_AFTER
 
-    def after(self, error: Replayable, *, num_tokens: int, has_prefill: bool, blamed: WorkerInfo | None) -> float:
+    def count(self, error: Replayable, *, num_tokens: int, has_prefill: bool, blamed: WorkerInfo | None) -> float:
         """Count a failure and return the minimum seconds to wait before the next attempt.
 
         `num_tokens` is the choice's number of tokens by now, `has_prefill` tells whether a prefill worker computed the
@@ -219,7 +219,7 @@ class Dispatcher:
             }
             has_prefill = attempt is not None and attempt.placement.prefill is not None
             try:
-                delay_s = failures.after(
+                delay_s = failures.count(
                     error, num_tokens=len(choice.token_ids), has_prefill=has_prefill, blamed=blamed
                 )
             except MeshError:

@@ -6,6 +6,7 @@ import json
 import os
 import secrets
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -23,7 +24,8 @@ from mesh.domain.host import is_loopback
 from mesh.fork_server.client import ForkServer, can_fork
 from mesh.interrupts import run_async
 from mesh.line_writer import steady_output
-from mesh.process import PARENT_ENV, end_with
+from mesh.parent import end_with
+from mesh.process import PARENT_ENV
 from mesh.rpc.server import require_free
 from mesh.settings import as_flags, load_settings
 from router.settings import RouterSettings
@@ -72,7 +74,7 @@ def add_arguments(parser: CommandParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Start the mesh and serve until a signal arrives. Returns the exit status."""
     if (parent := os.environ.get(PARENT_ENV)) is not None:
-        end_with(int(parent))
+        end_with(int(parent), signal.SIGTERM)
     display = Display(error_console())
     unknown = check_names(args.config, os.environ)
     written = None if args.serving_properties else find_written(models_of(args))

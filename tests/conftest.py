@@ -24,6 +24,10 @@ LENGTHENED = {"unit": 1.5}
 those of `service` mostly wait, and meshes of `e2e` all have their decode workers on one core. A third of `unit` comes
 when all others have begun: short tests, which keep all processes busy until the end.
 """
+LONG = ("tests/component/test_triton_attention.py", "tests/e2e/test_troubled_logs.py")
+"""Units that take half a minute on one core and would come last: they begin in the middle of the run, because at its
+end the other processes would wait for them.
+"""
 ALONE = ("tests/e2e/", "tests/service/test_switching.py")
 """Tests that share nothing, and so run in any process: each has a mesh or a process of its own."""
 
@@ -91,7 +95,7 @@ def _places(units: Iterable[str]) -> dict[str, float]:
     for unit in dict.fromkeys(units):
         by_folder.setdefault(unit.removeprefix("tests/").partition("/")[0], []).append(unit)
     return {
-        unit: LENGTHENED.get(folder, 1.0) * number / len(inside)
+        unit: LENGTHENED.get(folder, 1.0) * number / len(inside) * (0.5 if unit.startswith(LONG) else 1.0)
         for folder, inside in by_folder.items()
         for number, unit in enumerate(inside)
     }

@@ -58,7 +58,7 @@ def hint_at_gguf(folder: Path) -> str:
 
 
 def open_gguf(path: Path) -> GgufFile:
-    """Open a model. Of a model in several files any part may be named. Raises ConfigurationError."""
+    """Open a model. If it lies in several files, `path` may be any of them. Raises ConfigurationError."""
     try:
         import gguf
     except ModuleNotFoundError as error:

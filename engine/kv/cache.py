@@ -157,7 +157,7 @@ class KVCache:
         Raises ValueError if `out` has the wrong size or is read-only, IndexError for a block, layer or head that is not
         in this cache.
         """
-        self._require(span)
+        span.require_inside(self.span)
         if self._copies is None:
             self.read_part(block_ids, span, out)
             return
@@ -179,7 +179,7 @@ class KVCache:
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
         """Copy `data`, laid out as in `read_blocks`, to `span` of these blocks. Raises the same errors."""
-        self._require(span)
+        span.require_inside(self.span)
         if self._copies is None:
             self.write_part(block_ids, span, data)
             return
@@ -197,7 +197,7 @@ class KVCache:
 
     def copy_out(self, block_ids: Sequence[int], span: KVSpan, out: Buffer, seed: int) -> int:
         """Like `read_blocks`; returns the XXH3-64 of `out`."""
-        self._require(span)
+        span.require_inside(self.span)
         pieces = self._pieces(block_ids, span)
         if pieces is None:
             return read_and_hash(self.read_blocks, block_ids, span, out, seed)
@@ -205,7 +205,7 @@ class KVCache:
 
     def copy_in(self, block_ids: Sequence[int], span: KVSpan, data: Buffer, seed: int) -> int:
         """Like `write_blocks`; returns the XXH3-64 of what was written, even if somebody changes `data` meanwhile."""
-        self._require(span)
+        span.require_inside(self.span)
         if self._copies is not None:
             return self._land(block_ids, span, data, seed)
         pieces = self._pieces(block_ids, span)
@@ -246,10 +246,6 @@ class KVCache:
             num_bytes,
         )
         return pieces if can_copy(pieces, len(block_ids)) else None
-
-    def _require(self, span: KVSpan) -> None:
-        if not span.is_inside(self.span):
-            raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
 
     def _require_blocks(self, block_ids: Sequence[int]) -> None:
         if block_ids and not 0 <= min(block_ids) <= max(block_ids) < self.num_blocks:

@@ -45,8 +45,8 @@ def worth_of(tenant: str, hints: CacheHints, now_s: float) -> Worth:
 def combined(old: Worth, new: Worth, now_s: float) -> Worth:
     """The worth of a block with worth `old` that another sequence has used since.
 
-    A conversation may take its own hints back. Those of others, which share the beginning of the prompt, count as
-    long as they are stronger, and a weaker hint counts after them if it holds for longer.
+    A conversation may take its own hints back. Hints of other conversations, which share the beginning of the prompt,
+    count as long as they are stronger; a weaker hint counts after them if it holds for longer.
     """
     if old.until_s <= now_s or _is_of(new.conversation, old):
         return new if old.then is None else combined(old.then, new, now_s)

@@ -47,12 +47,12 @@ class ShardedKVCache:
             shard.clear_blocks(block_ids, first_token)
 
     def read_blocks(self, block_ids: Sequence[int], span: KVSpan, out: Buffer) -> None:
-        self._require(span)
+        span.require_inside(self.span)
         for shard in self._shards:
             shard.read_part(block_ids, span, out)
 
     def write_blocks(self, block_ids: Sequence[int], span: KVSpan, data: Buffer) -> None:
-        self._require(span)
+        span.require_inside(self.span)
         for shard in self._shards:
             shard.write_part(block_ids, span, data)
 
@@ -67,10 +67,6 @@ class ShardedKVCache:
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
         return self._own.pin(memory)
-
-    def _require(self, span: KVSpan) -> None:
-        if not span.is_inside(self.span):
-            raise IndexError(f"{span} is not completely in this cache, which has {self.span}")
 
 
 AnyKVCache: TypeAlias = KVCache | ShardedKVCache

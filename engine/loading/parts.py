@@ -43,7 +43,9 @@ from mesh.domain.errors import ConfigurationError
 from mesh.domain.kv import KVLayout, Span
 
 _MATRIX_BYTES = {"int8": 1, "int4": 0.5 + 3 / INT4_GROUP, "fp8": 2}
-"""Of a number of a matrix; groups in int4 have a scale and a zero. Models in fp8 may have some matrices in bf16."""
+"""Bytes of a number of a matrix, by encoding; groups in int4 have a scale and a zero. Models in fp8 may have some
+matrices in bf16.
+"""
 
 
 def assemble_runner(

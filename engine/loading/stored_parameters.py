@@ -101,23 +101,20 @@ def find_modules(
     for source in (source for spec in specs for source in spec.sources):
         if source.member is not None and len(source.shape) == 3:
             count, num_inputs, num_outputs = source.shape
-            for candidate in (source.name, source.name.partition(".")[2]):
-                module = find_stacked(candidate, count, (num_outputs, num_inputs), stored, quantization)
-                if module is not None:
-                    modules[source.name] = module
-                    break
+            names: tuple[str, ...] = (source.name, source.name.partition(".")[2])
+            found = (find_stacked(name, count, (num_outputs, num_inputs), stored, quantization) for name in names)
         elif len(source.shape) == 2 and source.name.endswith(".weight"):
-            name = source.name.removesuffix(".weight")
             as_stored = stored_name(source.name, stored)
             module_name = as_stored.removesuffix(".weight")
             if as_stored in stored and quantization is not None and quantization.storage_of(module_name) is not None:
                 promised.append(as_stored)
-            shape = source.shape[::-1] if source.transposed else source.shape
-            for candidate in possible_names(name):
-                module = find_module(candidate, (shape[0], shape[1]), stored, quantization)
-                if module is not None:
-                    modules[source.name] = module
-                    break
+            rows, columns = source.shape[::-1] if source.transposed else source.shape
+            names = possible_names(source.name.removesuffix(".weight"))
+            found = (find_module(name, (rows, columns), stored, quantization) for name in names)
+        else:
+            continue
+        if (module := next(filter(None, found), None)) is not None:
+            modules[source.name] = module
     if promised and not modules and not stores_quantized(stored):
         raise ConfigurationError(
             f"{stored[promised[0]].path.parent}: no matrix is quantised, though config.json says so ({quantization}): "

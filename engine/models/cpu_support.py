@@ -24,7 +24,7 @@ from mesh.domain.kv import KVLayout
 _CACHE_DTYPES = ("float32", "float16", "int8")
 _BLOCKS = ("sequential", "parallel", "parallel-shared", "sandwich", "behind", "single")
 _ADDED_BLOCKS = ("sequential", "single")
-"""Those with room for a recurrence, and for experts."""
+"""Blocks that may have a recurrence, and experts."""
 _REQUIRED_FACTS = {"embed_size": None, "final_norm": True}
 """Facts that a model must have for the loop. Facts that the loop supports either way are not listed."""
 KERNEL_ACTIVATIONS: Mapping[str, int] = {

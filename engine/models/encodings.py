@@ -1,10 +1,9 @@
 """The encodings in which matrices of weights are stored, and the parameters of a model as they are loaded.
 
 An encoding says what the numbers of a matrix mean: float, int8, fp8, int4 or, for some matrices of a model in int4,
-int8 in groups. LinearParameters is a matrix as it is
-loaded. Every memory layout of a matrix, oneDNN's or that of the compiled loops, is built from LinearParameters, so each
-encoding is stored in one way. `engine/models/linear.py` has the layers that multiply with float and int8; the others
-are for the compiled decoder only.
+int8 in groups. LinearParameters is a matrix as it is loaded. Every memory layout of a matrix, oneDNN's or that of the
+compiled loops, is built from LinearParameters, so each encoding is stored in one way. `engine/models/linear.py` has the
+layers that multiply with float and int8; the others are for the compiled decoder only.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -20,18 +19,20 @@ from engine.models.rounding import INT4_GROUP, round_to_int4, round_to_int8, rou
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearParameters:
-    """A matrix [outputs, inputs] and its bias [outputs].
+    """A matrix [outputs, inputs] and its bias [outputs]. Scales are fp32. Number [output, input] of the matrix is, by
+    encoding:
 
-    Encoding "float": `weight` is the matrix. Encoding "int8": row `output` of the matrix is `scales[output] *
-    weight[output]`, with `weight` in [-128, 127] and fp32 scales. Encoding "fp8": number [output, input] is
-    `weight[output, input] * scales[output, group]`, with `weight` in e4m3 and fp32 scales [outputs, groups]; of outputs
-    in other forms (engine/kernels/cpu/machine.py) it is `numbers[output, input]`, fp32.
-    Encoding "int4": inputs are in groups, the last of which may be narrower. Number [output, input] is `(weight[output,
-    input] - zeros[output, group]) * scales[output, group]`, with `weight` uint8 in [0, 15], `zeros` uint8, and fp32
-    scales [outputs, groups]. If it `is_mxfp4`, `weight` has numbers of levels (engine/kernels/cpu/nibbles.py) in place
-    of them, in groups of 32. Encoding "int8 in groups" is int4 with `weight` in [1, 255]. With an `order`, int64
-    [inputs], column i of `weight` is for input `order[i]`, and groups are groups of columns. Products have a `factor`
-    besides.
+    float           weight[output, input]
+    int8            weight[output, input] * scales[output], with `weight` in [-128, 127]
+    fp8             weight[output, input] * scales[output, group], with `weight` in e4m3; outputs in other forms
+                    (engine/kernels/cpu/machine.py) have fp32 `numbers[output, input]` instead
+    int4            (weight[output, input] - zeros[output, group]) * scales[output, group], with `weight` in [0, 15];
+                    with `is_mxfp4`, `weight` numbers the levels (engine/kernels/cpu/nibbles.py) that count in its
+                    place, and groups have 32 inputs
+    int8 in groups  as int4, with `weight` in [1, 255]
+
+    A group is of neighbouring inputs; the last one may be narrower. With an `order`, int64 [inputs], column i of
+    `weight` is for input `order[i]`, and groups are of neighbouring columns. Products are multiplied by `factor`.
     """
 
     weight: Tensor

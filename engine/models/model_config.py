@@ -189,7 +189,7 @@ class ModelConfig:
 
     activation: str = "silu"
     activation_factors: tuple[float, float] = field(default=(1.0, 1.0), repr=False)
-    """Of what the activation of MLPs takes, and of its result."""
+    """Factors of the inputs and of the results of the activation of MLPs."""
     gated: bool = True
     experts: ExpertsConfig | None = None
 

@@ -18,7 +18,7 @@ MIXED_NORMS = ("input_out_norm", "mlp_only_norm", "router_norm", "experts_norm",
 
 
 def take_norms(parameters: Parameters, layer: str, config: ModelConfig) -> dict[str, Floats]:
-    """Those of MIXED_NORMS that the layer has, [1, hidden] each."""
+    """The layer's norms of MIXED_NORMS, [1, hidden] each."""
     assert config.mixed is not None
     names = (*MIXED_NORMS[: int(config.mixed.input_width > 0)], *(MIXED_NORMS[1:] if config.experts else ()))
     taken: dict[str, Floats] = {name: parameters.take(f"{layer}.{name}").float()[None].numpy() for name in names}

@@ -27,7 +27,9 @@ _MANY_ROWS = 64
 _MANY_ROWS_WITH_AMX = 256
 """They are needed for each share: arithmetic takes so little time."""
 _MAX_COST = 1.25
-"""Of a share, divided by the mean. One query with a very long context is better attended to by all threads."""
+"""The most that a share may cost, as a multiple of the mean. One query with a very long context is better attended to
+by all threads.
+"""
 
 
 class RowCut(NamedTuple):

@@ -14,7 +14,7 @@ _DOUBLED = torch.tensor(E2M1_LEVELS, dtype=torch.int8) - E2M1_ZERO
 _NUMBERS = torch.zeros(2 * E2M1_ZERO + 1, dtype=torch.uint8)
 _NUMBERS[list(E2M1_LEVELS)] = torch.arange(len(E2M1_LEVELS), dtype=torch.uint8)
 _BIAS = 127
-"""Of the scales' exponents."""
+"""The bias of the scales' exponents."""
 
 
 def parts(storage: MatrixStorage, shape: Shape) -> Parts:

@@ -72,7 +72,7 @@ class InputStatistics:
 
     @classmethod
     def merged(cls, parts: Sequence["InputStatistics"]) -> "InputStatistics":
-        """Those of all tokens of the parts, which count the same channels."""
+        """The statistics of all tokens of `parts`, which have the same channels."""
         total = cls(len(parts[0].largest), needs_gram=bool(parts[0].gram.numel()))
         for part in parts:
             torch.maximum(total.largest, part.largest, out=total.largest)

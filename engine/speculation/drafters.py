@@ -4,9 +4,9 @@ NgramDrafter drafts what followed an earlier occurrence of the last tokens (prom
 drafts by a smaller model with the same vocabulary (Leviathan et al. 2023).
 
 The draft model has its own KV cache with the same block ids: a block allocated for the large model's KV is allocated
-for the draft model's, too, so block pool, prefix cache and transfers need no changes. Of a large model with groups of
-layers (mesh/domain/kv_groups.py) it uses the blocks of the first group, and those of the others stay empty. Tokens that
-the draft model has not computed, after a prompt, a replay or a pause, are computed in chunks before it drafts. It
+for the draft model's, too, so block pool, prefix cache and transfers need no changes. If the large model has
+groups of layers (mesh/domain/kv_groups.py), it uses the blocks of the first group, and leaves the others empty. Tokens
+that the draft model has not computed, after a prompt, a replay or a pause, are computed in chunks before it drafts. It
 samples with the same parameters and random draws as the large model, so that the two agree as often as possible.
 """
 

@@ -25,7 +25,9 @@ class _Sides(NamedTuple):
 
 
 def _imported_late(module: str, name: str) -> _Sides:
-    """Those of a module that imports torch, which takes seconds."""
+    """Both sides of a transport whose module is imported when one of them is opened: it imports torch, which takes
+    seconds.
+    """
     path = f"{__name__}.{module}"
     return _Sides(
         lambda settings, max_chunk_bytes: import_module(path).open_sender(name, settings, max_chunk_bytes),

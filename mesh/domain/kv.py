@@ -84,6 +84,11 @@ class KVSpan:
         """True if the span is not empty and `other` contains all of it."""
         return self.layers.is_inside(other.layers) and self.heads.is_inside(other.heads)
 
+    def require_inside(self, cached: "KVSpan") -> None:
+        """Raise IndexError unless a cache that has `cached` has all of this span."""
+        if not self.is_inside(cached):
+            raise IndexError(f"{self} is not completely in this cache, which has {cached}")
+
     def __str__(self) -> str:
         layers, heads = self.layers, self.heads
         return f"layers {layers.first}..{layers.end - 1}, KV heads {heads.first}..{heads.end - 1}"

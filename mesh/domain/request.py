@@ -17,6 +17,7 @@ from enum import StrEnum
 from mesh.domain.cache_hints import NO_HINTS, CacheHints
 from mesh.domain.embedded_schemas import schemas_in
 from mesh.domain.errors import InvalidRequest
+from mesh.domain.tokens import SequenceKey
 
 MAX_SCHEMA_CHARS = 64 << 10
 MAX_REGEX_CHARS = 4 << 10
@@ -322,6 +323,10 @@ class Fork:
     seed: int
     traceparent: str = ""
 
+    @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
@@ -349,6 +354,10 @@ class SequenceSpec:
     forks: tuple[Fork, ...] = ()
     adapter: str = ""
     cache_hints: CacheHints = NO_HINTS
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt
 
     @property
     def kv_scope(self) -> str:

@@ -62,6 +62,10 @@ class PromptLogprob(NamedTuple):
     top: tuple[TokenLogprob, ...] = ()
 
 
+SequenceKey = tuple[str, int]
+"""The identity of a sequence: request id and attempt."""
+
+
 class SequenceOutput(NamedTuple):
     """New tokens of one sequence after one engine step.
 
@@ -77,6 +81,10 @@ class SequenceOutput(NamedTuple):
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[PromptLogprob, ...] = ()
     cached_tokens: int = 0
+
+    @property
+    def key(self) -> SequenceKey:
+        return self.request_id, self.attempt
 
     def in_parts(self) -> "Iterator[SequenceOutput]":
         """Split the output into outputs that each fit into one message."""

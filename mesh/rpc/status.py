@@ -61,8 +61,8 @@ _ERROR_BY_STATUS = {
 def details_of(error: MeshError) -> str:
     """Return the error's message as a call's status can carry it, cut at `_MAX_DETAILS_BYTES`.
 
-    Peers refuse trailing metadata of more than 8 to 16 KiB, and report RESOURCE_EXHAUSTED in place of the error. Of a
-    character outside printable ASCII, gRPC makes three bytes for each byte of its UTF-8.
+    Peers refuse trailing metadata of more than 8 to 16 KiB, and report RESOURCE_EXHAUSTED in place of the error. gRPC
+    makes three bytes of each byte of a character outside printable ASCII.
     """
     text = str(error)
     num_bytes = 0

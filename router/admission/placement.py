@@ -67,7 +67,7 @@ _Tokens = TypeVar("_Tokens", int, Numbers)
 
 
 _ALL_BLOCKS = 1 << 40
-"""Of a group that sees all tokens."""
+"""The limit of a group that sees all tokens: none."""
 
 
 class Roster:
@@ -375,7 +375,7 @@ def _choose(query: PlacementQuery, roster: Roster, fit: Mask, cost: Costs) -> in
 
 
 def _without(incarnations: frozenset[str], roster: Roster, fit: Mask) -> Mask:
-    """Those that fit, but for some runs of workers."""
+    """The workers that fit, without these runs of workers."""
     if not incarnations:
         return fit
     remaining = fit.copy()

@@ -52,7 +52,7 @@ class Channels:
 
     def reconcile(self) -> None:
         """Close the channels of workers that are gone or unknown."""
-        alive = {v.info.incarnation for v in self._membership.workers() if not v.state.is_gone}
+        alive = {v.info.incarnation for v in self._membership.views() if not v.state.is_gone}
         for incarnation in self._channels.keys() - alive:
             task = asyncio.get_running_loop().create_task(self._channels.pop(incarnation).close())
             self._closing.add(task)

@@ -31,7 +31,7 @@ from mesh.domain.errors import (
     WorkerLost,
 )
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SequenceFailure, SequenceOutput
+from mesh.domain.tokens import SequenceFailure, SequenceKey, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerRole
 from mesh.tasks import backoff_s
 from mesh.v1 import decode_pb2, decode_pb2_grpc
@@ -47,8 +47,6 @@ _MAX_OPENING = 64
 """Links that are opened at a time. A thousand that were all opened at once would all be late for the welcome."""
 _MAX_TURN_S = 2.0
 """A worker that has not answered by then lets the next one have its turn, and may still answer."""
-
-SequenceKey = tuple[str, int]
 
 _ERRORS: dict[SequenceFailure, type[MeshError]] = {
     SequenceFailure.NO_CAPACITY: WorkerBusy,
@@ -154,9 +152,9 @@ class DecodeLink:
         listener: SequenceListener,
         fork_listeners: Sequence[SequenceListener] = (),
     ) -> None:
-        self._listeners[request.request_id, request.attempt] = listener
+        self._listeners[request.key] = listener
         for fork, fork_listener in zip(request.forks, fork_listeners, strict=True):
-            self._listeners[fork.request_id, fork.attempt] = fork_listener
+            self._listeners[fork.key] = fork_listener
         start = decode_pb2.StartSequence(sequence=wire.spec_to_proto(request), transfer_id=transfer_id)
         self._commands.put_nowait(decode_pb2.AttachRequest(start=start))
 
@@ -198,12 +196,11 @@ class DecodeLink:
             self._commands.put_nowait(None)
 
     def _deliver_output(self, output: SequenceOutput) -> None:
-        key = (output.request_id, output.attempt)
-        listener = self._listeners.get(key)
+        listener = self._listeners.get(output.key)
         if listener is None:
             return
         if output.finish_reason is not None:
-            del self._listeners[key]
+            del self._listeners[output.key]
         listener.on_output(output)
 
     def _fail_all(self, error: MeshError) -> None:
@@ -249,7 +246,7 @@ class DecodeLinks:
 
     def reconcile(self) -> None:
         """Open links to workers that are in the table, and close the others."""
-        views = self._membership.workers()
+        views = self._membership.views()
         present = {
             view.info.incarnation: view.info
             for view in views

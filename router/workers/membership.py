@@ -39,12 +39,12 @@ class Membership:
         self._clock = clock
         self._require_fits = require_fits
         self._views: dict[str, WorkerView] = {}  # by id
-        self._is_in_order = True  # that of `workers`
+        self._is_in_order = True  # that of `views`
         self._next_event: dict[str, int] = {}
         self._callbacks: list[Callable[[WorkerView], None]] = []
         self._report_callbacks: list[Callable[[WorkerView], None]] = []
 
-    def workers(self) -> list[WorkerView]:
+    def views(self) -> list[WorkerView]:
         """Return all known workers, by role and id. Lost workers stay listed for a while, as LOST, for operators."""
         if not self._is_in_order:
             in_order = sorted(self._views.values(), key=lambda view: (view.info.role.value, view.info.worker_id))

@@ -100,7 +100,7 @@ class MeshView:
 
     def views(self) -> list[WorkerView]:
         """All known workers of the model with their load, lost ones included."""
-        return [view for view in self._membership.workers() if view.info.model == self._model.name]
+        return [view for view in self._membership.views() if view.info.model == self._model.name]
 
     def serving(self) -> frozenset[str]:
         """Incarnations of workers that get clients' requests."""

@@ -225,7 +225,7 @@ class RedisRegistry:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             silent = [
                 view
-                for view in self._membership.workers()
+                for view in self._membership.views()
                 if time.monotonic() - view.last_seen_s > _PROBE_AFTER_S
                 and (not view.state.is_gone or not self.connected.is_set())
             ]

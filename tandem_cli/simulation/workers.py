@@ -20,10 +20,10 @@ from mesh.domain.errors import InvalidRequest, MeshError, SequencePreempted, Wor
 from mesh.domain.kv import KVLayout
 from mesh.domain.prefill import PrefillEvent, PrefillStarted, TransferFinished
 from mesh.domain.request import SequenceSpec
-from mesh.domain.tokens import SampledToken, SequenceOutput
+from mesh.domain.tokens import SampledToken, SequenceKey, SequenceOutput
 from mesh.domain.worker import WorkerInfo, WorkerLoad, WorkerRole
 from router.served_model import ServedModel
-from router.workers.decode_link import SequenceKey, SequenceListener
+from router.workers.decode_link import SequenceListener
 from tandem_cli.simulation.engine import ModelledEngine, StepsDone
 from tandem_cli.simulation.profile import MeshProfile, WorkerProfile
 
@@ -169,7 +169,7 @@ class ModelledPrefill(ModelledWorker):
 
     def _on_step(self, done: StepsDone) -> None:
         for output in done.outputs:
-            first_token = self._prompts.get((output.request_id, output.attempt))
+            first_token = self._prompts.get(output.key)
             if first_token is not None and not first_token.done():
                 first_token.set_result(output)
 
@@ -197,7 +197,7 @@ class ModelledDecode(ModelledWorker):
         fork_listeners: Sequence[SequenceListener] = (),
     ) -> None:
         """Start an attempt, as DecodeLink.start. There are no forks."""
-        self._listeners[request.request_id, request.attempt] = listener
+        self._listeners[request.key] = listener
         self._loop.call_later(self._hop_s, self._begin, request, transfer_id)
 
     def abort(self, key: SequenceKey) -> None:
@@ -251,7 +251,7 @@ class ModelledDecode(ModelledWorker):
     def _on_step(self, done: StepsDone) -> None:
         for output in done.outputs:
             if output.finish_reason is not None:
-                self._sequences.pop((output.request_id, output.attempt), None)
+                self._sequences.pop(output.key, None)
         for sequence in done.preempted:
             self._sequences.pop(sequence.key, None)
             self._fail(sequence.key, SequencePreempted("its blocks went to older sequences"))
@@ -260,12 +260,11 @@ class ModelledDecode(ModelledWorker):
 
     def _deliver(self, outputs: Sequence[SequenceOutput]) -> None:
         for output in outputs:
-            key = (output.request_id, output.attempt)
-            listener = self._listeners.get(key)
+            listener = self._listeners.get(output.key)
             if listener is None:
                 continue
             if output.finish_reason is not None:
-                del self._listeners[key]
+                del self._listeners[output.key]
             listener.on_output(output)
 
     def _fail(self, key: SequenceKey, error: MeshError) -> None:

@@ -1,21 +1,26 @@
 """Small random checkpoints in Hugging Face format, with a byte-level tokenizer, one for each shape of model."""
 
+from __future__ import annotations
+
 import json
 import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.component.newest_families import LLAMA4, MIXED
 from tests.component.remote_families import REMOTE_FAMILIES, save_remote
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel  # which takes seconds to import
 
 VOCAB_SIZE = 264
 BOS_TOKEN_ID, EOS_TOKEN_ID, PAD_TOKEN_ID = 256, 257, 258

@@ -371,13 +371,13 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         async for request in requests:
             if request.WhichOneof("command") == "start":
                 model = FakeModel(wire.spec_from_proto(request.start.sequence))
-                key = (model.request.request_id, model.request.attempt)
+                key = model.request.key
                 prompt = _SharedPrompt()
                 run = self._run(session, model, request.start.transfer_id, self._script(model.request), prompt)
                 session.tasks[key] = asyncio.create_task(session.watch(key, prompt.computed_by(run)))
                 for fork in model.request.forked():
                     fork_run = self._run_fork(session, FakeModel(fork), prompt)
-                    fork_key = (fork.request_id, fork.attempt)
+                    fork_key = fork.key
                     session.tasks[fork_key] = asyncio.create_task(session.watch(fork_key, fork_run))
                 self.most_running = max(self.most_running, self.num_running)
                 (self.canaries if is_canary(model.request) else self.started).add(request.start)
@@ -393,7 +393,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         return self.scripts.pop(0) if self.scripts else DecodeScript()
 
     async def _run_fork(self, session: _Session, model: FakeModel, prompt: "_SharedPrompt") -> None:
-        key = (model.request.request_id, model.request.attempt)
+        key = model.request.key
         if not await prompt.is_there():
             return self._fail(session, key, SequenceFailure.NO_CAPACITY)
         self.forked.add(key)
@@ -402,7 +402,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def _run(
         self, session: _Session, model: FakeModel, transfer_id: str, script: DecodeScript, prompt: "_SharedPrompt"
     ) -> None:
-        key = (model.request.request_id, model.request.attempt)
+        key = model.request.key
         if script.refuse is not None:
             return self._fail(session, key, script.refuse)
         if transfer_id:
@@ -421,7 +421,7 @@ class FakeDecodeWorker(FakeWorker, decode_pb2_grpc.DecodeServicer):
         return await self._generate(session, model, script, is_first=not transfer_id)
 
     async def _generate(self, session: _Session, model: FakeModel, script: DecodeScript, *, is_first: bool) -> None:
-        key = (model.request.request_id, model.request.attempt)
+        key = model.request.key
         num_sent = 0
         while True:
             if script.fail_after is not None and num_sent == script.fail_after[0]:
@@ -526,7 +526,7 @@ class FakePrefillWorker(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         decode = FakeDecodeWorker.by_address[request.destination.address]
         decode.commit(request.destination.transfer_id, output.tokens[0].id)
         if script.first_token_after:
-            key = (output.request_id, output.attempt)
+            key = output.key
             await decode.sent.wait_for((key, output.first_index + script.first_token_after))
             yield first
         _raise(script.fail_after_commit)

@@ -118,10 +118,10 @@ def _code_digest() -> str:
 
 
 def _run(stage: Stage, device: str, work_s: float) -> dict[str, Any]:
-    """What a stage found. Its process is forked from one that has imported torch and no more, which takes seconds."""
+    """What a stage found. Its process is forked from one that has imported the engine, which takes seconds."""
     begun_s = time.monotonic()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.gpu.stages"])
+    context.set_forkserver_preload(["tests.gpu.stages", "engine.loading.load_runner"])
     with tempfile.TemporaryDirectory() as folder:
         out, said = Path(folder) / "figures.json", Path(folder) / "output"
         process = context.Process(target=run_stage, args=(stage.name, device, work_s, out, said))

@@ -392,5 +392,5 @@ NO_RECURRENCE = Recurrent(
     scan=ScanFacts(_ZERO, _ZERO, _ZERO, _ZERO, gate_first=False),
     places=StatePlaces(_NO_STATES, _NO_ROWS, _NO_ROWS, in_piece=0, of_layer=0),
 )
-"""Of a model without recurrent layers."""
+"""The argument for a model without recurrent layers."""
 NO_STATE_STEPS = StateSteps(np.empty((0, 0), np.int64), np.empty(0, np.bool_), _NO_COUNTS, _NO_COUNTS)

@@ -61,7 +61,7 @@ _MAX_BLOCK_KEYS = 512
 INT4_GROUPS = (32, 64, 128)
 """Inputs that may share a scale in int4."""
 FOUR_BITS, LEVELS, EIGHT_BITS = 0, 1, 2
-"""What the numbers of a matrix of a model in int4 are: integers of 4 bits, levels of MXFP4, or integers of 8 bits."""
+"""Kinds of numbers of matrices in a model in int4: integers of 4 bits, levels of MXFP4, or integers of 8 bits."""
 MAX_ZERO = 16
 """The largest zero of weights of 4 bits."""
 EIGHT_BITS_ZERO = 128

@@ -35,7 +35,7 @@ _GLM = _HEADS | {
     "routed_scaling_factor": 1.8,
     "first_k_dense_replace": 1,
 }
-"""What config.json leaves out."""
+"""Facts that config.json leaves out."""
 
 
 def deepseek_v2(plain: ModelConfig, raw: RawConfig) -> ModelConfig:

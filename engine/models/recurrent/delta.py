@@ -16,7 +16,7 @@ from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.for_kernels import NO_NUMBERS
-from engine.models.recurrent.short_conv import CausalConv
+from engine.models.recurrent.short_conv import CausalConv, split_states
 
 _CHUNK = 64
 """Tokens of one triangular system."""
@@ -40,7 +40,7 @@ class GatedDelta:
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
         facts = self._facts
-        conv_states, matrices = self._split(states)
+        conv_states, matrices = split_states(states, self._facts)
         mixed, gate, strength, decay = self._parts(rows)
         q, k, v = self._heads(self._conv.step(mixed, conv_states))
         matrices.mul_(decay.exp()[..., None, None])
@@ -51,20 +51,11 @@ class GatedDelta:
 
     def scan(self, rows: Tensor, state: Tensor) -> Tensor:
         facts = self._facts
-        conv_states, matrices = self._split(state[None])
+        conv_states, matrices = split_states(state[None], self._facts)
         mixed, gate, strength, decay = self._parts(rows)
         q, k, v = (heads.transpose(0, 1) for heads in self._heads(self._conv.scan(mixed, conv_states[0])))
         out = _scan(q, k, v, strength.T, decay.T, matrices[0])
         return self._gated(out.transpose(0, 1), gate).reshape(-1, facts.value_width)
-
-    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Views: the convolution's states [num_seqs, kernel - 1, channels], the matrices [num_seqs, heads, key_dim,
-        value_dim].
-        """
-        facts = self._facts
-        conv, matrices = states[:, : facts.conv_numbers], states[:, facts.conv_numbers :]
-        shape = (facts.num_heads, facts.key_dim, facts.value_dim)
-        return torch.unflatten(conv, 1, (facts.kernel - 1, facts.channels)), torch.unflatten(matrices, 1, shape)
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution, the gate, strengths [num_tokens, heads], and logs of decays."""

@@ -17,7 +17,7 @@ from engine.kernels.cpu.arguments import RecurrentWeights
 from engine.models.encodings import Parameters
 from engine.models.recurrent.config import RecurrentConfig
 from engine.models.recurrent.for_kernels import NO_NUMBERS
-from engine.models.recurrent.short_conv import CausalConv
+from engine.models.recurrent.short_conv import CausalConv, split_states
 
 _CHUNK = 64
 """Tokens of which all pairs are scored."""
@@ -45,7 +45,7 @@ class SelectiveScan:
         return RecurrentWeights(*self._conv.for_kernels(), rate, bias, skip, norm)
 
     def step(self, rows: Tensor, states: Tensor) -> Tensor:
-        conv_states, matrices = self._split(states)
+        conv_states, matrices = split_states(states, self._facts)
         gate, mixed, steps = self._parts(rows)
         v, k, q = self._heads(self._conv.step(mixed, conv_states))
         copies = self._facts.num_heads // self._facts.num_key_heads
@@ -55,7 +55,7 @@ class SelectiveScan:
         return self._gated((matrices * q).sum(2) + self._skip[:, None] * v, gate)
 
     def scan(self, rows: Tensor, state: Tensor) -> Tensor:
-        conv_states, matrices = self._split(state[None])
+        conv_states, matrices = split_states(state[None], self._facts)
         gate, mixed, steps = self._parts(rows)
         v, k, q = self._heads(self._conv.scan(mixed, conv_states[0]))
         decays, out = self._rate * steps, self._skip[:, None] * v
@@ -64,15 +64,6 @@ class SelectiveScan:
             chunk = slice(first, first + _CHUNK)
             out[chunk] += _scan_chunk(v[chunk] * steps[chunk, :, None], k[chunk], q[chunk], decays[chunk], grouped)
         return self._gated(out, gate)
-
-    def _split(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Views: the convolution's states [num_seqs, kernel - 1, channels], the matrices [num_seqs, heads, key_dim,
-        value_dim].
-        """
-        facts = self._facts
-        conv, matrices = states[:, : facts.conv_numbers], states[:, facts.conv_numbers :]
-        shape = (facts.num_heads, facts.key_dim, facts.value_dim)
-        return torch.unflatten(conv, 1, (facts.kernel - 1, facts.channels)), torch.unflatten(matrices, 1, shape)
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The gate, inputs of the convolution, and steps [num_tokens, heads]."""

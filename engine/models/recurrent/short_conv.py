@@ -50,6 +50,15 @@ class CausalConv:
         return out if self._bias is None else out.add_(self._bias)
 
 
+def split_states(states: Tensor, facts: RecurrentConfig) -> tuple[Tensor, Tensor]:
+    """Views of the states [num_seqs, state_numbers] of layers with heads: those of the convolution [num_seqs,
+    kernel - 1, channels], and the matrices [num_seqs, heads, key_dim, value_dim].
+    """
+    conv, matrices = states[:, : facts.conv_numbers], states[:, facts.conv_numbers :]
+    shape = (facts.num_heads, facts.key_dim, facts.value_dim)
+    return torch.unflatten(conv, 1, (facts.kernel - 1, facts.channels)), torch.unflatten(matrices, 1, shape)
+
+
 class ShortConv:
     """gate * conv(input_gate * input): rows are [input_gate, gate, input]."""
 

@@ -282,7 +282,7 @@ async def test_a_worker_that_does_not_fit_hears_of_it(redis_server: RedisServer,
                 await redis.publish("tandem:asks:misfit", b"noise")
                 await redis.publish("tandem:asks:misfit", signer.sign_refusal("former-run", "old news"))
             await asyncio.sleep(1.2)  # two more beats: it is said once
-            assert router.membership.workers() == []
+            assert router.membership.views() == []
     assert not worker.task.done()
     await worker.kill()
     [line] = [line for line in logs if line["event"] == "a router refuses this worker"]

@@ -162,7 +162,7 @@ async def test_forged_tampered_and_replayed_messages_have_no_effect(redis_server
             view = await router.until(lambda view: view.load.num_running == 2)
     took_s = time.monotonic() - began_s
     assert view.info == INFO
-    assert [view.info.worker_id for view in router.membership.workers()] == [INFO.worker_id, "last"]
+    assert [view.info.worker_id for view in router.membership.views()] == [INFO.worker_id, "last"]
     causes = [line["cause"] for line in logs if line["event"] == "registry message refused"]
     assert len(set(causes)) == 4
     assert max(causes.count(cause) for cause in causes) <= 2 + took_s  # one a second
@@ -184,7 +184,7 @@ async def test_an_expired_record_disappears(
     later = Router(redis_server.url)
     async with asyncio.timeout(60):
         await later.registry.connected.wait()
-    assert later.membership.workers() == []
+    assert later.membership.views() == []
     later.task.cancel()
     await asyncio.gather(later.task, return_exceptions=True)
 

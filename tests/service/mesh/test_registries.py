@@ -104,9 +104,9 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
     agent = RegistryAgent(INFO, engine, MEMBER)
     running = rig.register(agent)
     await rig.watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
-    assert rig.membership.workers()[0].info == INFO
+    assert rig.membership.views()[0].info == INFO
     engine.stuck.clear()  # a long step
-    seen = rig.membership.workers()[0].last_seen_s
+    seen = rig.membership.views()[0].last_seen_s
     await rig.watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
     agent.state = WorkerState.DRAINING
@@ -119,7 +119,7 @@ async def test_worker_registers_beats_drains_and_leaves(rig: Rig) -> None:
 @pytest.mark.parametrize("farewell", [WorkerState.STOPPED, WorkerState.SWITCHING])
 async def test_a_worker_that_says_farewell_is_not_lost(rig: Rig, farewell: WorkerState) -> None:
     states: list[WorkerState] = []
-    rig.membership.on_change(lambda _: states.extend(view.state for view in rig.membership.workers()))
+    rig.membership.on_change(lambda _: states.extend(view.state for view in rig.membership.views()))
     agent = RegistryAgent(INFO, FakeEngine(), MEMBER)
     running = rig.register(agent)
     await rig.watch.until(lambda view: view.load.num_running == 3)
@@ -152,7 +152,7 @@ async def test_a_worker_that_was_called_lost_comes_back_with_its_cache(rig: Rig)
     rig.register(RegistryAgent(INFO, FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.cached == {b"a"})
     rig.membership.lose(INFO)
-    assert rig.membership.workers()[0].state is WorkerState.LOST
+    assert rig.membership.views()[0].state is WorkerState.LOST
     await rig.watch.until(lambda view: view.state is WorkerState.READY and b"s" in view.cached)
 
 
@@ -162,7 +162,7 @@ async def test_a_restarted_worker_replaces_its_former_self(rig: Rig) -> None:
     first.cancel()
     rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2"), FakeEngine(), MEMBER))
     await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
-    assert [view.info.address for view in rig.membership.workers()] == ["h:2"]
+    assert [view.info.address for view in rig.membership.views()] == ["h:2"]
 
 
 async def test_two_workers_with_one_id_are_reported_once(rig: Rig) -> None:
@@ -171,12 +171,12 @@ async def test_two_workers_with_one_id_are_reported_once(rig: Rig) -> None:
         await rig.watch.until(lambda view: view.load.num_running == 3)
         rig.register(RegistryAgent(replace(INFO, incarnation="two", address="h:2", pid=7), FakeEngine(), MEMBER))
         await until(lambda: twins_in(logs))
-        later = rig.membership.workers()[0].last_seen_s + 1.2  # two beats of everybody
+        later = rig.membership.views()[0].last_seen_s + 1.2  # two beats of everybody
         await rig.watch.until(lambda view: view.last_seen_s > later)
     assert [(line["log_level"], line["in_use"], line["ignored"]) for line in twins_in(logs)] == [
         ("error", "h:2, pid 7", "h:1, pid 0")
     ]
-    assert [view.info.incarnation for view in rig.membership.workers()] == ["two"]
+    assert [view.info.incarnation for view in rig.membership.views()] == ["two"]
 
 
 @pytest.mark.parametrize("is_draining", [True, False])
@@ -191,7 +191,7 @@ async def test_a_restart_is_not_reported_as_a_second_worker(rig: Rig, is_drainin
             first.cancel()
         rig.register(RegistryAgent(replace(INFO, incarnation="two"), FakeEngine(), MEMBER))
         await rig.watch.until(lambda view: view.info.incarnation == "two" and view.state is WorkerState.READY)
-        later = rig.membership.workers()[0].last_seen_s + 2.2
+        later = rig.membership.views()[0].last_seen_s + 2.2
         await rig.watch.until(lambda view: view.last_seen_s > later)
     assert twins_in(logs) == []
 
@@ -213,8 +213,8 @@ async def test_a_worker_that_does_not_fit_or_has_another_key_never_appears(
         rig.register(RegistryAgent(misfit, FakeEngine(), MEMBER)),
         rig.register(RegistryAgent(replace(INFO, worker_id="forged"), FakeEngine(), Credentials(other_key)), other_key),
     ]
-    later = rig.membership.workers()[0].last_seen_s + 1.2  # two beats of everybody
+    later = rig.membership.views()[0].last_seen_s + 1.2  # two beats of everybody
     await rig.watch.until(lambda view: view.last_seen_s > later)
-    assert [view.info.worker_id for view in rig.membership.workers()] == [INFO.worker_id]
+    assert [view.info.worker_id for view in rig.membership.views()] == [INFO.worker_id]
     for task, final in zip(refused, (LayoutMismatch, Unauthenticated), strict=True):
         assert not task.done() or isinstance(task.exception(), final)

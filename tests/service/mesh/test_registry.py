@@ -64,7 +64,7 @@ class Watch:
 
     async def until(self, condition, timeout_s: float = LIMIT_S) -> None:
         async with asyncio.timeout(timeout_s):
-            while not (self.membership.workers() and condition(self.membership.workers()[0])):
+            while not (self.membership.views() and condition(self.membership.views()[0])):
                 self._changed.clear()
                 await self._changed.wait()
 
@@ -85,7 +85,7 @@ async def test_worker_registers_beats_through_a_long_step_and_leaves() -> None:
     running = asyncio.create_task(agent.run(server.address))
     await watch.until(lambda view: view.load.num_running == 3 and view.cached == {b"a"})
     engine.stuck.clear()
-    seen = membership.workers()[0].last_seen_s
+    seen = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen + 0.3)
     engine.stuck.set()
     agent.state = WorkerState.DRAINING
@@ -163,12 +163,12 @@ async def test_a_huge_prefix_cache_does_not_break_the_registration(repaired: Rep
     engine = HugeEngine()
     running = asyncio.create_task(RegistryAgent(INFO, engine, MEMBER).run(server.address))
     await watch.until(lambda view: bool(view.cached))
-    num_known = len(membership.workers()[0].cached)
+    num_known = len(membership.views()[0].cached)
     assert 0 < num_known <= 1 << 16
-    assert engine.hashes[-1] in membership.workers()[0].cached
+    assert engine.hashes[-1] in membership.views()[0].cached
     engine.events = [CacheEvent(b"new", False)]
     await watch.until(lambda view: b"new" in view.cached)
-    assert membership.workers()[0].state is WorkerState.READY
+    assert membership.views()[0].state is WorkerState.READY
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
     await server.stop(0)
@@ -184,7 +184,7 @@ async def test_refusals_are_final() -> None:
         await RegistryAgent(misfit, FakeEngine(), MEMBER).run(server.address)
     with pytest.raises(Unauthenticated):
         await RegistryAgent(INFO, FakeEngine(), Credentials(MeshKey("another-key-entirely"))).run(server.address)
-    assert [view.info.worker_id for view in membership.workers()] == ["decode-0"]
+    assert [view.info.worker_id for view in membership.views()] == ["decode-0"]
     await server.stop(0)
 
 
@@ -221,7 +221,7 @@ async def test_end_of_an_old_stream_does_not_lose_a_worker_that_is_back() -> Non
     first.cancel()
     await asyncio.wait([first])
     await asyncio.sleep(0.2)
-    assert membership.workers()[0].state is WorkerState.READY
+    assert membership.views()[0].state is WorkerState.READY
     second.cancel()
     await watch.until(lambda view: view.state is WorkerState.LOST)
     await server.stop(0)
@@ -237,7 +237,7 @@ async def test_beats_go_on_while_a_snapshot_waits_for_a_long_step() -> None:
     await watch.until(lambda view: view.cached == {b"a"})
     engine.stuck.clear()
     agent.ask_snapshot()
-    seen = membership.workers()[0].last_seen_s
+    seen = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen + 1.0)
     engine.stuck.set()
     await watch.until(lambda view: b"s" in view.cached)
@@ -263,7 +263,7 @@ async def test_a_router_that_was_stopped_waits_for_what_came_meanwhile(
         for _ in range(3):  # turns of the event loop, in which the task goes on
             await asyncio.sleep(0)
         time.sleep(2 * coordination.SILENT_S)  # noqa: ASYNC251 - stops the whole router, as SIGSTOP does
-    seen_s = membership.workers()[0].last_seen_s
+    seen_s = membership.views()[0].last_seen_s
     await watch.until(lambda view: view.last_seen_s > seen_s + 1)
     assert states == []
     agent.cancel()

@@ -61,7 +61,7 @@ class Worker:
         membership.on_report(lambda _: self._changed.set())
 
     def _note(self) -> None:
-        self.seen += [view.state for view in self.membership.workers()]
+        self.seen += [view.state for view in self.membership.views()]
         self._changed.set()
 
     async def drained(self) -> None:
@@ -89,10 +89,10 @@ class Worker:
     async def seen_as(self, state: WorkerState) -> WorkerView:
         """What the router has once it sees this state."""
         async with asyncio.timeout(WAIT_S):
-            while not self.membership.workers() or self.membership.workers()[0].state is not state:
+            while not self.membership.views() or self.membership.views()[0].state is not state:
                 self._changed.clear()
                 await self._changed.wait()
-        return self.membership.workers()[0]
+        return self.membership.views()[0]
 
     async def stall(self) -> None:
         """Let the engine get stuck in a step."""

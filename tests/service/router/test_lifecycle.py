@@ -115,7 +115,7 @@ async def test_workers_that_join_together_are_followed_together(
     sizes: list[int] = []
     reconcile = mesh.router._links.reconcile
     monkeypatch.setattr(
-        mesh.router._links, "reconcile", lambda: (sizes.append(len(mesh.router.membership.workers())), reconcile())
+        mesh.router._links, "reconcile", lambda: (sizes.append(len(mesh.router.membership.views())), reconcile())
     )
     for number in range(200):
         mesh.router.membership.join(replace(first.info, worker_id=f"p{number}", incarnation=f"run-{number}"))

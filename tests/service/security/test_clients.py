@@ -96,7 +96,7 @@ async def test_a_forged_worker_never_joins(make_mesh: Any, evidence: Evidence) -
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await mesh.prefill("forged", mesh_key="another-key-altogether")
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
-    assert not list(mesh.router.membership.workers())
+    assert not list(mesh.router.membership.views())
     async with open_channel(mesh.router.public.address) as channel:
         register = channel.stream_stream("/mesh.v1.Registry/Register")
         with pytest.raises(grpc.aio.AioRpcError) as unknown:

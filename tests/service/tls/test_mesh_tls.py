@@ -136,7 +136,7 @@ async def test_a_worker_without_the_right_certificate_says_why_it_is_not_in(
     await asyncio.gather(task, return_exceptions=True)
     assert logs[0]["event"] == "registry lost"
     assert "CERTIFICATE_VERIFY_FAILED" in logs[0]["error"]
-    assert mesh.router.membership.workers() == []
+    assert mesh.router.membership.views() == []
 
 
 async def never_drained(draining: bool) -> None:
@@ -158,11 +158,11 @@ async def test_silent_workers_are_asked_over_tls(authority: Authority) -> None:
     server.set_serving(True)
     membership = Membership(time.monotonic)
     membership.join(info)
-    heard = [view.last_seen_s for view in membership.workers()]
-    await DirectChecks(membership, Credentials(MESH_KEY)).check(membership.workers())
-    assert [view.last_seen_s for view in membership.workers()] == heard
-    await DirectChecks(membership, Credentials(MESH_KEY, tls)).check(membership.workers())
-    assert [view.last_seen_s for view in membership.workers()] > heard
+    heard = [view.last_seen_s for view in membership.views()]
+    await DirectChecks(membership, Credentials(MESH_KEY)).check(membership.views())
+    assert [view.last_seen_s for view in membership.views()] == heard
+    await DirectChecks(membership, Credentials(MESH_KEY, tls)).check(membership.views())
+    assert [view.last_seen_s for view in membership.views()] > heard
     await server.stop(0)
 
 

@@ -58,15 +58,15 @@ def test_silent_worker_is_lost_then_forgotten_and_a_beat_brings_it_back(membersh
     assert state(membership) is WorkerState.READY
     clock.now = 100
     membership.expire(silent_s=5, forget_s=60)
-    assert membership.workers() == []
+    assert membership.views() == []
 
 
 def test_workers_are_listed_by_role_and_id_whenever_they_join(membership: Membership) -> None:
     for role, name in ((WorkerRole.PREFILL, "b"), (WorkerRole.DECODE, "z"), (WorkerRole.PREFILL, "a")):
         membership.join(replace(INFO, worker_id=name, incarnation=f"run of {name}", role=role))
-    assert [view.info.worker_id for view in membership.workers()] == ["decode-0", "z", "a", "b"]
+    assert [view.info.worker_id for view in membership.views()] == ["decode-0", "z", "a", "b"]
     membership.join(replace(INFO, worker_id="z", incarnation="next run", role=WorkerRole.PREFILL))
-    assert [view.info.worker_id for view in membership.workers()] == ["decode-0", "a", "b", "z"]
+    assert [view.info.worker_id for view in membership.views()] == ["decode-0", "a", "b", "z"]
 
 
 @pytest.mark.parametrize("farewell", [WorkerState.STOPPED, WorkerState.SWITCHING])
@@ -86,7 +86,7 @@ def test_a_worker_that_has_said_farewell_is_not_lost(
     assert state(membership) is (WorkerState.STOPPED if farewell is WorkerState.STOPPED else WorkerState.LOST)
     clock.now = 303
     membership.expire(silent_s=5, forget_s=300)
-    assert membership.workers() == []
+    assert membership.views() == []
 
 
 def test_a_lost_worker_must_still_fit_when_it_comes_back(membership: Membership) -> None:
@@ -188,5 +188,5 @@ def test_workers_are_in_the_order_of_role_and_name(membership: Membership) -> No
         replace(INFO, worker_id="decode-2", incarnation="decode-2"), WorkerLoad(free_blocks=3), WorkerState.READY
     )
     membership.lose(INFO)
-    names = [view.info.worker_id for view in membership.workers()]
+    names = [view.info.worker_id for view in membership.views()]
     assert names == ["decode-0", "decode-1", "decode-2", "prefill-0"]

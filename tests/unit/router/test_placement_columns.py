@@ -108,11 +108,11 @@ class Mesh:
 
     def _changed(self) -> None:
         self.view.discard_snapshot()
-        self.in_flight.follow(self.membership.workers())
+        self.in_flight.follow(self.membership.views())
 
     def heartbeat(self, free_blocks: list[int], states: list[WorkerState]) -> None:
         """All workers report."""
-        for view, free, state in zip(self.membership.workers(), free_blocks, states, strict=True):
+        for view, free, state in zip(self.membership.views(), free_blocks, states, strict=True):
             info = view.info
             self.membership.heartbeat(info, WorkerLoad(free_blocks=free), state)
 
@@ -148,12 +148,12 @@ class Mesh:
             self.reservations.remove(reservation)
 
     def _nth(self, number: int) -> WorkerView:
-        workers = self.membership.workers()
+        workers = self.membership.views()
         return workers[number % len(workers)]
 
     def fresh(self) -> Any:
         """A snapshot of now, made from nothing but what is there."""
-        workers = self.membership.workers()
+        workers = self.membership.views()
         present = {view.info.incarnation for view in workers}
         sums = reference.sums_of(self.reservations, workers)
         in_flight = {incarnation: work for incarnation, work in sums.items() if incarnation in present}

@@ -20,7 +20,7 @@ def failures(tmp_path: Path) -> FailureHistory:
 
 
 def fail(failures: FailureHistory, error: Replayable, count: int, num_tokens: int = 0) -> list[float]:
-    return [failures.after(error, num_tokens=num_tokens, has_prefill=False, blamed=None) for _ in range(count)]
+    return [failures.count(error, num_tokens=num_tokens, has_prefill=False, blamed=None) for _ in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_a_token_starts_the_count_anew(failures: FailureHistory) -> None:
 def test_first_tokens_of_prefill_workers_do_not_start_the_count_anew(failures: FailureHistory) -> None:
     """Otherwise a request whose first decode step kills the worker would kill one worker after the other."""
     for num_tokens in (1, 2):
-        failures.after(WorkerLost("gone"), num_tokens=num_tokens, has_prefill=True, blamed=None)
+        failures.count(WorkerLost("gone"), num_tokens=num_tokens, has_prefill=True, blamed=None)
     with pytest.raises(AttemptsFailed):
-        failures.after(WorkerLost("gone"), num_tokens=3, has_prefill=True, blamed=None)
+        failures.count(WorkerLost("gone"), num_tokens=3, has_prefill=True, blamed=None)
 
 
 def test_backoff(failures: FailureHistory) -> None:
@@ -60,22 +60,22 @@ def test_no_room_waits_at_once(failures: FailureHistory) -> None:
 
 
 def test_who_failed_is_avoided_until_there_is_progress(failures: FailureHistory) -> None:
-    failures.after(WorkerLost("gone"), num_tokens=0, has_prefill=True, blamed=decode("d0").info)
-    failures.after(TransferFailed("cut"), num_tokens=0, has_prefill=True, blamed=decode("d1").info)
+    failures.count(WorkerLost("gone"), num_tokens=0, has_prefill=True, blamed=decode("d0").info)
+    failures.count(TransferFailed("cut"), num_tokens=0, has_prefill=True, blamed=decode("d1").info)
     assert failures.avoid == {"d0", "d1"}
-    failures.after(TransferFailed("cut"), num_tokens=5, has_prefill=True, blamed=decode("d2").info)
+    failures.count(TransferFailed("cut"), num_tokens=5, has_prefill=True, blamed=decode("d2").info)
     assert failures.avoid == {"d2"}
 
 
 def test_a_prefill_worker_whose_kv_did_not_arrive_is_left_out(failures: FailureHistory) -> None:
     """Its own first token is no progress: else the next attempt would wait for another lease, and so on."""
-    failures.after(TransferFailed("silent"), num_tokens=1, has_prefill=True, blamed=prefill("p0").info)
+    failures.count(TransferFailed("silent"), num_tokens=1, has_prefill=True, blamed=prefill("p0").info)
     assert failures.cut_off == {"p0"}
-    failures.after(TransferFailed("silent"), num_tokens=2, has_prefill=True, blamed=prefill("p1").info)
+    failures.count(TransferFailed("silent"), num_tokens=2, has_prefill=True, blamed=prefill("p1").info)
     assert failures.cut_off == {"p0", "p1"}
-    failures.after(WorkerLost("gone"), num_tokens=4, has_prefill=True, blamed=decode("d0").info)
+    failures.count(WorkerLost("gone"), num_tokens=4, has_prefill=True, blamed=decode("d0").info)
     assert failures.cut_off == set()
-    failures.after(WorkerLost("gone"), num_tokens=4, has_prefill=True, blamed=prefill("p0").info)
+    failures.count(WorkerLost("gone"), num_tokens=4, has_prefill=True, blamed=prefill("p0").info)
     assert failures.cut_off == set()
 
 
@@ -88,7 +88,7 @@ def test_after_some_failures_decode_prefills_by_itself(failures: FailureHistory)
 
 def test_the_first_replay_after_progress_is_free(failures: FailureHistory) -> None:
     for num_tokens in (0, 0, 7, 7, 9):
-        failures.after(TransferFailed("cut"), num_tokens=num_tokens, has_prefill=True, blamed=None)
+        failures.count(TransferFailed("cut"), num_tokens=num_tokens, has_prefill=True, blamed=None)
         assert failures.is_free is (failures.attempt in (1, 3, 5))
 
 

@@ -79,7 +79,9 @@ async def _crowd(core: int, port: str, num_idle: int, num_dripping: int) -> Asyn
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        if not await asyncio.wait_for(process.stdout.readline(), _TIMEOUT_S):
+        async with asyncio.timeout(_TIMEOUT_S):
+            is_connected = bool(await process.stdout.readline())
+        if not is_connected:
             raise SystemExit("the crowd did not connect; is ulimit -n high enough?")
         yield
     finally:

@@ -244,7 +244,8 @@ class Supervisor:
         ends_s, num_silent = self._start_ends_s, round(_SILENT_S / _LISTEN_S)
         for listen_s in [_LISTEN_S] * num_silent if ends_s is None else [ends_s - time.monotonic()]:
             with contextlib.suppress(TimeoutError):
-                return await asyncio.wait_for(self._next(), listen_s)
+                async with asyncio.timeout(listen_s):
+                    return await self._next()
         return None
 
     async def _watch(self) -> None:

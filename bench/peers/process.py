@@ -72,7 +72,7 @@ class PeerProcess:
 
     async def _next(self, inbox: "asyncio.Queue[dict[str, Any] | PeerFailed]") -> dict[str, Any]:
         try:
-            async with asyncio.timeout(_SILENCE_S):  # asyncio.wait_for of Python 3.11 may lose a cancellation
+            async with asyncio.timeout(_SILENCE_S):
                 message = await inbox.get()
         except TimeoutError:
             raise self._failed(f"said nothing for {_SILENCE_S:.0f} s") from None

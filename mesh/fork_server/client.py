@@ -107,7 +107,8 @@ class ForkServer:
         """Send a request with files. Raises OSError if the fork server has ended or does not answer."""
         loop = asyncio.get_running_loop()
         socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
-        answer = await asyncio.wait_for(loop.sock_recv(self._socket, _MAX_ANSWER_BYTES), _ANSWER_S)
+        async with asyncio.timeout(_ANSWER_S):
+            answer = await loop.sock_recv(self._socket, _MAX_ANSWER_BYTES)
         if not answer:
             raise ConnectionResetError
         return json.loads(answer)

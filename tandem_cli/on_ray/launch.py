@@ -171,8 +171,9 @@ class RayWorker:
         is_up = self._is_up
         if is_up:
             with contextlib.suppress(RayError, TimeoutError):
-                last = asyncio.wait_for(_call(self._placed.actor.stop, limit_s), limit_s + _STOP_MARGIN_S)
-                self._on_news(await last)
+                async with asyncio.timeout(limit_s + _STOP_MARGIN_S):
+                    last = await _call(self._placed.actor.stop, limit_s)
+                self._on_news(last)
         if self._following is not None:  # a call that is cancelled makes Ray Client write a traceback
             await asyncio.wait([self._following], timeout=_STOP_MARGIN_S if is_up else 0)
             self._following.cancel()

@@ -72,7 +72,8 @@ class WorkerActor:
             if self._child is None:
                 self._child = await self._start(handover)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._has_news.wait(), _NEWS_S)
+            async with asyncio.timeout(_NEWS_S):
+                await self._has_news.wait()
         return self._take_news()
 
     async def stop(self, limit_s: float) -> News:
@@ -113,7 +114,8 @@ class WorkerActor:
         """End this actor, once the driver has learnt of the worker's end."""
         self._is_read.clear()
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._is_read.wait(), _LAST_NEWS_S)
+            async with asyncio.timeout(_LAST_NEWS_S):
+                await self._is_read.wait()
         await asyncio.sleep(max(0.2, self._started_s + _MIN_LIFE_S - time.monotonic()))
         if not self._is_stopping:
             os._exit(1)

@@ -478,7 +478,7 @@ def test_wrong_configurations_are_one_line(
     status: object
     try:
         own_model = [] if flags[0].startswith("--model") else [f"--model={tmp_path}"]
-        status = main(["up", *own_model, *flags])
+        status = main(["up", "--port=0", "--http-port=0", *own_model, *flags])  # the default ones may be taken
     except SystemExit as ended:
         status = ended.code
     captured = capsys.readouterr()

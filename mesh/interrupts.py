@@ -2,10 +2,15 @@
 signal comes.
 
 imports          the package of the program has called `end_imports_quietly`: Ctrl-C ends the process
-the program      `run_program`: the first signal cancels what `run_async` runs, or raises, so that all that is open is
-                 closed; others are ignored. If something drops the exception, as a bare `except:` of a library does, it
-                 is raised again
+the program      `run_program`: the first signal raises an exception, so that all that is open is closed; others are
+                 ignored. What an event loop runs (`run_async`) is cancelled instead
 the process ends each of the signals ends it at once
+
+The exception does not come, or is lost, in three cases. Then an alarm lets the signal come again:
+
+no exception may be raised where the signal comes (_CALLERS)           after _AGAIN_S
+something drops the exception, as a bare `except:` of a library does   after _AGAIN_S
+code keeps the event loop from running, which then cannot cancel       after _BLOCKED_S, raised there
 """
 
 import os
@@ -53,11 +58,11 @@ class _FromSignal(BaseException):
     """The exception of a signal. If it is freed while the program runs, it was dropped: the signal comes again."""
 
     def __del__(self) -> None:
-        if id(self) == _raised.error_id:
-            _raised.error_id = 0
+        if id(self) == _ending.error_id:
+            _ending.error_id = 0
             for running in _in_loop:
                 running.is_told = False
-            _again_later(_raised.number, _AGAIN_S)
+            _come_again(_AGAIN_S)
 
 
 class _Interrupted(_FromSignal, KeyboardInterrupt):
@@ -139,8 +144,7 @@ def accept_signal() -> None:
     """Say that the program ends by itself after the exception of a signal, which it has caught. Otherwise the signal
     would raise again as soon as the exception is gone.
     """
-    _raised.error_id = 0
-    _again.number = 0
+    _ending.error_id = _ending.number = 0
 
 
 @contextmanager
@@ -170,26 +174,37 @@ def run_async(main: Coroutine[Any, Any, T], loop_factory: "Callable[[], asyncio.
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             return runner.run(run())
     finally:
-        if _in_loop and (number := _in_loop.pop().number):
-            _raise(number)
+        if _in_loop and _in_loop.pop().is_asked:
+            _raise()
+
+
+@dataclass(slots=True)
+class _Ending:
+    """The signal that ends the program: the first one that has come (0: none, or the program has accepted it).
+    `error_id` is the id of its exception (0: not raised, or dropped).
+    """
+
+    number: int = 0
+    error_id: int = 0
 
 
 @dataclass(slots=True, eq=False)
 class _InLoop:
-    """The loop and the task of `run_async`, and the signal that has come. `is_told`: it has cancelled or raised."""
+    """The loop and the task of `run_async`. `is_asked`: the signal has come, and the loop is to cancel the task.
+    `is_told`: it has cancelled, or the signal has raised.
+    """
 
     loop: "asyncio.AbstractEventLoop"
     main: "asyncio.Task[Any]"
-    number: int = 0
+    is_asked: bool = False
     is_told: bool = False
-    is_blocked: bool = False
 
-    def cancel(self, number: int) -> None:
+    def cancel(self) -> None:
         """Cancel as asyncio does at Ctrl-C: an exception in the middle of its loop has crashed Python 3.11."""
-        self.number = number
+        self.is_asked = True
         if not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self._cancel)
-            _again_later(number, _BLOCKED_S)
+            _come_again(_BLOCKED_S)
 
     def _cancel(self) -> None:
         if not self.is_told and not self.main.done():
@@ -197,82 +212,54 @@ class _InLoop:
             self.main.cancel()
 
 
+_ending = _Ending()
 _in_loop: list[_InLoop] = []
 """None or one."""
 
 
-@dataclass(slots=True)
-class _Raised:
-    """The exception that a signal has raised (0: none, or it has served), by its id, and the signal."""
-
-    error_id: int = 0
-    number: int = 0
-
-
-@dataclass(slots=True)
-class _Again:
-    """The signal that comes again with the next alarm (0: none)."""
-
-    number: int = 0
-
-
-_raised = _Raised()
-_again = _Again()
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Cancel; or raise, but not at a place where the exception would be lost or leave something half done."""
+    """Cancel what an event loop runs; else raise. An alarm raises also in a loop that has not cancelled by then."""
     if number == signal.SIGHUP:
         leave_terminal()
-    number = _again.number or number  # of several signals that wait, the first counts
+    _ending.number = _ending.number or number
     running = _in_loop[0] if _in_loop else None
-    if running is not None and not running.number:
-        running.cancel(number)
-    elif running is None or (running.is_blocked and not running.is_told):
+    if running is not None and not running.is_asked:
+        running.cancel()
+    elif running is None or (number == signal.SIGALRM and not running.is_told):
         if not _may_raise(frame):
-            _again_later(number, _AGAIN_S)
+            _come_again(_AGAIN_S)
             return
         if running is not None:
             running.is_told = True
-        _raise(number)
+        _raise()
 
 
-def _raise(number: int) -> NoReturn:
-    for signal_number in _SIGNALS:  # another one would interrupt the cleanup
-        signal.signal(signal_number, _ignore)
-    _again.number = 0
+def _raise() -> NoReturn:
+    error = _Interrupted() if _ending.number == signal.SIGINT else Terminated(128 + _ending.number)
+    _ending.error_id = id(error)  # from here on alarms do nothing
+    for number in _SIGNALS:  # another one would interrupt the cleanup
+        signal.signal(number, _ignore)
     signal.setitimer(signal.ITIMER_REAL, 0)
-    error = _Interrupted() if number == signal.SIGINT else Terminated(128 + number)
-    _raised.error_id, _raised.number = id(error), number
     try:
         raise error
     finally:
         del error  # the traceback has this frame: without this, only the garbage collection would notice its end
 
 
-def _again_later(number: int, seconds: float) -> None:
+def _come_again(seconds: float) -> None:
     """Let the signal come again. The timer of the process is used, because a thread for that cannot be started where
     the system has none left, nor while `threading` is imported.
     """
-    _again.number = number
     signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
-def _on_alarm(_: int, frame: FrameType | None) -> None:
-    number, _again.number = _again.number, 0
-    if not number:
+def _on_alarm(alarm: int, frame: FrameType | None) -> None:
+    if not _ending.number or _ending.error_id:  # the alarm was on its way when the signal was accepted or raised
         return
-    if not _raised.error_id:
-        _heed_signals()
-    for running in _in_loop:  # it keeps the loop from running, or, after the end of `main`, from ending
-        running.is_blocked = running.number != 0 and not running.is_told
-    _interrupt(number, frame)
-
-
-def _heed_signals() -> None:
-    for number in _SIGNALS:
+    for number in _SIGNALS:  # the exception has been dropped
         if signal.getsignal(number) == _ignore:
             signal.signal(number, _interrupt)
+    _interrupt(alarm, frame)
 
 
 def _tell_dropped(dropped: "sys.UnraisableHookArgs") -> None:

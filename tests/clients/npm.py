@@ -143,7 +143,8 @@ async def _output_of(command: list[str], folder: Path, environment: Mapping[str,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        printed, complaint = await asyncio.wait_for(process.communicate(), 300)
+        async with asyncio.timeout(300):
+            printed, complaint = await process.communicate()
     finally:
         if process.returncode is None:
             process.kill()

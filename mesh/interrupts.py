@@ -32,26 +32,21 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN_S = 0.01
 _BLOCKED_S = 1.0
 _CALLERS = (
-    "logging.",
-    "grpc.",
-    "llvmlite.binding.executionengine.",
-    "numpy.<module>",
-    "torch.<module>",
-    "torch.library.Library.impl",
-    "weakref.",
+    "logging.",  # it would keep its lock, for which the cleanup waits
+    "grpc.",  # grpc.aio takes any exception of the messages of a request for their end
+    "llvmlite.binding.executionengine.",  # LLVM drops exceptions of what it calls while it compiles
+    "numba.<module>",  # a C module of it makes an ImportError of KeyboardInterrupt, and ends the process at SystemExit
+    "numpy.<module>",  # it cannot be imported again, and PyTorch, which imports it, drops what that raises
+    "torch.<module>",  # its C++ calls Python when it is imported, and an exception there aborts the process
+    "torch.library.Library.impl",  # the same, when it registers operators
+    "weakref.",  # Python drops what callbacks of weak references raise
     "_weakrefset.",
-    "importlib._bootstrap._get_module_lock.<locals>.cb",
-    "engine.models.loop_threads.LoopThreads.run",
-    "mesh.interrupts._interrupt",
+    "importlib._bootstrap._get_module_lock.<locals>.cb",  # such a callback, at each import
+    "engine.models.loop_threads.LoopThreads.run",  # the other threads of a step would wait for one that has raised
+    "mesh.interrupts._interrupt",  # a handler may run in the middle of asyncio's code
     "mesh.interrupts._on_alarm",
 )
-"""Modules and functions whose callees must not raise: logging would keep its lock, for which the cleanup waits;
-grpc.aio takes any exception of the messages of a request for their end; LLVM's calls while it compiles drop exceptions;
-numpy cannot be imported again, and PyTorch, which imports it, drops what that raises; PyTorch's C++ calls Python when
-it is imported and registers operators, and an exception there aborts the process; Python drops what callbacks of weak
-references raise, which run at each import, too; threads of a step would wait for one that has raised; handlers of
-signals may run in the middle of asyncio's code.
-"""
+"""Modules and functions whose callees must not raise."""
 
 
 class _FromSignal(BaseException):

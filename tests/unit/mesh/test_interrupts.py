@@ -225,26 +225,35 @@ run_program(main)
 """
 
 
-_INTERRUPTED_IN_NUMPY = """
+_INTERRUPTED_IN_AN_IMPORT = """
 import os, signal, sys, time
 from mesh.interrupts import run_program
 
 class Interrupting:
     def find_spec(self, name, *_):
-        if name.startswith("numpy."):
+        if name.startswith("PART"):
             sys.meta_path.remove(self)
             os.kill(os.getpid(), signal.SIGTERM)
 
 def main():
     sys.meta_path.insert(0, Interrupting())
     try:
-        import numpy
+        import MODULE
         time.sleep(60)
     finally:
-        print("numpy is complete:", hasattr(sys.modules.get("numpy"), "array"))
+        print("MODULE is complete:", hasattr(sys.modules.get("MODULE"), "NAME"))
 
 run_program(main)
 """
+
+
+def _interrupted_in(module: str, *, part: str, name: str) -> str:
+    """A program that gets a signal while `part` of the module is imported, and looks whether it has `name` then."""
+    return _INTERRUPTED_IN_AN_IMPORT.replace("MODULE", module).replace("PART", part).replace("NAME", name)
+
+
+_INTERRUPTED_IN_NUMPY = _interrupted_in("numpy", part="numpy.", name="array")
+_INTERRUPTED_IN_NUMBA = _interrupted_in("numba", part="numba._devicearray", name="njit")
 
 
 _INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED = """
@@ -301,6 +310,7 @@ run_program(main)
         pytest.param(_INTERRUPTED_AFTER_AN_IMPORT, "the lock is removed\n", id="the lock of an import"),
         pytest.param(_INTERRUPTED_IN_THE_GARBAGE_COLLECTION, "the collection has begun\n", id="the garbage collection"),
         pytest.param(_INTERRUPTED_IN_NUMPY, "numpy is complete: True\n", id="the import of numpy"),
+        pytest.param(_INTERRUPTED_IN_NUMBA, "numba is complete: True\n", id="the import of numba"),
         pytest.param(_INTERRUPTED_IN_PYTORCH, "PyTorch is complete\n", id="the import of PyTorch"),
         pytest.param(_INTERRUPTED_WHERE_ALL_EXCEPTIONS_ARE_DROPPED, "it is dropped\n", id="a bare except"),
         pytest.param(_INTERRUPTED_WITHOUT_THREADS, "the line is complete\n", id="a system without threads left"),

@@ -131,7 +131,7 @@ async def _peer(arm: Arm, setup: Setup) -> AsyncIterator[Stream]:
         threads=len(setup.cores),
         kv_tokens=setup.kv_tokens,
         budget=arm.budget,
-        sampling=setup.sampling,
+        more=() if setup.sampling is None else setup.sampling.flags,
     )
     async with starting as process:
         yield process.stream
@@ -147,15 +147,16 @@ async def running_peer(
     threads: int,
     kv_tokens: int,
     budget: int = 0,
-    eager: bool = False,
-    sampling: Sampling | None = None,
+    more: Sequence[str] = (),
 ) -> AsyncIterator[PeerProcess]:
-    """Start a peer with a model folder that it can read, given by its absolute path, and stop it at the end."""
+    """Start a peer with a model folder that it can read, given by its absolute path, and stop it at the end. `more`:
+    flags of its runner.
+    """
     peer = PEERS[name]
     python = installed(envs, peer.engine)
     options = {"model": model, "precision": precision, "threads": threads}
     options |= {"budget": budget, "max_seqs": _MAX_SEQS, "kv_tokens": kv_tokens}
-    flags = [*as_flags(**options), *(["--eager"] if eager else []), *([] if sampling is None else sampling.flags)]
+    flags = [*as_flags(**options), *more]
     label = f"{name}:{budget}" if budget else name
     async with running(label, (str(python), "-m", f"bench.peers.{peer.engine}_runner", *flags)) as process:
         yield process

@@ -95,7 +95,7 @@ async def _peers_answers(
     load = Workload(options.prompts, 1, options.input_tokens, options.output_tokens, vocab_size)
     threads = len(os.sched_getaffinity(0))
     starting = running_peer(
-        options.peer, folder, options.precision, options.envs, threads=threads, kv_tokens=_KV_TOKENS, eager=True
+        options.peer, folder, options.precision, options.envs, threads=threads, kv_tokens=_KV_TOKENS, more=["--eager"]
     )
     answers: list[tuple[list[int], list[int]]] = []
     async with starting as peer:

@@ -266,6 +266,12 @@ def _check_rope(rope: RopeConfig, head_dim: int) -> None:
                 f"config.json: {name} must have {rope.dim // 2} numbers, one for each pair of rotated dimensions, "
                 f"got {len(factors)}"
             )
+    if rope.kind == "longrope" and rope.original_positions < 2:
+        raise ConfigurationError(
+            f"config.json: original_max_position_embeddings must be above 1, got {rope.original_positions}"
+        )
+    if rope.kind == "yarn" and rope.theta <= 1:
+        raise ConfigurationError(f"config.json: rope_theta of YaRN must be above 1, got {rope.theta:g}")
     if rope.kind == "llama3" and rope.high_freq_factor <= rope.low_freq_factor:
         raise ConfigurationError(
             f"config.json: high_freq_factor ({rope.high_freq_factor:g}) must be above low_freq_factor "

@@ -62,15 +62,21 @@ def _pickles(folder: Path) -> list[Path]:
     for name in (_ADAPTER, _SINGLE) if (folder / ADAPTER_CONFIG).is_file() else (_SINGLE,):
         if (folder / name).is_file():
             return [folder / name]
-    weight_map = read_json(folder / _INDEX, optional=True).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    if not (folder / _INDEX).is_file():
         if (folder / _ADAPTER).is_file():
             raise ConfigurationError(f"{folder} has {_ADAPTER} without {ADAPTER_CONFIG}: copy that file there, too")
         raise ConfigurationError(
             f"{folder} has neither {_SINGLE}, {_ADAPTER} nor {_INDEX}: there is nothing to convert"
             f"{hint_at_gguf(folder)}"
         )
-    names = sorted({str(name) for name in weight_map.values()})
+    weight_map = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise ConfigurationError(
+            f"{folder / _INDEX}: weight_map must be an object of file names by tensor, got {weight_map!r:.100}"
+        )
+    if not weight_map:
+        raise ConfigurationError(f"{folder / _INDEX}: weight_map names no tensor: there is nothing to convert")
+    names = sorted(set(weight_map.values()))
     for name in names:
         if Path(name).name != name:
             raise ConfigurationError(f"{folder / _INDEX} names a file outside its folder: {name!r}")

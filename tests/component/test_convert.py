@@ -224,3 +224,20 @@ def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=f"is a file: name the folder that it is in, {old}$"):
         convert_folder(old / "pytorch_model-0.bin", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "reason"),
+    [
+        (["pytorch_model-0.bin"], r"must be an object of file names by tensor, got \['pytorch_model-0\.bin'\]"),
+        ({"x": 1}, r"must be an object of file names by tensor, got \{'x': 1\}"),
+        (None, "must be an object of file names by tensor, got None"),
+        ({}, "names no tensor: there is nothing to convert"),
+        ({"x": "../pytorch_model.bin"}, r"names a file outside its folder: '\.\./pytorch_model\.bin'"),
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, weight_map: object, reason: str) -> None:
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ConfigurationError, match=rf"pytorch_model\.bin\.index\.json.* {reason}"):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()

@@ -181,4 +181,12 @@ def test_bad_input_of_the_command_is_named(
     assert "has an encoder" in said(capsys, str(encoder), f"--data={data}", f"--out={out}")
     assert "--judge must be a Python file" in said(capsys, model, f"--data={data}", f"--out={out}", "--judge=none.py")
     assert f"{tmp_path} is not empty" in said(capsys, model, f"--data={data}", f"--out={tmp_path}")
+    for unwritable, reason in (
+        (data, "File exists"),
+        (data / "out", "Not a directory"),
+        (Path("/proc/out"), "No such"),
+    ):
+        refusal = said(capsys, model, f"--data={data}", f"--out={unwritable}")
+        assert f"cannot write {unwritable}: {reason}" in refusal
+        assert "candidates" not in refusal, "nothing has begun"
     assert not out.exists()

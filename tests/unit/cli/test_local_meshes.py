@@ -106,7 +106,9 @@ def test_a_choice_that_is_not_clear_stops_nothing(
     for command in ("stop", "logs --mesh"):
         status, said = main(command.split()[:1]), capsys.readouterr().err
         assert status == 2
-        assert f"several meshes run here; name one by its process id, as in `tandem {command} {processes[0].pid}`" in said
+        assert (
+            f"several meshes run here; name one by its process id, as in `tandem {command} {processes[0].pid}`" in said
+        )
         assert f"{processes[1].pid} (small at 127.0.0.1:50051)" in said
     assert main(["stop", "big"]) == 2
     assert "no mesh is called 'big'" in capsys.readouterr().err

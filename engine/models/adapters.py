@@ -135,12 +135,17 @@ def _factors(matrix: AdapterMatrix, source: Source, read: _Read) -> tuple[Tensor
 
 
 def _shape(tensor: StoredTensor, module: str) -> Tensor:
+    _require_dtype(tensor, module)
     return torch.empty(tensor.shape, device="meta")
 
 
-def _values(tensor: StoredTensor, module: str) -> Tensor:
+def _require_dtype(tensor: StoredTensor, module: str) -> None:
     if tensor.dtype not in _DTYPES:
         raise ConfigurationError(f"{module} has dtype {tensor.dtype}, not one of {', '.join(_DTYPES)}")
+
+
+def _values(tensor: StoredTensor, module: str) -> Tensor:
+    _require_dtype(tensor, module)
     with tensor.path.open("rb") as file:
         file.seek(tensor.offset)
         stored = bytearray(file.read(tensor.num_bytes))

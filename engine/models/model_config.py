@@ -7,6 +7,7 @@ use different keys for the same fact. The names of its tensors are in tensor_nam
 from dataclasses import dataclass, field, replace
 
 from checkpoint.config_json import (
+    MOST_POSITIONS,
     POSITION_KEYS,
     VOCAB_KEYS,
     RawConfig,
@@ -324,7 +325,7 @@ def plain_config(raw: RawConfig, architecture: str) -> ModelConfig:
     num_layers = integer(raw, *_NUM_LAYERS, default=len(texts(raw, "layers_block_type")) or None)
     if num_layers > _MAX_LAYERS:  # each takes memory before any tensor is looked for
         raise ConfigurationError(f"config.json: {num_layers} layers are more than {_MAX_LAYERS}: the file is broken")
-    max_positions = integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS)
+    max_positions = min(integer(raw, *POSITION_KEYS, default=_DEFAULT_POSITIONS, least=2), MOST_POSITIONS)
     head_dim = integer(raw, *_HEAD_DIM, default=hidden_size // num_heads)
     return ModelConfig(
         architecture=architecture,

@@ -83,6 +83,18 @@ def test_longest_sequence(checkpoint: Checkpoint) -> None:
 
 
 @pytest.mark.parametrize(
+    "change",
+    [
+        {"max_position_embeddings": 10**30},
+        {"rope_parameters": {"rope_type": "linear", "factor": 1e30, "rope_theta": 1e4}},
+    ],
+)
+def test_no_limit_of_positions_is_one_that_workers_can_tell(model_dir: Path, change: dict[str, object]) -> None:
+    edit_config(model_dir, **change)
+    assert load_config(model_dir).max_model_len == 2**31 - 1
+
+
+@pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"architectures": ["GPT9"]}, "GPT9 is not supported; supported: LlamaForCausalLM"),
@@ -108,6 +120,7 @@ def test_longest_sequence(checkpoint: Checkpoint) -> None:
             },
             "original_max_position_embeddings must be above 1, got 1",
         ),
+        ({"max_position_embeddings": 1}, "max_position_embeddings must be an integer from 2 on, got 1"),
         ({"num_hidden_layers": None}, "num_hidden_layers"),
         ({"num_key_value_heads": 3}, "multiple"),
         ({"quantization_config": {"bits": 4}}, "quant_method None is not supported; supported: awq, gptq"),

@@ -1,4 +1,4 @@
-"""The ASGI application: routes of all dialects on one port, the check of the Host header, and what all answers share."""
+"""The ASGI application: routes of all dialects on one port, the check of the Host header, what all answers share."""
 
 import re
 
@@ -36,7 +36,8 @@ _HEADERS_FOR_PAGES = (
     *("x-queue-time", "x-inference-time", "x-time-per-token", "x-prompt-tokens", "x-generated-tokens"),
 )
 _ID_HEADER = "x-request-id"
-_ABSOLUTE, _ABSOLUTE_BYTES = (re.compile(form, re.IGNORECASE) for form in ("https?://([^/]*)", b"https?://[^/]*"))
+_ABSOLUTE = re.compile("https?://([^/]*)", re.IGNORECASE)
+_ABSOLUTE_BYTES = re.compile(b"https?://[^/]*", re.IGNORECASE)
 _NAMES = {404: "ResourceNotFoundException", 405: "MethodNotAllowedException"}
 
 
@@ -175,7 +176,7 @@ class _OwnTarget:
             headers = [(name, value) for name, value in scope["headers"] if name != b"host"]
             path = scope["path"][url.end() :] or "/"
             raw_path = _ABSOLUTE_BYTES.sub(b"", scope["raw_path"], count=1) or b"/"
-            scope = scope | {"path": path, "raw_path": raw_path, "headers": [(b"host", host), *headers]}
+            scope = {**scope, "path": path, "raw_path": raw_path, "headers": [(b"host", host), *headers]}
         await self._app(scope, receive, send)
 
 

@@ -64,8 +64,8 @@ class ServedModel:
         facts = replace(facts, eos_token_ids=tokenizer.eos_token_ids)
         if facts.eos_token_ids and min(facts.eos_token_ids) >= facts.vocab_size:
             log.warning(
-                "no end token is in the vocabulary, so answers end at their limit only: see eos_token_id in config.json "
-                "and generation_config.json",
+                "no end token is in the vocabulary, so answers end at their limit only: see eos_token_id in "
+                "config.json and generation_config.json",
                 eos_token_ids=sorted(facts.eos_token_ids),
                 vocab_size=facts.vocab_size,
             )

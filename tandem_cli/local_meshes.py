@@ -278,8 +278,8 @@ def find_mesh(name: str | None, command: str) -> RunningMesh:
     if not matching:
         raise ConfigurationError(f"no mesh is called {name!r}; there are {listed}")
     raise ConfigurationError(
-        f"several meshes run here; name one by its process id, as in `{command} {meshes[0].pid}`; `tandem ps` lists them, "
-        f"too: {listed}"
+        f"several meshes run here; name one by its process id, as in `{command} {meshes[0].pid}`; `tandem ps` lists "
+        f"them, too: {listed}"
     )
 
 

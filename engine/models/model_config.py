@@ -120,8 +120,8 @@ def _rope_kind(scaling: RawConfig) -> str:
     kind = text(scaling, "rope_type", "type", default="")
     if not kind and scaling.get("factor") not in (None, 1):
         raise ConfigurationError(
-            f"config.json: its rotary positions have a factor ({scaling['factor']!r:.100}), but no rope_type: say which, "
-            "such as linear"
+            f"config.json: its rotary positions have a factor ({scaling['factor']!r:.100}), but no rope_type: say "
+            "which, such as linear"
         )
     return "longrope" if kind == "su" else kind or "default"  # LongRoPE's former name
 

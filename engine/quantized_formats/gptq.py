@@ -57,6 +57,6 @@ def _require_version(storage: MatrixStorage, zeros: Tensor) -> None:
     if (other := int(zeros[0, 0])) in (middle - 1, middle + 1) and bool((zeros == other).all()):
         version = "gptq_v2" if storage.zeros_minus_one else "gptq"
         raise ConfigurationError(
-            f"its zeros are {other}, where config.json implies {middle} (sym): the checkpoint is in the other version of "
-            f'the format; set checkpoint_format to "{version}"'
+            f"its zeros are {other}, where config.json implies {middle} (sym): the checkpoint is in the other version "
+            f'of the format; set checkpoint_format to "{version}"'
         )

@@ -137,6 +137,6 @@ def read_groups(index: Tensor | None, num_groups: int) -> Tensor | None:
         raise ConfigurationError(
             f"its index names groups {int(index.min())} to {int(index.max())}, and it has {num_groups}: it is broken"
         )
-    if (num_named := len(index.unique())) < num_groups:
+    if (num_named := int(torch.bincount(index).count_nonzero())) < num_groups:
         raise ConfigurationError(f"its index names {num_named} of its {num_groups} groups: it is broken")
     return index.to(torch.int64)

@@ -128,8 +128,8 @@ class StreamUsage:
 
 
 class HeldTokens:
-    """The last tokens of a choice, of whose texts nothing has been sent: they may be its stop string. Places are counted
-    in characters of the answer. They are exact for tokens with own bytes.
+    """The last tokens of a choice, of whose texts nothing has been sent: they may be its stop string. Places are
+    counted in characters of the answer. They are exact for tokens with own bytes.
     """
 
     def __init__(self) -> None:
@@ -157,8 +157,8 @@ class HeldTokens:
         return num_stop
 
     def end(self, begun: Sequence[Token], finish_reason: FinishReason) -> Sequence[Token]:
-        """Return `begun`, which the last `add` has returned, and the held tokens that are part of the text: not the stop
-        string, nor the token that has ended the answer unless it is shown.
+        """Return `begun`, which the last `add` has returned, and the held tokens that are part of the text: not the
+        stop string, nor the token that has ended the answer unless it is shown.
         """
         tokens = [*begun, *(token for _, token in self._held)]
         is_last_hidden = bool(tokens) and not bytes_of(tokens[-1])

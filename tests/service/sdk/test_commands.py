@@ -178,8 +178,8 @@ def test_a_drain_says_which_role_nobody_serves_in(run: Run, threaded_router: Fak
     status, out, err = run("drain", "decode-0", "decode-1", "decode-2")
     assert (status, len(out.splitlines())) == (0, 3)
     assert err == (
-        "tandem: no other decode worker is in service: new requests wait for the router's no_worker_timeout_s, and fail "
-        "unless one is back by then\n"
+        "tandem: no other decode worker is in service: new requests wait for the router's no_worker_timeout_s, and "
+        "fail unless one is back by then\n"
     )
     assert run("drain", "prefill-0")[2] == (
         "tandem: no other prefill worker is in service: decode workers compute prompts beside their answers\n"

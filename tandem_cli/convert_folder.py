@@ -91,6 +91,10 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     for name, tensor in _load(path).items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise ConfigurationError(f"{path} has {name!r}, which is no tensor: only plain weights can be converted")
+        if name == "__metadata__" or not _is_text(name):
+            raise ConfigurationError(
+                f"{path}: a tensor is named {name!r:.100}, which safetensors cannot hold: rename it"
+            )
         if kind := _unwritable(tensor):
             raise ConfigurationError(f"{path}: tensor {name} is {kind}, which cannot be converted: {_DENSE}")
         tensor = tensor.resolve_neg()  # its memory has the numbers without their sign
@@ -100,6 +104,14 @@ def _tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
         storages.add(storage.data_ptr())
         yield name, tensor
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _unwritable(tensor: Tensor) -> str:
@@ -124,8 +136,9 @@ def _load(path: Path) -> Mapping[object, object]:
         raise ConfigurationError(
             f"{path} is no checkpoint of PyTorch, or has more than weights, which could run code"
         ) from error
-    except (RuntimeError, EOFError, OSError, ValueError) as error:
-        raise ConfigurationError(f"{path} is truncated or no checkpoint of PyTorch: {error}") from error
+    except Exception as error:  # a damaged pickle raises whatever comes
+        reason = str(error) or type(error).__name__
+        raise ConfigurationError(f"{path} is truncated or no checkpoint of PyTorch: {reason}") from error
     if not isinstance(loaded, Mapping):
         raise ConfigurationError(f"{path} holds a {type(loaded).__name__}, not tensors by name")
     return loaded

@@ -208,6 +208,26 @@ def test_other_contents_are_named(tmp_path: Path, content: object, reason: str) 
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize("content", [b"", b"\x80\x05.", b"\x80\x02h\x00.", b"PK\x03\x04" + bytes(100)])
+def test_damaged_pickles_are_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "pytorch_model.bin").write_bytes(content)
+    with pytest.raises(
+        ConfigurationError, match=r"pytorch_model\.bin is (truncated or )?no checkpoint of PyTorch\S* \w"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("name", ["\ud800", "__metadata__"])
+def test_names_that_cannot_be_written_are_named(tmp_path: Path, name: str) -> None:
+    torch.save({"x": torch.ones(3), name: torch.ones(3)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(
+        ConfigurationError, match=r"pytorch_model\.bin: a tensor is named '.*', which safetensors cannot hold"
+    ):
+        convert_folder(tmp_path, tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
 def test_broken_files_are_named(checkpoint: Checkpoint, tmp_path: Path) -> None:
     old = tmp_path / "old"
     write_pickled(checkpoint("llama"), old, num_files=2)
